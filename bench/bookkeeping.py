@@ -67,7 +67,7 @@ def walked(folder: Path, spec: RunSpec) -> None:
             write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
     with (
         mock.patch.object(pipeline, "Evaluator", Sealer),
-        mock.patch.object(pipeline, "load_given", return_value=MODEL),
+        mock.patch.object(pipeline, "load_comparable", return_value=MODEL),
         mock.patch.object(Pipeline, "_load_base", return_value=MODEL),
     ):
         Pipeline(run, Console(quiet=True), 1).evaluate()

@@ -13,7 +13,7 @@ from bench.models import Served
 from kvaudit.audit.cache.attention import NAME
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.routing import RecordedRoutes, watched_blocks
+from kvaudit.audit.cache.routing import RecordedRoutes, hooked_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.learner_pass import suffix_logits
@@ -60,7 +60,7 @@ def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
 
 def flipped(served: Served, rollouts: list[Rollout]) -> float:
     """The share of (token, block) pairs that go to another set of experts in one pass than they went one by one."""
-    blocks, ids = watched_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
+    blocks, ids = hooked_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
     positions = torch.arange(ids.shape[1]).expand(*ids.shape)
     plans = layer_plans(served.model.config, parse_policy("none"))
     replay = Replay(plans, positions, positions, torch.stack([r.evicted_at for r in rollouts])[..., :-1])

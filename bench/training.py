@@ -131,7 +131,7 @@ def ours(asked: Asked, arm: str) -> Found:
     from kvaudit.audit.training.batch import collect
     from kvaudit.audit.training.config import TrainConfig
     from kvaudit.audit.training.grpo import learn
-    from kvaudit.audit.training.student import Student
+    from kvaudit.audit.training.learner import Learner
 
     torch.set_num_threads(1)
     loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device="cpu"), asked.prompts * GROUP
@@ -147,16 +147,16 @@ def ours(asked: Asked, arm: str) -> Found:
         group=GROUP,
         learning_rate=RATE,
     )
-    student, sampler = Student(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
+    learner, sampler = Learner(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
 
     def step() -> None:
-        number = student.updates
+        number = learner.updates
         episode = sampler.open(prompts, [number * 1000 + row for row in range(rows_in_all)], group=GROUP)
         episode.decode(Decoding(NEW))
         rows: list[Rollout] = episode.rollouts()
         assert {len(row.ids) for row in rows} == {asked.tokens + NEW}
         rewards = [reward(row.ids[asked.tokens :].tolist()) for row in rows]
-        learned = learn(student, collect(rows, rewards, GROUP, loaded.device), step=number, max_tokens=NEW)
+        learned = learn(learner, collect(rows, rewards, GROUP, loaded.device), step=number, max_tokens=NEW)
         assert learned.grad_norm
 
     return measured(step, asked.steps)

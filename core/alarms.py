@@ -22,14 +22,14 @@ class Bound(NamedTuple):
         return (self.least is not None and value < self.least) or (self.most is not None and value > self.most)
 
     @property
-    def words(self) -> str:
+    def limit(self) -> str:
         """``below 0.86``."""
         return f"below {self.least:g}" if self.least is not None else f"above {self.most:g}"
 
     @property
     def sentence(self) -> str:
         """What rings, and what it means."""
-        return f"{self.name} is {self.words}: {self.meaning}"
+        return f"{self.name} is {self.limit}: {self.meaning}"
 
 
 # of a mismatch panel (``kvaudit.audit.training.mismatch``)

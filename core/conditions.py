@@ -53,8 +53,8 @@ def uncompressed(references: Mapping[str, str]) -> frozenset[str]:
 
 def compressed(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
     """The policies that compress something, in order."""
-    plain = uncompressed(references)
-    return tuple(policy for policy in policies if policy not in plain)
+    exact = uncompressed(references)
+    return tuple(policy for policy in policies if policy not in exact)
 
 
 def condition_names(references: Mapping[str, str]) -> dict[str, str]:
@@ -71,9 +71,12 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
         twins = [text for text in conditions if names[text] == name]
         if len(twins) > 1:
             telling = [key for key in own[twins[0]] if len({own[twin].get(key) for twin in twins}) > 1]
-            names |= {twin: f"{name} {_words({key: own[twin].get(key, '-') for key in telling})}" for twin in twins}
-    cut = {text: name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…" for text, name in names.items()}
-    found = {text: cut[text] if list(cut.values()).count(cut[text]) == 1 else name for text, name in names.items()}
+            names |= {
+                twin: f"{name} {_settings_text({key: own[twin].get(key, '-') for key in telling})}" for twin in twins
+            }
+    clipped = {text: f"{name[:_LONGEST_NAME]}…" if len(name) > _LONGEST_NAME else name for text, name in names.items()}
+    short = list(clipped.values())
+    found = {text: clipped[text] if short.count(clipped[text]) == 1 else name for text, name in names.items()}
     return found if len(set(found.values())) == len(found) else dict(zip(found, found, strict=True))
 
 
@@ -89,20 +92,20 @@ def _named(text: str, own: Mapping[str, Mapping[str, str]], telling: Collection[
     if "base_url" in settings and telling:  # servers: what they call the model tells more than where they listen
         where = settings["base_url"].partition("://")[2] or settings["base_url"]
         return inline(f"{engine_in(text)} {clip(settings.get('model', '-'), _LONGEST_VALUE)} at {where}")
-    words = _words({name: settings[name] for name in telling})
-    return inline(f"{engine_in(text)} {words or 'as it comes'}")
+    shown = _settings_text({name: settings[name] for name in telling})
+    return inline(f"{engine_in(text)} {shown or 'as it comes'}")
 
 
-def _words(settings: Mapping[str, str]) -> str:
+def _settings_text(settings: Mapping[str, str]) -> str:
     short = _shortened(settings)
-    told = [(short[name], clip(value, _LONGEST_VALUE)) for name, value in settings.items()]
-    return inline(" ".join(f"{name}={value}" if name else value for name, value in told))
+    pairs = [(short[name], clip(value, _LONGEST_VALUE)) for name, value in settings.items()]
+    return inline(" ".join(f"{name}={value}" if name else value for name, value in pairs))
 
 
 def _shortened(names: Collection[str]) -> dict[str, str]:
     """Names without the words that all of them hold; the whole names where one would be nothing but such words."""
-    words = {name: name.split("_") for name in names}
-    shared = set.intersection(*map(set, words.values())) if words else set[str]()
-    short = {name: "_".join(word for word in own if word not in shared) for name, own in words.items()}
-    told = len(names) == 1 or (all(short.values()) and len(set(short.values())) == len(names))
-    return short if told else dict(zip(names, names, strict=True))
+    parts = {name: name.split("_") for name in names}
+    shared = set.intersection(*map(set, parts.values())) if parts else set[str]()
+    short = {name: "_".join(word for word in own if word not in shared) for name, own in parts.items()}
+    is_telling = len(names) == 1 or (all(short.values()) and len(set(short.values())) == len(names))
+    return short if is_telling else dict(zip(names, names, strict=True))

@@ -25,7 +25,7 @@ from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.records import Message
+from kvaudit.core.records import Message, message_rows
 from kvaudit.core.text import inline, is_text, one_line
 
 T = TypeVar("T")
@@ -71,7 +71,9 @@ class Replied(NamedTuple):
     retry_after: str | None = None
 
 
-Send = Callable[[str, bytes, Mapping[str, str], float], Replied]  # address, body, headers, seconds for a whole reply
+Transport = Callable[
+    [str, bytes, Mapping[str, str], float], Replied
+]  # address, body, headers, seconds for a whole reply
 
 
 @dataclass(frozen=True)
@@ -106,30 +108,30 @@ class Endpoint:
                 f"{who}: key wants the name of the environment variable that holds the key, such as API_KEY"
             )
 
-    def line(self, who: str, send: Send | None = None) -> Line:
-        """The endpoint with its key in hand; raises SpecError where the variable is not set."""
+    def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
+        """The client, with its key in hand; raises SpecError where the variable is not set."""
         if self.key and not os.environ.get(self.key):
             raise SpecError(f"{who}: the environment variable {self.key} is not set")
-        return Line(self, os.environ[self.key] if self.key else "", send or over_http)
+        return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 
-class Line:
+class EndpointClient:
     """Asks an endpoint, one question after the other or from several threads."""
 
-    def __init__(self, endpoint: Endpoint, key: str, send: Send) -> None:
-        self._endpoint, self._key, self._send = endpoint, key, send
+    def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
+        self._endpoint, self._key, self._transport = endpoint, key, transport
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._door, self._free_at = threading.Lock(), 0.0
+        self._lock, self._free_at = threading.Lock(), 0.0
 
     def ask(self, body: Mapping[str, Any], until: float = math.inf) -> ChatCompletion:
         """The completion of a request; raises Unanswered once no further try would help, or at the time ``until``."""
         return self._tried("chat/completions", body, until, self._completion)
 
-    def said(self, path: str, body: Mapping[str, Any] | None = None, until: float = math.inf) -> dict[str, Any]:
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None, until: float = math.inf) -> dict[str, Any]:
         """The object that a path answers; without a body it is fetched. Raises as ``ask`` does."""
         return self._tried(path, body, until, _object)
 
-    def words(self, path: str, until: float = math.inf) -> str:
+    def fetch_text(self, path: str, until: float = math.inf) -> str:
         """What a path answers, as text. Raises as ``ask`` does."""
         return self._tried(path, None, until, lambda raw: self._struck(raw.decode(errors="replace")))
 
@@ -156,7 +158,7 @@ class Line:
         url = f"{self._endpoint.base_url.rstrip('/')}/{path}"
         try:
             left = min(self._endpoint.timeout, max(0.001, until - time.monotonic()))
-            replied = self._send(url, raw, self._headers, left)
+            replied = self._transport(url, raw, self._headers, left)
         except (OSError, HTTPException) as error:  # no route, a broken line, a timeout
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise Unanswered(self._struck(words)) from None
@@ -195,14 +197,16 @@ class Line:
         """Wait until another try keeps to the rate."""
         if self._endpoint.per_minute is None:
             return
-        with self._door:
+        with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + 60 / self._endpoint.per_minute
         time.sleep(start - now)
 
 
-def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> list[ChatCompletion | Unanswered]:
+def ask_all(
+    client: EndpointClient, bodies: Sequence[Mapping[str, Any]], parallel: int
+) -> list[ChatCompletion | Unanswered]:
     """The completion of every request, or why there is none, ``parallel`` of them at a time.
 
     Raises Unanswered where asking on is of no use: two of the first, or one for all, got nothing.
@@ -210,7 +214,7 @@ def ask_all(line: Line, bodies: Sequence[Mapping[str, Any]], parallel: int) -> l
 
     def ask(body: Mapping[str, Any]) -> ChatCompletion | Unanswered:
         try:
-            return line.ask(body)
+            return client.ask(body)
         except Unanswered as why:
             return why
 
@@ -248,17 +252,19 @@ class EndpointModel:
 
     def check(self) -> None:
         """Raise SpecError where the key is not set."""
-        self._endpoint.line(self.who)
+        self._endpoint.client(self.who)
 
-    def said(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
+    def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
         """The greedy reply to each conversation, None for one that failed.
 
         Raises RunError where asking on is of no use; what was answered before is kept by whoever remembers it.
         """
-        line = self._endpoint.line(self.who)  # before a thread starts: a missing key is the user's to mend
+        client = self._endpoint.client(self.who)  # before a thread starts: a missing key is the user's to mend
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
         try:
-            replies = ask_all(line, [{**options, "messages": rows(part)} for part in conversations], self.parallel)
+            replies = ask_all(
+                client, [{**options, "messages": message_rows(part)} for part in conversations], self.parallel
+            )
         except Unanswered as why:
             key = f"key from {self.key}" if self.key else "no key"
             raise RunError(
@@ -272,21 +278,16 @@ class EndpointModel:
         return Endpoint(self.base_url, self.key, self.timeout, self.tries)
 
 
-def rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as they go over the wire."""
-    return [{"role": str(message.role), "content": message.content} for message in messages]
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: a redirect would carry the key to another host."""
 
     def redirect_request(self, req: Any, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> None:  # noqa: ARG002
         return None
 
 
-_OPENER = urllib.request.build_opener(_Stay)
-_DIRECT = urllib.request.build_opener(_Stay, urllib.request.ProxyHandler({}))
-_HERE = re.compile(r"127(\.\d+){3}|localhost|::1")
+_OPENER = urllib.request.build_opener(_NoRedirect)
+_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+_THIS_MACHINE = re.compile(r"127(\.\d+){3}|localhost|::1")
 
 
 def over_http(
@@ -312,7 +313,7 @@ def over_http(
 
 def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int) -> Replied:
     deadline = time.monotonic() + timeout
-    opener = _DIRECT if _HERE.fullmatch(urlsplit(url).hostname or "") else _OPENER
+    opener = _DIRECT if _THIS_MACHINE.fullmatch(urlsplit(url).hostname or "") else _OPENER
     try:
         request = urllib.request.Request(url, body or None, dict(headers))  # noqa: S310 - the scheme was checked
         with opener.open(request, timeout=timeout) as response:

@@ -20,9 +20,9 @@ from kvaudit.core.spec_parts import (
     HeatOrGreedy,
     Names,
     Number,
-    Part,
     Seed,
     Share,
+    SpecSection,
     Steps,
     Text,
     canonical_policy,
@@ -69,7 +69,7 @@ def _no_lengths(value: Any) -> Any:
     return () if value == PUBLISHED else value
 
 
-class SuiteSpec(Part):
+class SuiteSpec(SpecSection):
     """How much of a suite is asked, and what it does otherwise than the grid or the suite itself says.
 
     ``items`` is a number, ``auto`` or ``all``; what these come to is in the run's provenance once it is known.
@@ -90,7 +90,7 @@ class SuiteSpec(Part):
         return {name: value for name, value in self.model_dump(mode="json").items() if value is not None}
 
 
-class Thinking(Part):
+class Thinking(SpecSection):
     """Answers may begin with a thought, for which there are ``budget`` tokens more than for an answer."""
 
     budget: Steps = 0
@@ -125,7 +125,7 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
     return {one: bare if one in short else rest for one in found}
 
 
-class EvaluateSpec(Part):
+class EvaluateSpec(SpecSection):
     """The grid: every checkpoint under every policy, on every suite, at every context length.
 
     ``context_tokens`` are the lengths of suites that are made to one; public rows as published have none (0). With
@@ -197,13 +197,13 @@ class EvaluateSpec(Part):
         """Policies in their one spelling, and behind them what each engine's condition is compared with."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
-        beside = [_parted(policy) for policy in value["policies"]]
-        texts = [canonical_policy(policy, info.context) for policy, _ in beside]
+        written = [_parted(policy) for policy in value["policies"]]
+        texts = [canonical_policy(policy, info.context) for policy, _ in written]
         if info.context is None:
             return {**value, "policies": texts}
         kept = value.get("references")  # of a spec that was written complete
         kept = kept if isinstance(kept, Mapping) else {}
-        both = [(text, named or kept.get(text)) for text, (_, named) in zip(texts, beside, strict=True)]
+        both = [(text, named or kept.get(text)) for text, (_, named) in zip(texts, written, strict=True)]
         named = {text: info.context.reference(text, one) for text, one in both if one is not None}
         # not every engine has a reference of its own
         others = [text for text in texts if not any(own != text == ref for own, ref in named.items())]
@@ -302,14 +302,14 @@ class EvaluateSpec(Part):
 _Price = Annotated[Number, Field(ge=0, le=1e6)]
 
 
-class Prices(Part):
+class Prices(SpecSection):
     """What a million tokens cost, in whatever currency."""
 
     input: _Price
     output: _Price
 
 
-class ProbeSpec(Part):
+class ProbeSpec(SpecSection):
     """How an endpoint is asked, in place of a checkpoint; ``model`` of the spec is its name there.
 
     ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names an environment
@@ -334,7 +334,7 @@ class ProbeSpec(Part):
         return self.model_dump(mode="json", include={"tokenizer", "seeded", "tool_role"})
 
 
-class EngineSpec(Part):
+class EngineSpec(SpecSection):
     """How an engine is run, whatever its settings are.
 
     ``python``: of the environment that holds it, None for our own. ``weights``: a file or folder in the engine's own

@@ -88,15 +88,15 @@ def _digest_start(digest: Any) -> str:
 # --- its keys --------------------------------------------------------------------------------------------------------
 
 
-def table_of(story: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A table of a provenance, empty where it has none: files of strangers may hold anything."""
-    value = story.get(key)
+    value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
-def items_in(story: Mapping[str, Any]) -> Mapping[str, int]:
+def items_in(provenance: Mapping[str, Any]) -> Mapping[str, int]:
     """Suite -> number of items that a run's pilot gave in place of ``auto`` and ``all``."""
-    items: Mapping[str, int] = table_of(table_of(table_of(story, PILOT), FOUND), "items")
+    items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), FOUND), "items")
     return items
 
 
@@ -105,24 +105,26 @@ def read_provenance(run: Path) -> dict[str, Any]:
     return check_provenance(read_json(run / PROVENANCE), run / PROVENANCE)
 
 
-def check_provenance(story: dict[str, Any], path: Path) -> dict[str, Any]:
+def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
     """The same object; raises DataError naming the first key whose value is of another kind. Any key may be absent."""
-    wrong = next((f"{key} holds {_told(story[key])}, wanted {wanted}" for key, wanted in _wrong(story)), None)
-    if wrong is None and not _writable(story):
+    wrong = next(
+        (f"{key} holds {_shown_value(provenance[key])}, wanted {wanted}" for key, wanted in _wrong(provenance)), None
+    )
+    if wrong is None and not _writable(provenance):
         wrong = "it holds text or a number that JSON in UTF-8 cannot spell"
     if wrong is not None:
         raise DataError(f"{str(path)!r}: {wrong}; put it back as it was, or start another run with --out")
-    return story
+    return provenance
 
 
-def _wrong(story: dict[str, Any]) -> list[tuple[str, str]]:
+def _wrong(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys and what they should hold."""
-    wanted = [(key, "text", story.get(key) is None or isinstance(story[key], str)) for key in _TEXTS]
-    wanted += [(key, "names and texts", _texts(story.get(key, {}))) for key in (*_TABLES, WORKED_WITH)]
-    inputs = story.get(INPUTS, {})
+    wanted = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
+    wanted += [(key, "names and texts", _texts(provenance.get(key, {}))) for key in (*_TABLES, WORKED_WITH)]
+    inputs = provenance.get(INPUTS, {})
     wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
-    wanted += [(PILOT, "what a pilot found", _pilot(story.get(PILOT, {})))]
-    wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", _usable(story.get("threads")))]
+    wanted += [(PILOT, "what a pilot found", _pilot(provenance.get(PILOT, {})))]
+    wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", _usable(provenance.get("threads")))]
     return [(key, kind) for key, kind, right in wanted if not right]
 
 
@@ -146,15 +148,15 @@ def _usable(threads: Any) -> bool:
     return threads is None or (type(threads) is int and 1 <= threads <= MOST_THREADS)
 
 
-def _writable(story: dict[str, Any]) -> bool:
+def _writable(provenance: dict[str, Any]) -> bool:
     """Whether the next note can be written back beside what is there."""
     try:
-        return is_text(json.dumps(story, ensure_ascii=False, allow_nan=False))
+        return is_text(json.dumps(provenance, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return False
 
 
-def _told(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     return (
         json.dumps(value)[:40]
         if isinstance(value, str | int | float)
@@ -177,17 +179,17 @@ def check_checkpoint(folder: Path) -> None:
         _check_digest(path, wanted)
 
 
-def _finished_files(provenance: Path) -> Iterator[tuple[Path, str]]:
+def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
     """Every file that the checkpoint was finished with, and its sha256."""
-    story = read_json(provenance)
-    if not set(_FINISHED) & set(story):  # as a run's, which has one of the same name
+    provenance = read_json(path)
+    if not set(_FINISHED) & set(provenance):  # as a run's, which has one of the same name
         raise DataError(
-            f"{str(provenance.parent)!r} is no finished checkpoint; give the folder of one, such as "
+            f"{str(path.parent)!r} is no finished checkpoint; give the folder of one, such as "
             "RUN/checkpoints/ARM/seed-N (a run that trained nothing, as a probe, has none)"
         )
     for key, folder in _FINISHED.items():
-        table = own_files(story.get(key), provenance)
-        yield from ((provenance.parent / folder / name, digest) for name, digest in sorted(table.items()))
+        table = own_files(provenance.get(key), path)
+        yield from ((path.parent / folder / name, digest) for name, digest in sorted(table.items()))
 
 
 def own_files(table: Any, source: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ class Message:
 
     role: Role
     content: str
+
+
+def message_rows(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates and endpoints take them."""
+    return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
 @dataclass(frozen=True, slots=True)

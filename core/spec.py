@@ -42,11 +42,11 @@ from kvaudit.core.spec_parts import (
     Alpha,
     ContextLength,
     Names,
-    Part,
     Points,
+    SpecSection,
     Text,
     canonical_policies,
-    is_plain,
+    is_scalar,
     unique,
 )
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
@@ -104,14 +104,14 @@ def _named(value: Any) -> Any:
 _Contrast = Annotated[str, BeforeValidator(_named)]
 
 
-def _plain(value: Any) -> Any:
+def _scalar(value: Any) -> Any:
     """Text, a number or a truth value, as templates compare them."""
-    if not is_plain(value):
+    if not is_scalar(value):
         raise PydanticCustomError("plain", "text, a number, true or false")
     return value
 
 
-class GateSpec(Part):
+class GateSpec(SpecSection):
     """The decision, declared before the run: the reference, the margins in percentage points, the deployed policies.
 
     ``gate_file`` names a file that declares instead; it is kept with the run when the run begins, as ``pin`` is.
@@ -139,7 +139,7 @@ class GateSpec(Part):
         return canonical_policies(value, info.context)
 
 
-class Declared(Part):
+class Declared(SpecSection):
     """How checkpoints were trained, in the words of whoever trained them. Nothing here can be verified."""
 
     rollouts: Text = UNKNOWN  # the cache policy of the rollouts: one of ours as text, or another mechanism
@@ -152,7 +152,7 @@ class Declared(Part):
     trained_on: Text = UNKNOWN
 
 
-class GivenArm(Part):
+class ExternalArm(SpecSection):
     """Checkpoints that were trained elsewhere: seed -> folder or hub id. A lone text is one checkpoint of seed 0.
 
     Checkpoints of equal seeds are compared as pairs. ``role`` reference makes the arm the gate's reference.
@@ -184,10 +184,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-ChatValue = Annotated[Any, BeforeValidator(_plain)]
+ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
-class RunSpec(Part):
+class RunSpec(SpecSection):
     """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
 
     format: Literal[1] = 1
@@ -197,7 +197,7 @@ class RunSpec(Part):
     device: str = "auto"
     chat: dict[OptionName, ChatValue] = Field(default_factory=dict)  # options of the chat template, in training too
     train: TrainSpec | None = None
-    checkpoints: dict[_ArmName, GivenArm] = Field(default_factory=dict)
+    checkpoints: dict[_ArmName, ExternalArm] = Field(default_factory=dict)
     evaluate: EvaluateSpec
     probe: ProbeSpec | None = None
     engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those of evaluate.policies are run, by name
@@ -220,9 +220,9 @@ class RunSpec(Part):
         if self.probe is not None:
             return ((ENDPOINT_ARM, 0),)
         trained = () if self.train is None else self.train.pairs
-        given = tuple((arm, seed) for arm, part in self.checkpoints.items() for seed in part.seeds)
+        external = tuple((arm, seed) for arm, part in self.checkpoints.items() for seed in part.seeds)
         start = tuple(self.starts) or ((BASE_ARM, 0),)
-        return (start if self.evaluate.base or not trained + given else ()) + trained + given
+        return (start if self.evaluate.base or not trained + external else ()) + trained + external
 
     def served(self, arm: str) -> tuple[str, ...]:
         """The policies that the checkpoints of an arm are served under."""
@@ -241,7 +241,7 @@ class RunSpec(Part):
         """How the engine of a condition is run."""
         return self.engines.get(engine_in(condition), EngineSpec())
 
-    def given(self, arm: str, seed: int) -> str | None:
+    def external(self, arm: str, seed: int) -> str | None:
         """The folder or hub id of a checkpoint that was trained elsewhere, with ${VARIABLES} filled in; else None."""
         part = self.checkpoints.get(arm)
         return None if part is None else expand(f"checkpoints.{arm}", part.seeds[seed])
@@ -314,7 +314,7 @@ class RunSpec(Part):
         self._check_own()
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
-        _check_given(self.checkpoints, self.train)
+        _check_external(self.checkpoints, self.train)
         unique("guard", self.guard)
         unique("judge", self.judge)
         unique("remedies", self.remedies)
@@ -395,13 +395,13 @@ class RunSpec(Part):
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
-def _check_given(given: Mapping[str, GivenArm], train: TrainSpec | None) -> None:
+def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
     """Raise SpecError for arms that stand for two things."""
     taken = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
-    for arm in given:
+    for arm in arms:
         if arm in taken:
             raise SpecError(f"checkpoints.{arm} is the name of an arm that the run has already; choose another")
-    references = [arm for arm, part in given.items() if part.role == "reference"]
+    references = [arm for arm, part in arms.items() if part.role == "reference"]
     if len(references) > 1:
         raise SpecError(f"checkpoints names {len(references)} references ({', '.join(references)}), wanted one at most")
 
@@ -460,24 +460,24 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
             )
 
 
-def _margins(suites: Iterable[str], given: dict[str, float], names: Names | None) -> dict[str, float]:
-    """The margin of every suite, and of every SUITE.FACET that has one; without names only those that are given."""
+def _margins(suites: Iterable[str], declared: dict[str, float], names: Names | None) -> dict[str, float]:
+    """The margin of every suite, and of every SUITE.FACET that has one; without names only those that are declared."""
     own = list(suites)
-    for name in given:
+    for name in declared:
         suite, _, facet = name.rpartition(".")
         if suite not in own and name not in own:
             raise UnknownName("suite in gate.margins", name, own)
         if name not in own and facet not in FACETS:
             raise UnknownName("facet in gate.margins", name, (f"{suite}.{known}" for known in FACETS))
     if names is None:
-        return given
-    facets = {name: points for name, points in given.items() if name not in own}
-    return {**{suite: given.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
+        return declared
+    facets = {name: points for name, points in declared.items() if name not in own}
+    return {**{suite: declared.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
 
 
-def _undeclared(suites: Iterable[str], given: Mapping[str, float], names: Names | None) -> tuple[str, ...] | None:
+def _undeclared(suites: Iterable[str], declared: Mapping[str, float], names: Names | None) -> tuple[str, ...] | None:
     """The suites whose margin is filled in; None where none is."""
-    return None if names is None else tuple(suite for suite in suites if suite not in given)
+    return None if names is None else tuple(suite for suite in suites if suite not in declared)
 
 
 def _alpha(gate: GateSpec) -> float:

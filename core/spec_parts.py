@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from kvaudit.core.errors import SpecError
 from kvaudit.core.policy_names import policy_text
 
-HEATS = "0, or 0.001 to 100"  # temperatures, 0 is greedy
+TEMPERATURES = "0, or 0.001 to 100"  # temperatures, 0 is greedy
 LEAST_MARGIN = 0.01  # percentage points: no sample shows less
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -46,14 +46,14 @@ def _no_truth(value: Any) -> Any:
     return value
 
 
-def is_heat(value: float) -> bool:
-    """Whether a temperature can be sampled at: ``HEATS``."""
+def is_temperature(value: float) -> bool:
+    """Whether a temperature can be sampled at: ``TEMPERATURES``."""
     return value == 0 or 1e-3 <= value <= 100
 
 
 def _usable_temperature(value: float) -> float:
-    if not is_heat(value):
-        raise PydanticCustomError("temperature", HEATS)
+    if not is_temperature(value):
+        raise PydanticCustomError("temperature", TEMPERATURES)
     return value
 
 
@@ -67,7 +67,7 @@ Number = Annotated[float, BeforeValidator(_no_truth), Field(allow_inf_nan=False)
 Rate = Annotated[Number, Field(ge=1e-12, le=1)]
 Norm = Annotated[Number, Field(ge=1e-6, le=1e9)]
 Factor = Annotated[Number, Field(ge=0, le=1000)]
-Heat = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
+Temperature = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
 HeatOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 ShareOrZero = Annotated[Number, Field(ge=0, le=1)]
@@ -103,7 +103,7 @@ class Names:
     check_remedies: Callable[[Sequence[str], Sequence[str]], None]
 
 
-class Part(BaseModel):
+class SpecSection(BaseModel):
     """A mapping of the spec: frozen, and any key it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -121,7 +121,7 @@ def canonical_policies(value: Any, names: Names | None) -> Any:
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 
-def is_plain(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Whether a value is text, a finite number or a truth value."""
     return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 

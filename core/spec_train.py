@@ -16,22 +16,22 @@ from kvaudit.core.spec_parts import (
     Count,
     Factor,
     Group,
-    Heat,
     Norm,
     Number,
-    Part,
     PromptCount,
     Rank,
     Rate,
     Seed,
     Share,
     ShareOrZero,
+    SpecSection,
     Steps,
+    Temperature,
     Text,
     Tokens,
     canonical_policies,
     canonical_policy,
-    is_plain,
+    is_scalar,
     unique,
 )
 
@@ -57,7 +57,7 @@ _LATER = (
 )
 
 
-class SftSpec(Part):
+class SftSpec(SpecSection):
     """The warm start: ``steps`` of supervised learning on gold answers of the training split, before any arm begins."""
 
     steps: Count
@@ -66,7 +66,7 @@ class SftSpec(Part):
     warmup_steps: Steps = 5
 
 
-class AdapterSpec(Part):
+class AdapterSpec(SpecSection):
     """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are linear layers by the last part of their names, () all."""
 
     rank: Rank = 16
@@ -74,7 +74,7 @@ class AdapterSpec(Part):
     targets: tuple[Text, ...] = ()
 
 
-class CriticSpec(Part):
+class CriticSpec(SpecSection):
     """How a loss with a value head estimates advantages (Schulman 2016, 1506.02438: gamma and lambda), and learns it.
 
     A value moves by ``clip`` at most within a batch.
@@ -86,7 +86,7 @@ class CriticSpec(Part):
     learning_rate: Rate = 1e-3
 
 
-class WatchSpec(Part):
+class ValidationSpec(SpecSection):
     """Validation every so many steps, on ``items`` of each suite that training does not meet; () are its own suites.
 
     An alarm of ``stop_on`` that rang in the last ``patience`` steps before a validation ends all arms of its seed.
@@ -111,12 +111,12 @@ def _rewarded(value: Any) -> Any:
     named = value if isinstance(value, Mapping) else {"": value}
     for key, option in named.items():
         listed = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
-        if not isinstance(key, str) or not all(entry is None or is_plain(entry) for entry in listed):
+        if not isinstance(key, str) or not all(entry is None or is_scalar(entry) for entry in listed):
             raise PydanticCustomError("reward", "a name, or a mapping such as {function: package.module:name}")
     return value if isinstance(value, Mapping) else str(value)
 
 
-class Training(Part):
+class Training(SpecSection):
     """How a policy is trained with, whatever the arm and the seed.
 
     ``policy`` is the compressed policy, named in every arm, used by those with compressed rollouts. ``weights`` are
@@ -138,7 +138,7 @@ class Training(Part):
     epsilon_high: Factor = 0.2
     beta: Factor = 0.0
     loss: str = "grpo"
-    temperature: Heat = 1.0
+    temperature: Temperature = 1.0
     distill_weight: Factor = 0.1
     max_grad_norm: Norm = 1.0
     microbatch_tokens: BatchTokens = 16384
@@ -155,7 +155,7 @@ class Training(Part):
     critic: CriticSpec = CriticSpec()
     distill_towards: Literal["shadow", "dense"] = "shadow"  # the view that teaches the other
     distill_where: Literal["earned", "everywhere"] = "earned"  # groups whose rewards are not all 0, or all
-    watch: WatchSpec | None = None
+    watch: ValidationSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
     ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
 
@@ -222,7 +222,7 @@ class Training(Part):
         return self
 
 
-class Pairs(Part):
+class Pairs(SpecSection):
     """Which training runs there are: every arm with every seed."""
 
     arms: tuple[str, ...] = Field(min_length=1)

@@ -15,7 +15,7 @@ from kvaudit.core.spans import Span, marked
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
 from kvaudit.suites.templates import Slot, Template, slot, templates
-from kvaudit.suites.words import PEOPLE, SECRET_CODES
+from kvaudit.suites.vocabulary import PEOPLE, SECRET_CODES
 
 
 class World(NamedTuple):

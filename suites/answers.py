@@ -14,7 +14,7 @@ LONGEST = 300  # characters of an answer that is looked at; more is no answer bu
 _CLOSE = 1e-9  # of the larger magnitude
 _BRACES = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # one level inside
 _BOXED = re.compile(r"\\f?boxed\s*" + _BRACES.replace(r"\{[^{}]*\}", r"\{(?:[^{}]|\{[^{}]*\})*\}"))
-_SAID = re.compile(r"answer\s*(?:is|:|=)([^\n]*\S)", re.IGNORECASE)
+_STATED = re.compile(r"answer\s*(?:is|:|=)([^\n]*\S)", re.IGNORECASE)
 _DOLLARS = re.compile(r"\$([^$\n]+)\$")
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 _REWRITTEN = tuple(
@@ -46,7 +46,7 @@ def final_answer(text: str) -> str | None:
     """What an answer ends on: the last box, else what follows "answer is", else the last formula or number."""
     if found := _BOXED.findall(text):
         return str(found[-1]).strip() or None
-    if found := _SAID.findall(text):
+    if found := _STATED.findall(text):
         return str(found[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.") or None  # .5 begins with its point
     if found := _DOLLARS.findall(text):
         return str(found[-1]).strip() or None
@@ -140,7 +140,7 @@ def _split(text: str) -> list[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    if _plain(one) == _plain(other):
+    if _normalised(one) == _normalised(other):
         return True
     for point in _TRIED_AT:
         first, second = _value(one, point), _value(other, point)
@@ -149,7 +149,7 @@ def _same(one: str, other: str) -> bool:
     return True
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     whole = re.fullmatch(r"\s*\(([A-Z])\)\s*", text)  # a choice is its letter
     return re.sub(r"\s+", "", whole[1] if whole else text).casefold()
 

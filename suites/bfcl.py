@@ -41,7 +41,7 @@ SPARE = 3  # tools of a multi-turn row besides those that it needs
 LONGEST_CASE = 3600  # characters of tools and questions: a row of all eight classes is twenty times as long
 DONE = '{"status": "done"}'
 _SYSTEM = "You help a user with tools. " + FORM
-_WORDS = "I answer in words: none of the tools is needed now."
+_NO_CALL = "I answer in words: none of the tools is needed now."
 
 Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: values}}
 
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
     name: str
     call: Case
-    words: Case
+    no_call: Case
     ordered: bool
 
 
@@ -100,7 +100,7 @@ class Bfcl(Published):
         )
 
     def gold(self, item: Item) -> tuple[str, ...]:
-        return (written_calls([first_of(options) for options in item.payload["accepted"]]) or _WORDS,)
+        return (written_calls([first_of(options) for options in item.payload["accepted"]]) or _NO_CALL,)
 
     def _pairs(self) -> tuple[Pair, ...]:
         names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
@@ -111,7 +111,7 @@ class Bfcl(Published):
         return _pairs(tuple(questions), tuple(answers), irrelevant, tuple(documents))
 
     def _item(self, pair: Pair, twin: str, seed: int) -> Item:
-        case = pair.call if twin == "call" else pair.words
+        case = pair.call if twin == "call" else pair.no_call
         cluster, tools = f"{self.name}-{pair.name}", listed(case.tools)
         return Item(
             suite=self.name,
@@ -145,12 +145,12 @@ def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
     """Single-turn rows, one kind after the other, as many as there are irrelevance rows; then the multi-turn rows."""
-    words = [
+    uncalled = [
         case for number, row in enumerate(json_lines(irrelevant), 1) if _short(case := _single(irrelevant, number, row))
     ]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
     mixed = [case for row in zip(*kinds, strict=False) for case in row]  # the shortest file decides how many
-    found = [Pair(name, case, none, ordered=False) for (name, case), none in zip(mixed, words, strict=False)]
+    found = [Pair(name, case, none, ordered=False) for (name, case), none in zip(mixed, uncalled, strict=False)]
     return (*found, *_multi(questions[-1], answers[-1], documents))
 
 
@@ -266,7 +266,7 @@ def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], to
             Case(shown, (*before, *_turn(turns[last], calls[last]))),
             ordered=True,
         )
-        if calls[last] and _was_said(calls[last][0], asked) and _short(pair.words):
+        if calls[last] and _was_said(calls[last][0], asked) and _short(pair.no_call):
             return pair
     return None
 

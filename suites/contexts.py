@@ -20,7 +20,7 @@ from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.haystack import filler_lines
 from kvaudit.suites.sources import data_file, fit_prose, json_array, read_aloud, rows_of
-from kvaudit.suites.words import ANIMALS, CLERKS, NOUNS
+from kvaudit.suites.vocabulary import ANIMALS, CLERKS, NOUNS
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of what stands around a row
@@ -77,11 +77,11 @@ class Context:
     fills: bool = True
 
 
-def _ending(words: str) -> Callable[[Messages, Fit], Messages]:
-    """The row with ``words`` below its last message."""
+def _ending(text: str) -> Callable[[Messages, Fit], Messages]:
+    """The row with ``text`` below its last message."""
 
     def wrap(row: Messages, _: Fit) -> Messages:
-        return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{words}"))
+        return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
 
     return wrap
 
@@ -103,30 +103,30 @@ def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Message
     return wrap
 
 
-def _cut(row: Messages) -> tuple[Messages, Messages]:
+def _system_and_rest(row: Messages) -> tuple[Messages, Messages]:
     """The system message, if there is one, and the rest, which begins with the user."""
     first = 1 if row[0].role is Role.SYSTEM else 0
     return row[:first], row[first:]
 
 
 def _above(row: Messages, prose: str) -> Messages:
-    system, (first, *rest) = _cut(row)
+    system, (first, *rest) = _system_and_rest(row)
     return (*system, replace(first, content=f"{_PAPER.format(prose=prose)}\n\n{first.content}"), *rest)
 
 
 def _in_system(row: Messages, prose: str) -> Messages:
-    system, rest = _cut(row)
+    system, rest = _system_and_rest(row)
     above = [message.content for message in system]
     return (Message(Role.SYSTEM, "\n\n".join([*above, _AT_HAND.format(prose=prose)])), *rest)
 
 
 def _own_turn(row: Messages, prose: str) -> Messages:
-    system, rest = _cut(row)
+    system, rest = _system_and_rest(row)
     return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
 
 
 def _fetched(row: Messages, prose: str) -> Messages:
-    system, rest = _cut(row)
+    system, rest = _system_and_rest(row)
     said = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
     return (*system, *(Message(role, text) for role, text in said), *rest)
 
@@ -135,7 +135,7 @@ def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Call
     """Turns of a conversation between the system message and the row."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
-        system, rest = _cut(row)
+        system, rest = _system_and_rest(row)
         room = fit.tokens - sum(fit.count(message.content) for message in row)
         if room < 0:
             raise SpecError(
@@ -270,7 +270,7 @@ def bare_name(suite: str) -> str:
     return bare if at and context in CONTEXTS and ":" not in bare else suite
 
 
-def behind(
+def in_conversation(
     suite: str,
     context: str,
     before: Sequence[Message],

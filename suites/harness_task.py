@@ -131,7 +131,7 @@ class HarnessTask:
         """The metric of one answer, 1 for the best; whatever the task's code raises comes through."""
         value = self._values(document, answer)[self.metric]
         if not _is_share(value):
-            raise DataError(f"{self._said}: metric {self.metric} is {_shown(value)}, wanted a number from 0 to 1")
+            raise DataError(f"{self._label}: metric {self.metric} is {_shown(value)}, wanted a number from 0 to 1")
         return float(value) if self.task.higher_is_better().get(self.metric, True) else 1.0 - float(value)
 
     @cached_property
@@ -147,7 +147,7 @@ class HarnessTask:
         found = ", ".join(f"{name} ({_shown(value)})" for name, value in values.items()) or "none"
         wanted = f"no metric {named!r}" if named else "no metric"
         raise SpecError(
-            f"{self._said} has {wanted} that gives each document a number from 0 to 1"
+            f"{self._label} has {wanted} that gives each document a number from 0 to 1"
             + (f" and is one of {', '.join(_WEIGHTS)}" if self.chooses else "")
             + f"; its metrics on the first document's own answer: {found}"
         )
@@ -174,7 +174,7 @@ class HarnessTask:
         filters = {each.name: each for each in self.task._filters}
         wanted = self.asked.filter or next(iter(filters))
         if wanted not in filters:
-            raise SpecError(f"{self._said} has no filter {wanted!r}; it has {', '.join(filters)}")
+            raise SpecError(f"{self._label} has no filter {wanted!r}; it has {', '.join(filters)}")
         return filters[wanted]
 
     def _prompt(self, document: dict[str, Any]) -> tuple[Message, ...]:
@@ -188,24 +188,24 @@ class HarnessTask:
         return tuple(Message(Role(row["role"]), row["content"]) for row in rows)
 
     @property
-    def _said(self) -> str:
+    def _label(self) -> str:
         return f"lm-eval task {self.asked.task!r}"
 
 
 def harness_task(asked: Asked) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
-    said = f"lm-eval task {asked.task!r}"
-    with _one_line(said):
+    label = f"lm-eval task {asked.task!r}"
+    with _one_line(label):
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
-        _check_kind(task, said)
+        _check_kind(task, label)
         found = HarnessTask(asked, task)
         if asked.column is not None and asked.column not in found.documents[0]:
-            raise SpecError(f"{said} has no column {asked.column!r}; it has {', '.join(found.documents[0])}")
+            raise SpecError(f"{label} has no column {asked.column!r}; it has {', '.join(found.documents[0])}")
         assert found.metric  # found here, or the first answer would tell
     return found
 
 
-def _check_kind(task: Any, said: str) -> None:
+def _check_kind(task: Any, label: str) -> None:
     """Raise SpecError for what no grid of answers can hold."""
     config, kinds = task.config, " and ".join(_OUTPUT_TYPES)
     reasons = {
@@ -220,7 +220,7 @@ def _check_kind(task: Any, said: str) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise SpecError(f"{said} {reason}; {kinds} tasks of one prompt and one answer can be suites")
+            raise SpecError(f"{label} {reason}; {kinds} tasks of one prompt and one answer can be suites")
 
 
 def _asks_plainly(task: Any) -> bool:
@@ -263,7 +263,7 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
 
 
 @contextmanager
-def _one_line(said: str) -> Iterator[None]:
+def _one_line(label: str) -> Iterator[None]:
     """Load without bars and remarks; whatever the package or a task's code raises becomes one line."""
     try:
         import datasets
@@ -280,7 +280,7 @@ def _one_line(said: str) -> Iterator[None]:
         raise
     except Exception as error:  # a task is a program
         line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"{said} cannot be loaded: {line}; its documents must be here, or the hub in reach") from error
+        raise DataError(f"{label} cannot be loaded: {line}; its documents must be here, or the hub in reach") from error
     finally:
         logger.setLevel(level)
         if bars:

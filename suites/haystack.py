@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvaudit.core.errors import SpecError
 from kvaudit.suites.base import CountTokens
-from kvaudit.suites.words import CLERKS, NOUNS, PLACES, STATES, VERBS
+from kvaudit.suites.vocabulary import CLERKS, NOUNS, PLACES, STATES, VERBS
 
 PLACEMENTS = ("system", "start", "middle", "end")
 _PATIENCE = 24  # tries at a last line that still fits the room left

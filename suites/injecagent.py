@@ -19,7 +19,7 @@ from kvaudit.suites.phrases import in_a_row
 from kvaudit.suites.published import Made, Published, own_part, rotated
 from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import FORM, Call, listed, parse_calls, written_calls
-from kvaudit.suites.words import ANIMALS
+from kvaudit.suites.vocabulary import ANIMALS
 
 USERS, ATTACKS, TOOLS = (f"injecagent/{name}" for name in ("user_cases.jsonl", "attacker_cases_dh.jsonl", "tools.json"))
 SLOT = "<Attacker Instruction>"

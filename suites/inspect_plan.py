@@ -73,7 +73,7 @@ class InspectName(NamedTuple):
         return cls(task, given, options.get("cluster"), facet, options.get("scorer"))
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """The task, as an error names it."""
         return f"inspect task {self.task!r}"
 
@@ -140,12 +140,12 @@ class InspectTask:
             return [str(number + 1) for number in range(len(given))]
         if None in given:
             raise DataError(
-                f"{self.asked.said}: sample {given.index(None) + 1} has no id, others have; give all or none"
+                f"{self.asked.label}: sample {given.index(None) + 1} has no id, others have; give all or none"
             )
         ids = list(map(str, given))
         if len(set(ids)) < len(ids):
             twice = next(each for number, each in enumerate(ids) if each in ids[:number])
-            raise DataError(f"{self.asked.said}: two samples have the id {twice!r}; give each its own")
+            raise DataError(f"{self.asked.label}: two samples have the id {twice!r}; give each its own")
         return ids
 
     @property
@@ -178,7 +178,7 @@ class InspectTask:
             if column not in (sample.metadata or {}):
                 known = ", ".join(sample.metadata or {}) or "none"
                 raise SpecError(
-                    f"{self.asked.said} has no column {column!r} in the metadata of every sample; it has {known}"
+                    f"{self.asked.label} has no column {column!r} in the metadata of every sample; it has {known}"
                 )
         return [str(sample.metadata[column]) for sample in self.samples]
 
@@ -219,19 +219,21 @@ class InspectTask:
         """Raise AuditError for a plan or a scorer that cannot be served, as far as the samples' own targets show it."""
         again = [self._prompt(sample) for sample in self.samples[:_TRIED_TWICE]]
         if again != self.prompts[:_TRIED_TWICE]:
-            raise SpecError(f"{self.asked.said} asks otherwise each time (it draws without a seed); shuffle with one")
+            raise SpecError(f"{self.asked.label} asks otherwise each time (it draws without a seed); shuffle with one")
         for answer in (self.target(0) or "x", "x"):
             try:
                 score = _run(self._scored(self.samples[0], self.prompts[0].messages, answer))
             except AuditError:
                 raise
             except _AskAgain as error:
-                raise SpecError(f"{self.asked.said}: {self._asker} asks the model more than once; {_SERVED}") from error
+                raise SpecError(
+                    f"{self.asked.label}: {self._asker} asks the model more than once; {_SERVED}"
+                ) from error
             except _SolverFailed as error:
-                raise SpecError(f"{self.asked.said}: {error}; {_SERVED}") from error
+                raise SpecError(f"{self.asked.label}: {error}; {_SERVED}") from error
             except Exception as error:
                 raise SpecError(
-                    f"{self.asked.said}: scorer {_name(self.scorer)} cannot score here ({reason(error)}); "
+                    f"{self.asked.label}: scorer {_name(self.scorer)} cannot score here ({reason(error)}); "
                     "none that asks a model or a sandbox can; a judge of ours (`judge:` in a spec) grades our suites"
                 ) from error
             if score is not None:
@@ -241,7 +243,7 @@ class InspectTask:
         from inspect_ai.scorer import Target
 
         state = await self._play(sample, answer)
-        if _messages(state.messages[: len(messages)], self.asked.said) != messages:
+        if _messages(state.messages[: len(messages)], self.asked.label) != messages:
             raise _AskedOtherwise
         with _without_models():
             return await self.scorer(state, Target(sample.target))
@@ -255,8 +257,8 @@ class InspectTask:
             raise
         except (_SolverFailed, BaseExceptionGroup) as error:  # a group: of solvers that ask side by side
             what = str(error) if isinstance(error, _SolverFailed) else f"{self._asker} asks the model more than once"
-            raise SpecError(f"{self.asked.said}: {what}; {_SERVED}") from error
-        raise SpecError(f"{self.asked.said}: {self._solvers[-1][0]} never asks the model; {_SERVED}")
+            raise SpecError(f"{self.asked.label}: {what}; {_SERVED}") from error
+        raise SpecError(f"{self.asked.label}: {self._solvers[-1][0]} never asks the model; {_SERVED}")
 
     async def _play(self, sample: Any, answer: str | None) -> Any:
         """The state after the plan, which met this answer; raises _Ask where there is none yet."""
@@ -271,7 +273,7 @@ class InspectTask:
                 except Exception as error:
                     raise _SolverFailed(f"solver {name} cannot be served ({reason(error)})") from error
                 if state.tools:
-                    raise SpecError(f"{self.asked.said}: solver {name} gives the model tools; {_SERVED}")
+                    raise SpecError(f"{self.asked.label}: solver {name} gives the model tools; {_SERVED}")
                 if state.completed:
                     break
         return state
@@ -289,26 +291,26 @@ class InspectTask:
 
     def _read(self, score: Any) -> Scored:
         """A score as a number from 0 to 1."""
-        said = f"{self.asked.said}: scorer {_name(self.scorer)}"
+        label = f"{self.asked.label}: scorer {_name(self.scorer)}"
         value, key = score.value, (self.asked.scorer or "").partition(".")[2]
         if isinstance(value, Mapping):
             if key not in value:
                 raise SpecError(
-                    f"{said} gives several values; name one: scorer={_name(self.scorer)}.KEY of {', '.join(value)}"
+                    f"{label} gives several values; name one: scorer={_name(self.scorer)}.KEY of {', '.join(value)}"
                 )
             value = value[key]
         if isinstance(value, float) and math.isnan(value):
             return Scored(None, "the scorer gave no score")
         number = _number(value, self.to_float)
         if number is None or not 0.0 <= number <= 1.0:
-            raise DataError(f"{said} gives {repr(value)[:40]}, wanted a number from 0 to 1 or C, P, I or N")
+            raise DataError(f"{label} gives {repr(value)[:40]}, wanted a number from 0 to 1 or C, P, I or N")
         return Scored(number)
 
     def _one(self, what: str, values: Sequence[T]) -> T:
         other = next((value for value in values if value != values[0]), values[0])
         if other != values[0]:
             raise SpecError(
-                f"{self.asked.said} asks samples with different {what}, {values[0]} and {other}; one is served"
+                f"{self.asked.label} asks samples with different {what}, {values[0]} and {other}; one is served"
             )
         return values[0]
 
@@ -347,14 +349,16 @@ class _Generate:
         return state
 
     def _prompt(self, state: Any, config: Any) -> Prompt:
-        said = self.of.asked.said
+        label = self.of.asked.label
         if wrong := [name for name in _NOT_SERVED if config.model_dump().get(name) not in (None, False, 1)]:
-            raise SpecError(f"{said} sets {wrong[0]}, which this sampler cannot do; leave it out")
+            raise SpecError(f"{label} sets {wrong[0]}, which this sampler cannot do; leave it out")
         if config.system_message:
-            raise SpecError(f"{said} sets system_message in its config; put it in with the solver system_message")
-        messages = _messages(state.messages, said)
+            raise SpecError(f"{label} sets system_message in its config; put it in with the solver system_message")
+        messages = _messages(state.messages, label)
         if not messages or messages[-1].role is not Role.USER:
-            raise SpecError(f"{said}: sample {state.sample_id!r} begins the answer for the model, wanted the user last")
+            raise SpecError(
+                f"{label}: sample {state.sample_id!r} begins the answer for the model, wanted the user last"
+            )
         return Prompt(messages, config.max_tokens, tuple(text for text in config.stop_seqs or () if text))
 
 
@@ -362,7 +366,7 @@ def inspect_task(asked: InspectName) -> InspectTask:
     """Load a task and its samples; raises AuditError for one that cannot be a suite."""
     with _one_line(asked):
         task = _loaded(asked)
-        _check(task, asked.said)
+        _check(task, asked.label)
         scorer = _scorer(task, asked)
         found = InspectTask(asked, task, scorer, _to_float(scorer))
         assert found.ids
@@ -380,7 +384,7 @@ def _loaded(asked: InspectName) -> Any:
     if (path or name).endswith(".py"):
         return _loaded_from_file(asked, Path(path or name), name if path else "")
     if asked.task.startswith("hf/"):
-        raise SpecError(f"{asked.said} is made from a data set's own page; write it into a file and name that")
+        raise SpecError(f"{asked.label} is made from a data set's own page; write it into a file and name that")
     if (made := registry_lookup("task", asked.task)) is None:
         known = [registry_info(each).name for each in registry_find(lambda info: info.type == "task")]
         raise _unknown(asked, asked.task, known)
@@ -394,10 +398,10 @@ def _loaded_from_file(asked: InspectName, file: Path, name: str) -> Any:
     from inspect_ai._util.registry import registry_lookup
 
     if not file.is_file():
-        raise DataError(f"{asked.said}: no file {str(file)!r} in {Path.cwd()}; give its path from here")
+        raise DataError(f"{asked.label}: no file {str(file)!r} in {Path.cwd()}; give its path from here")
     names = [each[0] for each in parse_decorators(file, "task")]
     if not name and len(names) != 1:
-        raise SpecError(f"{asked.said} is a file of {len(names)} tasks ({', '.join(names)}); name one: FILE.py@TASK")
+        raise SpecError(f"{asked.label} is a file of {len(names)} tasks ({', '.join(names)}); name one: FILE.py@TASK")
     wanted = name or names[0]
     if wanted not in names:
         raise _unknown(asked, wanted, names)
@@ -412,7 +416,7 @@ def _unknown(asked: InspectName, name: str, known: Sequence[str]) -> SpecError:
     package = name.partition("/")[0]
     if "/" in name and not any(each.startswith(package + "/") for each in known):
         hint = f" No package {package!r} with tasks is installed."
-    return SpecError(f"unknown {asked.said}.{hint} Name PACKAGE/TASK of an installed package, or FILE.py@TASK")
+    return SpecError(f"unknown {asked.label}.{hint} Name PACKAGE/TASK of an installed package, or FILE.py@TASK")
 
 
 def _check_arguments(asked: InspectName, made: Any) -> None:
@@ -422,14 +426,14 @@ def _check_arguments(asked: InspectName, made: Any) -> None:
     for name, _ in asked.arguments:
         if name not in parameters and not anything:
             known = ", ".join((*_OWN, *parameters))
-            raise SpecError(f"{asked.said} has no option {name!r}; it has {known}")
+            raise SpecError(f"{asked.label} has no option {name!r}; it has {known}")
 
 
-def _check(task: Any, said: str) -> None:
+def _check(task: Any, label: str) -> None:
     """Raise SpecError for what no grid of answers can hold."""
     samples = list(task.dataset or ())
     if task.sample_source is None and not samples:
-        raise DataError(f"{said} has no samples; its data set is empty")
+        raise DataError(f"{label} has no samples; its data set is empty")
     reasons = {
         "makes its samples while it runs": task.sample_source is not None,
         "needs a sandbox": bool(
@@ -443,7 +447,7 @@ def _check(task: Any, said: str) -> None:
     }
     for why, holds in reasons.items():
         if holds:
-            raise SpecError(f"{said} {why}; tasks of one prompt, one answer and one score can be suites")
+            raise SpecError(f"{label} {why}; tasks of one prompt, one answer and one score can be suites")
 
 
 def _scorer(task: Any, asked: InspectName) -> Any:
@@ -451,11 +455,11 @@ def _scorer(task: Any, asked: InspectName) -> Any:
     scorers = {_name(each): each for each in task.scorer}
     wanted = (asked.scorer or next(iter(scorers))).partition(".")[0]
     if wanted not in scorers:
-        raise SpecError(f"{asked.said} has no scorer {wanted!r}; it has {', '.join(scorers)}")
+        raise SpecError(f"{asked.label} has no scorer {wanted!r}; it has {', '.join(scorers)}")
     if wanted.startswith("model_graded"):
         others = [name for name in scorers if not name.startswith("model_graded")]
         raise SpecError(
-            f"{asked.said}: scorer {wanted} asks a model to grade, and none stands by; "
+            f"{asked.label}: scorer {wanted} asks a model to grade, and none stands by; "
             + (
                 f"name another (scorer={others[0]})"
                 if others
@@ -516,13 +520,13 @@ def _state(sample: Any) -> Any:
     return state
 
 
-def _messages(messages: Sequence[Any], said: str) -> tuple[Message, ...]:
+def _messages(messages: Sequence[Any], label: str) -> tuple[Message, ...]:
     found = []
     for message in messages:
         if not isinstance(message.content, str) and any(part.type != "text" for part in message.content):
-            raise SpecError(f"{said} shows something else than text, which no model here reads")
+            raise SpecError(f"{label} shows something else than text, which no model here reads")
         if message.role == "tool" or getattr(message, "tool_calls", None):
-            raise SpecError(f"{said} has calls of tools in its messages; {_SERVED}")
+            raise SpecError(f"{label} has calls of tools in its messages; {_SERVED}")
         found.append(Message(Role(message.role), message.text))
     return tuple(found)
 
@@ -565,7 +569,7 @@ def _one_line(asked: InspectName) -> Iterator[None]:
         raise
     except Exception as error:  # a task is a program
         raise DataError(
-            f"{asked.said} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
+            f"{asked.label} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
         ) from error
     finally:
         logger.setLevel(level)

@@ -70,7 +70,7 @@ class Inspect(Suite):
         return (self._task.asked.facet,)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        answer, facet = self._cut(transcript[-1].content), FACETS[self._task.asked.facet]
+        answer, facet = self._until_stop(transcript[-1].content), FACETS[self._task.asked.facet]
         if not answer.strip():
             return Grade(Outcome.DEGENERATE, 0.0, note="no answer", facets=unreadable((facet.name,)))
         scored = self._task.score(item.payload["sample"], item.messages, answer)
@@ -84,7 +84,7 @@ class Inspect(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(item.payload["sample"]),)
 
-    def _cut(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         """An answer up to the first text that ends it."""
         return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]
 

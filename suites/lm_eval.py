@@ -74,7 +74,7 @@ class LmEval(Suite):
         return ("solved",)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        answer = self._cut(transcript[-1].content)
+        answer = self._until_stop(transcript[-1].content)
         options = self.options(item)
         if not answer.strip() or (options and answer not in options):
             return Grade(Outcome.DEGENERATE, 0.0, note="no answer", facets=unreadable(("solved",)))
@@ -91,7 +91,7 @@ class LmEval(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(self._document(item)),)
 
-    def _cut(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         """An answer up to the first text that ends it."""
         return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]
 

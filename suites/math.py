@@ -12,7 +12,7 @@ from kvaudit.core.spans import Span, marked
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import fit, scatter
 from kvaudit.suites.templates import Slot, slot, templates
-from kvaudit.suites.words import ANIMALS
+from kvaudit.suites.vocabulary import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
 STATEMENTS = (

@@ -20,7 +20,7 @@ from kvaudit.suites.sources import data_file, has_file, json_lines
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
 # optional parts bring the space behind them along: two runs of spaces in a row take squares of time
 _MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)")
-_SAID = re.compile(r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE)
+_STATED = re.compile(r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -214,7 +214,7 @@ def _renamed(suite: str, made: Made) -> Item:
 
 def extract_number(text: str) -> float | None:
     """The number an answer ends on: after the last ####, else after "answer is", else the last number."""
-    for pattern in (_MARKED, _SAID, _NUMBER):
+    for pattern in (_MARKED, _STATED, _NUMBER):
         found = pattern.findall(text)
         if found:
             return _to_number(found[-1])

@@ -14,7 +14,7 @@ from kvaudit.core.spans import marked
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import fit, put, scatter
 from kvaudit.suites.templates import place
-from kvaudit.suites.words import PEOPLE
+from kvaudit.suites.vocabulary import PEOPLE
 
 # kind: what the needle says | what the question asks; no two of a kind are true of the same person
 _PLACES = """
@@ -129,7 +129,7 @@ class Fact(NamedTuple):
     """What a needle says of somebody, and the question that it answers."""
 
     kind: int
-    said: str
+    statement: str
     question: str
 
 
@@ -185,8 +185,8 @@ class Needle(Suite):
         alike = [FACTS[other] for other in pool if FACTS[other].kind == fact.kind and FACTS[other] != fact]
         who, *others = draw.sample(PEOPLE, 1 + _DISTRACTORS)
         like = draw.sample(alike, _DISTRACTORS)
-        distractors = [f"{name.capitalize()} {other.said}." for name, other in zip(others, like, strict=True)]
-        needle = f"{who.capitalize()} {fact.said}."
+        distractors = [f"{name.capitalize()} {other.statement}." for name, other in zip(others, like, strict=True)]
+        needle = f"{who.capitalize()} {fact.statement}."
         weave = draw.random()  # ``fit`` calls ``build`` again and again, and it must give the same
 
         def build(lines: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ _MADE = "(produced by konakakademi.com)"
 class PromptRule(NamedTuple):
     """What one prompt demands of every answer and a program can see; in words, and an answer that keeps it."""
 
-    words: str
+    text: str
     keeps: Callable[[str], bool]
     gold: str
 
@@ -146,8 +146,8 @@ class RealGuardrails(Published):
         return (PROMPT_RULES[item.payload["rule"]].gold,)
 
     def _item(self, row: RuledDialogue, form: str, seed: int) -> Item:
-        cluster, words = f"{self.name}-{row.rule}", PROMPT_RULES[row.rule].words
-        asked = Message(Role.USER, f"{words}\n\n{row.messages[-1].content}")
+        cluster, rule = f"{self.name}-{row.rule}", PROMPT_RULES[row.rule].text
+        asked = Message(Role.USER, f"{rule}\n\n{row.messages[-1].content}")
         return Item(
             suite=self.name,
             item_id=f"{cluster}-{row.line}-s{seed}-{form}",
@@ -156,7 +156,7 @@ class RealGuardrails(Published):
             context_tokens=0,
             placement=PUBLISHED,
             payload={"form": form, "rule": row.rule},
-            spans=marked(rule=row.messages[0].content if form == "system" else words),
+            spans=marked(rule=row.messages[0].content if form == "system" else rule),
         )
 
 

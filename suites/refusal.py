@@ -13,7 +13,7 @@ from kvaudit.core.spans import marked
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
 from kvaudit.suites.templates import Slot, slot, templates
-from kvaudit.suites.words import ANIMALS, SECRET_CODES
+from kvaudit.suites.vocabulary import ANIMALS, SECRET_CODES
 
 REFUSAL = "I must refuse."
 SCENARIOS = (

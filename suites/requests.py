@@ -98,7 +98,7 @@ class Requests(Published):
         raise NotImplementedError
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        plain = _plain(split, seed) if "plain" in self.forms else []
+        plain = _plain_requests(split, seed) if "plain" in self.forms else []
         return [
             [
                 partial(self._item, origin, form, group, seed, request)
@@ -165,7 +165,7 @@ def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str
     return texts[group] if group < len(texts) else ""
 
 
-def _plain(split: Split, seed: int) -> list[str]:
+def _plain_requests(split: Split, seed: int) -> list[str]:
     """Requests that nobody would refuse, each once; no task is in both splits."""
     found = [form.format(task=task) for task in own_part(_TASKS, split) for form in _PLAIN]
     random.Random(f"plain-{split}-{seed}").shuffle(found)

@@ -246,10 +246,10 @@ def _answers(transcript: tuple[Message, ...]) -> list[str]:
 
 def _says(answer: str, word: str, other: str) -> bool:
     """Whether an answer gives the word, and the other one at most to deny it."""
-    return _given(answer, word) and not _given(answer, other)
+    return _answers_with(answer, word) and not _answers_with(answer, other)
 
 
-def _given(answer: str, word: str) -> bool:
+def _answers_with(answer: str, word: str) -> bool:
     denied = rf"(?:\bnot|n['’]t|\brather than|\binstead of)\s+(?:\w+\s+)?[\"'“*]*{re.escape(word)}\b"
     said = re.sub(denied, "", answer, flags=re.IGNORECASE)
     digits = rf"|\b{_NUMBERS.index(word)}\b" if word in _NUMBERS else ""

@@ -107,10 +107,10 @@ def topic(request: str) -> list[str]:
     return list(dict.fromkeys(word for word in re.findall(r"[a-z]+", request.lower()) if len(word) >= _SHARED_LETTERS))
 
 
-def is_answer(answer: str, about: str) -> bool:
-    """Whether a text says something on its request, or much; ``about`` holds the request's words, or is empty."""
+def is_answer(answer: str, request_words: str) -> bool:
+    """Whether a text says something on its request, or much; ``request_words`` may be empty."""
     words = re.findall(r"\w+", answer.lower())
-    roots = {word[:_SHARED_LETTERS] for word in about.split()}
+    roots = {word[:_SHARED_LETTERS] for word in request_words.split()}
     return bool(words) and (not roots or len(words) >= _LONG or any(word[:_SHARED_LETTERS] in roots for word in words))
 
 

@@ -22,30 +22,30 @@ UNCHECKED = ("think", "calculate")  # tools whose arguments two good agents word
 FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that two good agents word differently
 FEWEST = 4  # tasks, so that both splits have one
 LONGEST_TALK = 12_000  # characters before a cut, so that 8K positions hold every item with the policy and an answer
-LONGEST_WORDS = 600  # characters of an answer in words, which has to fit an answer's tokens
+LONGEST_REPLY = 600  # characters of an answer in words, which has to fit an answer's tokens
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-class Cut(NamedTuple):
+class AgentTurn(NamedTuple):
     """A place in a rewarded conversation where the agent spoke: what came before without the policy, and what it said.
 
     ``calls`` are those that it made from here until it spoke to the user again; none where it speaks now.
     """
 
     before: tuple[Message, ...]
-    words: str
+    text: str
     calls: tuple[Call, ...]
 
 
-Cuts = dict[str, list[Cut]]  # by twin: call, words
+AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """What the file holds: the policy, the tools as the traces use them, and the cuts of every task with both kinds."""
+    """What the file holds: the policy, the tools as the traces use them, and the tasks that have both kinds of turn."""
 
     policy: str
     tools: tuple[dict[str, Any], ...]
-    tasks: tuple[tuple[int, Cuts], ...]
+    tasks: tuple[tuple[int, AgentTurns], ...]
 
 
 class TauBench(Published):
@@ -70,9 +70,10 @@ class TauBench(Published):
         airline = _airline(data_file(self.name, TRACES))
         head = f"{airline.policy}\n\n{FORM}\n\n{listed(airline.tools)}"
         found = list[list[Made]]()
-        for number, (task, cuts) in enumerate(own_part(airline.tasks, split, every=4, first=3)):
+        for number, (task, turns) in enumerate(own_part(airline.tasks, split, every=4, first=3)):
             order = {
-                twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(own, len(own)) for twin, own in cuts.items()
+                twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(own, len(own))
+                for twin, own in turns.items()
             }
             paired = (
                 (group, twin, order[twin][group])
@@ -82,8 +83,8 @@ class TauBench(Published):
             )
             found.append(
                 [
-                    partial(self._item, f"{task}-s{seed}-g{group}-{twin}", task, cut, head, airline.policy)
-                    for group, twin, cut in paired
+                    partial(self._item, f"{task}-s{seed}-g{group}-{twin}", task, turn, head, airline.policy)
+                    for group, twin, turn in paired
                 ]
             )
         return found
@@ -105,16 +106,16 @@ class TauBench(Published):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["gold"],)
 
-    def _item(self, stream: str, task: int, cut: Cut, head: str, policy: str) -> Item:
-        accepted = [exactly(_checked(call)) for call in cut.calls]
+    def _item(self, stream: str, task: int, turn: AgentTurn, head: str, policy: str) -> Item:
+        accepted = [exactly(_checked(call)) for call in turn.calls]
         return Item(
             suite=self.name,
             item_id=f"{self.name}-{stream}",
             cluster_id=f"{self.name}-{task}",
-            messages=(Message(Role.SYSTEM, head), *cut.before),
+            messages=(Message(Role.SYSTEM, head), *turn.before),
             context_tokens=0,
             placement=PUBLISHED,
-            payload={"accepted": accepted, "gold": written_calls(cut.calls[:1]) or cut.words},
+            payload={"accepted": accepted, "gold": written_calls(turn.calls[:1]) or turn.text},
             spans=marked(rule=policy),
         )
 
@@ -127,7 +128,7 @@ def _checked(call: Call) -> Call:
 
 @cache
 def _airline(path: Path) -> Airline:
-    policy, tasks, tools = "", dict[int, Cuts](), dict[str, dict[str, str]]()
+    policy, tasks, tools = "", dict[int, AgentTurns](), dict[str, dict[str, str]]()
     for number, row in enumerate(json_array(path), start=1):
         turns = rows_of(path, number, row, "traj")
         calls = [_call(path, number, turn) for turn in turns]
@@ -139,11 +140,11 @@ def _airline(path: Path) -> Airline:
             if not messages or messages[0].role is not Role.SYSTEM:
                 raise DataError(f"{str(path)!r} row {number} does not begin with the policy")
             policy = messages[0].content
-            cuts = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
-            for cut in _cuts(messages[1:], calls[1:]):
-                cuts["call" if cut.calls else "words"].append(cut)
+            by_twin = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
+            for turn in _agent_turns(messages[1:], calls[1:]):
+                by_twin["call" if turn.calls else "words"].append(turn)
     described = ({"name": name, "parameters": dict(sorted(tools[name].items()))} for name in sorted(tools))
-    whole = tuple((task, cuts) for task, cuts in sorted(tasks.items()) if all(cuts.values()))
+    whole = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
     if len(whole) < FEWEST:
         raise DataError(f"{str(path)!r} holds {len(whole)} tasks with a rewarded trace, wanted {FEWEST} or more")
     return Airline(policy, tuple(described), whole)
@@ -168,7 +169,7 @@ def _message(path: Path, number: int, turn: Mapping[str, Any], call: Call | None
     return Message(Role(role), written_calls([call]) if call else value_of(path, number, turn, "content", str))
 
 
-def _cuts(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Cut, ...]:
+def _agent_turns(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[AgentTurn, ...]:
     """Where the agent spoke: calls whose arguments follow from what was said, and words that are short enough."""
     found = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
@@ -176,10 +177,10 @@ def _cuts(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Cu
             break
         if message.role is not Role.ASSISTANT or at == 0:
             continue
-        if call is None and len(message.content) <= LONGEST_WORDS:
-            found.append(Cut(tuple(messages[:at]), message.content, ()))
+        if call is None and len(message.content) <= LONGEST_REPLY:
+            found.append(AgentTurn(tuple(messages[:at]), message.content, ()))
         elif call is not None and call.name not in UNCHECKED:
-            found.append(Cut(tuple(messages[:at]), "", _run(messages[at:], calls[at:])))
+            found.append(AgentTurn(tuple(messages[:at]), "", _run(messages[at:], calls[at:])))
     return tuple(found)
 
 

@@ -126,13 +126,13 @@ def _same(option: Any, value: Any, typed: bool) -> bool:
             len(option) == len(value) and all(_same(*pair, typed) for pair in zip(option, value, strict=True))
         )
     if isinstance(option, str) and isinstance(value, str):
-        return _plain(option) == _plain(value)
+        return _normalised(option) == _normalised(value)
     if typed and isinstance(option, int) and isinstance(value, float):
         return False
     return isinstance(option, bool) == isinstance(value, bool) and bool(option == value)
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     return _IGNORED.sub("", text).casefold().replace("'", '"')
 
 

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from kvaudit.audit.runs.probe.plan import Plan
 from kvaudit.audit.sampling.chat_calls import wire
-from kvaudit.core.endpoint import Replied, Send
+from kvaudit.core.endpoint import Replied, Transport
 
 Answers = Callable[[dict[str, Any]], Replied]
 
 
-def through(app: Any) -> Send:
+def through(app: Any) -> Transport:
     """The wire to an ASGI application in this process."""
 
     def send(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:

@@ -28,7 +28,7 @@ from kvaudit.audit.runs.question import (
     spec_named,
     spec_text,
 )
-from kvaudit.audit.sampling.given import chat_named
+from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import SpecError
 from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
 from kvaudit.reports.gate.verdict import PASSED, Status

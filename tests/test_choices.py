@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.sampling.conversations import Played, play, score_answers
+from kvaudit.audit.sampling.conversations import GradedRow, play, score_answers
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import batch
@@ -77,7 +77,7 @@ def model() -> LoadedModel:
     return load_model()
 
 
-def played(suite: Suite, items: Sequence[Item], policy: str = "none", **options: Any) -> list[Played]:
+def played(suite: Suite, items: Sequence[Item], policy: str = "none", **options: Any) -> list[GradedRow]:
     asked = {"decoding": GREEDY, "seeds": [7] * len(items) * options.get("group", 1), **options}
     return play(Sampler(model(), parse_policy(policy)), [(suite, each) for each in items], **asked)
 

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from kvaudit.audit.runs import claims
-from kvaudit.audit.runs.claims import SILENCE_SECONDS, Bell, Claims, Hand, kernel, work_through, work_through_groups
+from kvaudit.audit.runs.claims import (
+    SILENCE_SECONDS,
+    Claims,
+    HeldUnits,
+    IdleSignal,
+    kernel,
+    work_through,
+    work_through_groups,
+)
 from kvaudit.core.errors import RunError
 
 HOLD = """
@@ -301,14 +309,14 @@ class Groups(World):
         self.groups, self.hands = groups, list[str]()
         self.rings = False  # another process has nothing to do, as soon as the first piece of work is done
 
-    def work_on(self, hand: Hand[str]) -> None:
-        self.hands.append("".join(hand.units))
-        for unit in hand.units:
-            if hand.keeps(unit):
+    def work_on(self, held: HeldUnits[str]) -> None:
+        self.hands.append("".join(held.units))
+        for unit in held.units:
+            if held.keeps(unit):
                 assert not free(self.lock(unit))
                 self.done.add(unit)
                 if self.rings:
-                    Bell(self.folder).ring()
+                    IdleSignal(self.folder).send()
                     self.rings = False
 
     def run(self) -> None:
@@ -353,11 +361,11 @@ def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path)
 def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path: Path) -> None:
     world, seen = Groups(tmp_path, "abcd"), []
 
-    def work(hand: Hand[str]) -> None:
+    def work(held: HeldUnits[str]) -> None:
         if not seen:
-            Bell(tmp_path).ring()
-            seen.append([hand.keeps("d"), *map(hand.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
-        world.done |= set(hand.units)
+            IdleSignal(tmp_path).send()
+            seen.append([held.keeps("d"), *map(held.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
+        world.done |= set(held.units)
 
     world.work_on = work  # type: ignore[method-assign]
     world.run()
@@ -365,10 +373,10 @@ def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path
 
 
 def test_a_process_that_has_nothing_to_do_rings(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, bell = Groups(tmp_path, "ab"), Bell(tmp_path)
+    world, idle = Groups(tmp_path, "ab"), IdleSignal(tmp_path)
     for unit in "ab":
         left_behind(world.lock(unit), kernel="another")
     monkeypatch.setattr(clock, "sleep", lambda _: world.done.update("ab"))
     world.run()
-    assert bell.has_rung()
-    assert not bell.has_rung()
+    assert idle.was_sent()
+    assert not idle.was_sent()

@@ -97,7 +97,7 @@ WRONG = {
         "wrong: a summary of 70 characters",
     ),
     "no summary": ('Command("wrong", group="Look", order=9, call=mute)', "wrong: a summary of 0 characters"),
-    "nothing to do": ('Command("wrong", group="Look", order=9, about="Nothing.")', "wrong: does nothing and holds"),
+    "nothing to do": ('Command("wrong", group="Look", order=9, help="Nothing.")', "wrong: does nothing and holds"),
     "a name of two words": ('Command("so wrong", group="Look", order=9, call=work)', "so wrong: no word to type"),
 }
 PLANTED = '''

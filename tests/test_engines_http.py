@@ -172,7 +172,7 @@ def test_no_proxy_stands_before_the_loopback(started: Any, monkeypatch: pytest.M
 
 def test_a_server_that_is_stopped_leaves_neither_process_nor_port(started: Any) -> None:
     session = started("vllm")
-    port = int(session._line._endpoint.base_url.rpartition(":")[2])
+    port = int(session._client._endpoint.base_url.rpartition(":")[2])
     session.stop()
     session.stop()
     with socket.socket() as door, pytest.raises(ConnectionRefusedError):
@@ -426,10 +426,10 @@ def test_a_spec_with_an_endpoint_reads_the_same_when_it_is_written_complete() ->
 
 
 def test_a_line_gives_up_when_its_time_is_over() -> None:
-    line = Endpoint("http://127.0.0.1:9", tries=20).line("test")
+    client = Endpoint("http://127.0.0.1:9", tries=20).client("test")
     began = time.monotonic()
     with pytest.raises(Unanswered):
-        line.said("x", {}, began + 0.3)
+        client.fetch("x", {}, began + 0.3)
     assert time.monotonic() - began < 5
 
 

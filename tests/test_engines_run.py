@@ -224,7 +224,7 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("kvaudit.audit.runs.seat.started_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
     with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; what is written stays: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))

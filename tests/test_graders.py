@@ -16,10 +16,9 @@ import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question, says
 
 from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.grader import Grader
+from kvaudit.audit.judges.grader import Grader, Remembered
 from kvaudit.audit.judges.guards.base import Guard, Passage
-from kvaudit.audit.judges.kinds import KINDS, every_grader
-from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.judges.kinds import KINDS
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
@@ -54,7 +53,10 @@ def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None
     says("unsafe\nS1" if "heron" in body["messages"][-1]["content"] else "safe")(handler, body)
 
 
-@pytest.fixture(params=list(every_grader()), ids=lambda found: f"{found.kind}-{found.name}")
+@pytest.fixture(
+    params=[found for kind in KINDS.values() for found in kind.all().values()],
+    ids=lambda found: f"{found.kind}-{found.name}",
+)
 def grader(
     request: pytest.FixtureRequest, labels: Path, tiny_folder: Path, classifier_folder: Path, tmp_path: Path
 ) -> Iterator[AnyGrader]:

@@ -21,9 +21,9 @@ from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, la
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, Judge, parse_judge, question_key, refuse_own_rows
 from kvaudit.audit.judges.card import card_lines
-from kvaudit.audit.judges.labels import BESIDE, Labelled, Source, sources
+from kvaudit.audit.judges.grader import Remembered
+from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, sources
 from kvaudit.audit.judges.logistic import spelled
-from kvaudit.audit.judges.remembered import Remembered
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
@@ -146,7 +146,7 @@ def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
 
 def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
     lines = {line.source: line for line in card_lines(parse_judge("logistic"), sources())}
-    assert list(lines) == ["xstest mistralinstruct", "xstest mistralguard", "pyrit", BESIDE]
+    assert list(lines) == ["xstest mistralinstruct", "xstest mistralguard", "pyrit", OFF_TOPIC]
     assert [(line.answers, line.refused, line.failed) for line in lines.values()] == [
         (24, 8, 0),
         (24, 8, 0),
@@ -160,7 +160,7 @@ def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
 
 
 def test_what_is_beside_the_point_teaches_nobody(labels: Path) -> None:
-    beside = {question_key(row.question) for source in sources() if source.name == BESIDE for row in source.rows}
+    beside = {question_key(row.question) for source in sources() if source.name == OFF_TOPIC for row in source.rows}
     assert len(beside) == 1
     assert not beside & parse_judge("logistic").trained_on()
 

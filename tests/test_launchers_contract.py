@@ -267,6 +267,6 @@ class Idle(Launcher):
 
     @contextmanager
     def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
-        assert (count, job.words[:2]) == (2, ["run", "--join"])
+        assert (count, job.arguments[:2]) == (2, ["run", "--join"])
         with Local().crew(0, job, say) as crew:
             yield crew

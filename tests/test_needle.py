@@ -20,13 +20,13 @@ def stems(text: str) -> set[str]:
     return {word[:4] for word in re.findall(r"[a-z]+", text.lower()) if word not in FUNCTION_WORDS}
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.said)
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.statement)
 def test_a_question_shares_no_word_with_its_needle(fact):
-    assert not stems(fact.said) & stems(fact.question)
+    assert not stems(fact.statement) & stems(fact.question)
 
 
 def test_there_are_facts_enough_and_each_once():
-    assert len(FACTS) == len({fact.said for fact in FACTS}) == 96
+    assert len(FACTS) == len({fact.statement for fact in FACTS}) == 96
     assert len({(fact.kind, fact.question) for fact in FACTS}) == 96
 
 

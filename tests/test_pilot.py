@@ -27,7 +27,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
 from kvaudit.audit.runs.pipeline import Pipeline
 from kvaudit.audit.runs.units import PILOT_FOLDER
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
@@ -132,7 +132,7 @@ def test_what_the_pilot_answered_is_not_played_again(
     asked: list[int] = []
     plain = evaluate.play
 
-    def counted(sampler: Any, suite_items: Sequence[tuple[Suite, Item]], *rest: Any, **more: Any) -> list[Played]:
+    def counted(sampler: Any, suite_items: Sequence[tuple[Suite, Item]], *rest: Any, **more: Any) -> list[GradedRow]:
         asked.append(len(suite_items))
         return plain(sampler, suite_items, *rest, **more)
 
@@ -153,7 +153,7 @@ def test_a_kill_at_any_batch_changes_nothing(
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     left, plain = [after], Evaluator._play
 
-    def killing(self: Evaluator, *words: Any, **more: Any) -> list[Played]:
+    def killing(self: Evaluator, *words: Any, **more: Any) -> list[GradedRow]:
         if not left[0]:
             raise Killed
         left[0] -= 1

@@ -368,16 +368,16 @@ def test_a_file_of_scales_is_named_with_its_content(tmp_path: Path) -> None:
     assert re.search(r"scales=.*/scales.json#[0-9a-f]{12}", policy.canonical)
     assert parse_policy(policy.canonical) == policy
     with pytest.raises(SpecError, match="differ by KV head; that is scale=head"):
-        parse_policy(f"int8:scale=tensor,scales={file}").given(0, 0, 2)
+        parse_policy(f"int8:scale=tensor,scales={file}").fixed_scales(0, 0, 2)
     file.write_text(json.dumps({"keys": [1], "values": [-1]}))
     with pytest.raises(SpecError, match=r"has sha256 .* the policy names"):
         parse_policy(policy.canonical)
     with pytest.raises(SpecError, match="is not JSON of the form"):
         parse_policy(f"int8:scale=head,scales={file}")
     file.write_text(json.dumps({"keys": [1, 2], "values": [1, 2]}))
-    assert parse_policy(f"int8:scale=tensor,scales={file}").given(1, 0, 3).tolist() == [2, 2, 2]
+    assert parse_policy(f"int8:scale=tensor,scales={file}").fixed_scales(1, 0, 3).tolist() == [2, 2, 2]
     with pytest.raises(SpecError, match="the file has 2 layers, wanted one number or 3"):
-        parse_policy(f"int8:scale=tensor,scales={file}").given(2, 0, 3)
+        parse_policy(f"int8:scale=tensor,scales={file}").fixed_scales(2, 0, 3)
 
 
 def test_specs_without_fixed_scales_keep_their_hash() -> None:

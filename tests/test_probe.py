@@ -182,7 +182,7 @@ def test_what_another_process_was_told_meanwhile_is_not_asked_again(world: World
     wires = [Wire(every_third_fails), Wire(right)]
     url, quiet = "http://endpoint/v1", Console(quiet=True)
     both = [
-        Probe(open_run(folder, plan.spec, resume=n > 0), plan, url, Endpoint(url).line("probe", wire), quiet)
+        Probe(open_run(folder, plan.spec, resume=n > 0), plan, url, Endpoint(url).client("probe", wire), quiet)
         for n, wire in enumerate(wires)
     ]
     for probe in both:
@@ -291,7 +291,7 @@ def test_a_rate_spaces_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     monkeypatch.setattr(time, "sleep", waited.append)
-    line = Endpoint("http://endpoint/v1", per_minute=30).line("probe", lambda *_: completion("yes"))
+    line = Endpoint("http://endpoint/v1", per_minute=30).client("probe", lambda *_: completion("yes"))
     for _ in range(3):
         line.ask({"model": "m"})
     assert waited == [0.0, 2.0, 4.0]

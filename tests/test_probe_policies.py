@@ -20,7 +20,7 @@ from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.serving.app import application
 from kvaudit.audit.serving.engine import OwnEngine
 from kvaudit.core import endpoint
-from kvaudit.core.endpoint import Replied, Send
+from kvaudit.core.endpoint import Replied, Transport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 Run = Callable[[str, Path], str]
@@ -41,7 +41,7 @@ DRAWS, AT_ONCE = 20, 14  # three requests give all 40 answers to a question
 class Pool:
     """A wire that draws several answers to a question in one request and hands them out one by one."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Transport) -> None:
         self._send, self._door = send, threading.Lock()
         self._drawn: dict[bytes, list[Replied]] = {}
 

@@ -19,7 +19,7 @@ import pytest
 from suite_world import rows_from, words, write_rows
 
 from kvaudit.audit.sampling.chat import Chat
-from kvaudit.audit.sampling.given import chat_named
+from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, Suite

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import impossible
-from kvaudit.audit.sampling.given import chat_named
+from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.spec import parse_spec
 from kvaudit.core.text import guide
 

@@ -61,7 +61,7 @@ def test_the_system_form_keeps_the_dialogue_and_the_user_form_asks_for_the_rule(
     ruled, asked = sorted(pair, key=lambda item: item.payload["form"])
     assert [message.role for message in ruled.messages] == [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER]
     assert [message.role for message in asked.messages] == [Role.USER]
-    assert asked.messages[0].content.startswith(PROMPT_RULES[asked.payload["rule"]].words)
+    assert asked.messages[0].content.startswith(PROMPT_RULES[asked.payload["rule"]].text)
 
 
 def test_a_row_without_an_id_is_named(data: Path) -> None:

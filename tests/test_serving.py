@@ -513,7 +513,9 @@ def test_no_part_of_a_character_is_told() -> None:
     asked = read_request({"model": "embedded", "messages": CHAT, "stop": ["b😀x"]})
     chat = SimpleNamespace(text=lambda ids: texts[len(ids) - 1])
     job = SimpleNamespace(
-        asked=asked, served=SimpleNamespace(model=SimpleNamespace(chat=chat)), told=lambda _, text: told.append(text)
+        asked=asked,
+        served=SimpleNamespace(model=SimpleNamespace(chat=chat)),
+        listener=lambda _, text: told.append(text),
     )
     text = _Text(cast(Any, job), 0)
     for count in range(1, len(texts) + 1):
@@ -537,7 +539,7 @@ def test_a_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.sampling.given.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_named", None)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

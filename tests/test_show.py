@@ -15,7 +15,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.commands.drawing import picture_svg, terminal, ticks, wrapped
 from kvaudit.audit.commands.picture import Entry, Picture, picture
 
-SEEN, CODED, PASSED, GONE, FUTURE = Entry
+SEEN, CODED, PASSED, EVICTED, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -28,7 +28,7 @@ def drawn(evicted: dict[int, int], coded: dict[int, int], tokens: int = 4, headi
 
 
 SMALL = drawn({1: 2}, {0: 3})
-LETTERS = {SEEN: "s", CODED: "c", PASSED: "-", GONE: "x", FUTURE: "."}
+LETTERS = {SEEN: "s", CODED: "c", PASSED: "-", EVICTED: "x", FUTURE: "."}
 
 
 def letters(cells: list[list[Entry]]) -> list[str]:
@@ -128,14 +128,14 @@ def test_the_svg_draws_every_key_from_its_query_down() -> None:
     found = bars(picture_svg(SMALL))
     assert found["seen"] == [(0, 0, 90, 270), (90, 90, 90, 90), (180, 180, 90, 180), (270, 270, 90, 90)]
     assert found["coded"] == [(0, 270, 90, 90)]
-    assert found["gone"] == [(90, 180, 90, 180)]
+    assert found["evicted"] == [(90, 180, 90, 180)]
 
 
 def test_the_svg_s_areas_are_the_triangle_s_counts() -> None:
     evicted = {key: min(key + 5 + key % 7, 59) for key in range(50)}
     large = drawn(evicted, {key: key + 9 for key in range(40)}, tokens=60)
     cell, states = 540 / 60, large.states()
-    for entry in (SEEN, CODED, GONE):
+    for entry in (SEEN, CODED, EVICTED):
         area = sum(width * height for _, _, width, height in bars(picture_svg(large)).get(entry.name.lower(), []))
         assert area / cell**2 == pytest.approx(int((states == entry).sum()), rel=1e-3)
 
@@ -190,7 +190,7 @@ def test_streaming_keeps_its_sink_and_the_most_recent(tmp_path: Path) -> None:
     assert heading == "streaming:budget=16,sink=4,window=0,interval=1,phase=both,chunk=16"
     assert place == "layer 0, KV head 0 of the embedded model; the last of 50 queries sees 17 entries"
     assert rows[24] == " " * 6 + "████" + "·" * 32 + "▀████████████▄"
-    assert len(bars((tmp_path / "new" / "s.svg").read_text())["gone"]) == 50 - 17
+    assert len(bars((tmp_path / "new" / "s.svg").read_text())["evicted"]) == 50 - 17
 
 
 def test_quantised_entries_have_their_own_shade() -> None:

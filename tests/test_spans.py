@@ -16,7 +16,7 @@ from test_evaluate_episodes import GREEDY, Counting, Scripted
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import check_spans
 from kvaudit.audit.sampling.chat import Chat, _tokens
-from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
@@ -75,7 +75,7 @@ def embedded() -> LoadedModel:
     return load_model()
 
 
-def counted(model: LoadedModel, played: Played, text: str) -> float:
+def counted(model: LoadedModel, played: GradedRow, text: str) -> float:
     """The share that is left of a text's entries, counted one by one, from the characters of the whole prompt."""
     prompt, rollout = model.chat.opening_text(played.item.messages), played.rollout
     offsets = model.chat.tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -13,7 +13,7 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import asked_suite
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
-from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.exchange import graded
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item, Message, Outcome, Record, Role
@@ -42,13 +42,13 @@ class Listening(Counting):
         return super().step(item, transcript)
 
 
-def played(*words: str, thinks: bool = True, template: str = CHATML) -> Played:
+def played(*words: str, thinks: bool = True, template: str = CHATML) -> GradedRow:
     sampler = Scripted([list(words)], chat=Chat(byte_tokenizer(template)))
     [row] = play(sampler, [(Listening(), item())], GREEDY, [0], thinks=thinks)  # type: ignore[arg-type]
     return row
 
 
-def said(row: Played) -> list[tuple[str, str]]:
+def said(row: GradedRow) -> list[tuple[str, str]]:
     return [(str(m.role), m.content) for m in row.transcript[len(row.item.messages) :]]
 
 
@@ -114,7 +114,7 @@ def test_a_stored_transcript_is_graded_as_it_was_played() -> None:
         assert graded(Listening(), row.item, row.transcript, row.finish_reason) == row.grade
 
 
-def record_of(row: Played) -> Record:
+def record_of(row: GradedRow) -> Record:
     policy = parse_policy("none")
     return Record(
         "r", "c" * 64, "base", 0, policy.canonical, policy.hash, "listening", "1", row.item.item_id, "c", 64, "none", 0,

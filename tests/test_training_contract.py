@@ -21,14 +21,14 @@ from torch import Tensor
 from training_world import gradients, sampled, sharp
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
 from kvaudit.audit.training.advantages import Rewarded
 from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, halves
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
-from kvaudit.audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, Whole
+from kvaudit.audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, StepCounts
 from kvaudit.audit.training.rewards import REWARDS, Reward
 from kvaudit.audit.training.rewards.base import checked
 from kvaudit.core.records import Grade, Item, Outcome
@@ -49,7 +49,7 @@ def given(ratios: Tensor | None = None, **options: object) -> LossInputs:
         advantages=ADVANTAGES,
         mask=MASK,
         group=3,
-        whole=Whole.of(ADVANTAGES, MASK, 3, 4),
+        counts=StepCounts.of(ADVANTAGES, MASK, 3, 4),
         epsilon_low=0.2,
         epsilon_high=0.2,
         beta=0.1,
@@ -134,7 +134,7 @@ def test_microbatches_of_a_loss_add_up(loss: Loss) -> None:
         correction=Correction(torch.ones(6, 3), mask, torch.zeros(6, 3), {}),
         advantages=advantages,
         mask=mask,
-        whole=Whole.of(advantages, mask, 3, 4),
+        counts=StepCounts.of(advantages, mask, 3, 4),
         ref_logprobs=torch.full((6, 3), -0.2),
         distill_weight=0.3,
         distill_kl=torch.full((6, 3), 0.5),
@@ -299,13 +299,13 @@ def reward(request: pytest.FixtureRequest, classifier_folder: Path) -> Reward:
     return REWARDS.get(request.param).of(value, options)
 
 
-def grades(played: Sequence[Played]) -> list[float | None]:
+def grades(played: Sequence[GradedRow]) -> list[float | None]:
     """A reward of somebody else's."""
     return [row.grade.score for row in played]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Played, Played]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[GradedRow, GradedRow]]:
     """Some items of every registered suite, answered right and not at all."""
     with rows_from(write_rows(tmp_path_factory.mktemp("rows"))):
         asked = [
@@ -319,16 +319,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Played, Play
     ]
 
 
-def answered(suite: Suite, item: Item, completions: Sequence[str]) -> Played:
+def answered(suite: Suite, item: Item, completions: Sequence[str]) -> GradedRow:
     transcript = play(suite, item, completions)
-    return Played(item, transcript, suite.grade(item, transcript), NOTHING, "stop", 5, 4, {}, 0, 0.1)
+    return GradedRow(item, transcript, suite.grade(item, transcript), NOTHING, "stop", 5, 4, {}, 0, 0.1)
 
 
 NOTHING = Rollout(torch.zeros(9), 5, torch.zeros(9), torch.zeros(9), torch.zeros(1, 1, 9), 0, 0, 1.0, answer_start=5)
 
 
 def test_a_reward_is_more_for_the_gold_answer_than_for_none(
-    reward: Reward, answers: list[tuple[Played, Played]]
+    reward: Reward, answers: list[tuple[GradedRow, GradedRow]]
 ) -> None:
     most, least = (checked(reward, reward.rewards(list(rows)), len(rows)) for rows in zip(*answers, strict=True))
     for (gold, _), high, low in zip(answers, most, least, strict=True):
@@ -337,12 +337,12 @@ def test_a_reward_is_more_for_the_gold_answer_than_for_none(
         assert high > low >= 0, gold.item.item_id
 
 
-def test_a_reward_is_none_where_nobody_could_grade(reward: Reward, answers: list[tuple[Played, Played]]) -> None:
+def test_a_reward_is_none_where_nobody_could_grade(reward: Reward, answers: list[tuple[GradedRow, GradedRow]]) -> None:
     lost = replace(answers[0][0], grade=Grade(Outcome.UNSCORED, None), finish_reason="error")
     assert list(reward.rewards([lost])) == [None]
 
 
-def test_a_reward_depends_on_what_was_played_alone(reward: Reward, answers: list[tuple[Played, Played]]) -> None:
+def test_a_reward_depends_on_what_was_played_alone(reward: Reward, answers: list[tuple[GradedRow, GradedRow]]) -> None:
     played = [row for pair in answers[::8] for row in pair]
     together = reward.rewards(played)
     assert together == pytest.approx(list(reward.rewards(played[::-1]))[::-1], rel=1e-5)

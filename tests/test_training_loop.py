@@ -20,8 +20,8 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.batch import gradient_steps, rewarded, slots, training_items
-from kvaudit.audit.training.learner import read_tokens
-from kvaudit.audit.training.student import Student
+from kvaudit.audit.training.learner import Learner
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.records import Grade, Outcome
 from kvaudit.suites.base import SUITES
 
@@ -149,10 +149,10 @@ def test_either_view_can_be_the_teacher(base: LoadedModel) -> None:
     batch, found = sampled(base, **{"suites": ["refusal"], "prompts_per_step": 2}), []
     for teacher in ("shadow", "dense"):
         settings = config(arm="smd-distill", distill_towards=teacher, distill_where="everywhere")
-        student = Student(copy.deepcopy(base.model), settings, None)
+        learner = Learner(copy.deepcopy(base.model), settings, None)
         with torch.no_grad():
-            views = [read_tokens(student.model, batch.rollouts, 4, view, 1.0) for view in ("dense", "shadow")]
-            found.append(student.distilled(batch, views[1]))
+            views = [read_tokens(learner.model, batch.rollouts, 4, view, 1.0) for view in ("dense", "shadow")]
+            found.append(learner.distilled(batch, views[1]))
         one, other = (view.distributions.logits(view.distributions.states).log_softmax(-1) for view in views)
         if teacher == "dense":
             one, other = other, one

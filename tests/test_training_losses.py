@@ -17,7 +17,7 @@ from kvaudit.audit.training.advantages import (
 )
 from kvaudit.audit.training.batch import earned_groups
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.audit.training.losses.base import LossInputs, Whole, clipped_surrogate, full_kl, k3
+from kvaudit.audit.training.losses.base import LossInputs, StepCounts, clipped_surrogate, full_kl, k3
 from kvaudit.audit.training.losses.dapo import Dapo
 from kvaudit.audit.training.losses.dr_grpo import DrGrpo
 from kvaudit.audit.training.losses.grpo import Grpo
@@ -48,7 +48,7 @@ def inputs(
         advantages=torch.tensor([[1.0], [-1.0]]) * mask,
         mask=mask,
         group=2,
-        whole=Whole(rows=2, tokens=int(mask.sum()), pairs=1, max_tokens=4),
+        counts=StepCounts(rows=2, tokens=int(mask.sum()), pairs=1, max_tokens=4),
         epsilon_low=0.2,
         epsilon_high=0.2,
     )

@@ -20,7 +20,7 @@ from training_world import parity, play_for_parity, rows, sha256, sharp, short, 
 
 from kvaudit.audit.judges.constitution import score_of
 from kvaudit.audit.runs.evaluate import check_reward
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards import Paying, paying_of
@@ -33,7 +33,7 @@ HERE = "test_training_rewards"
 REQUESTS = "xstest"  # a suite that leaves answers to a judge
 
 
-def by_parity(played: Sequence[Played], scale: float = 1.0) -> list[float | None]:
+def by_parity(played: Sequence[GradedRow], scale: float = 1.0) -> list[float | None]:
     scores = [parity(row).score for row in played]
     return [None if score is None else scale * score for score in scores]
 
@@ -43,7 +43,7 @@ class Mute(Exception):
         raise ValueError
 
 
-def broken(played: Sequence[Played], what: str) -> Any:
+def broken(played: Sequence[GradedRow], what: str) -> Any:
     made = {"nan": float("nan"), "huge": 10**400, "text": "1", "none": None}
     if what == "raises":
         raise KeyError(what)
@@ -63,7 +63,7 @@ def base(tiny_folder: Path) -> LoadedModel:
 
 
 @pytest.fixture
-def played(tmp_path: Path) -> list[Played]:
+def played(tmp_path: Path) -> list[GradedRow]:
     """Three items of a suite that leaves refusals to a judge, and one of a suite that does not, each answered."""
     (tmp_path / "rows").mkdir()
     with rows_from(write_rows(tmp_path / "rows")):
@@ -168,7 +168,7 @@ def test_a_reply_scores_by_its_first_word(reply: str, score: float | None) -> No
 
 
 def test_a_constitution_pays_every_answer_and_is_asked_once(
-    played: list[Played], constitution: Path, tmp_path: Path
+    played: list[GradedRow], constitution: Path, tmp_path: Path
 ) -> None:
     mute = answered(SUITES.get(REQUESTS)(), played[0].item, [""])
     with endpoint(says("7")) as asked:
@@ -181,7 +181,7 @@ def test_a_constitution_pays_every_answer_and_is_asked_once(
 
 
 def test_what_a_judge_failed_on_earns_nothing_again_when_resumed(
-    played: list[Played], constitution: Path, tmp_path: Path
+    played: list[GradedRow], constitution: Path, tmp_path: Path
 ) -> None:
     with endpoint(says("7"), says("I think"), says("4")) as asked:
         first = by_endpoint(asked.url, constitution).kept_in(tmp_path)(played)
@@ -191,7 +191,7 @@ def test_what_a_judge_failed_on_earns_nothing_again_when_resumed(
 
 
 def test_a_judge_that_fails_on_most_answers_stops_and_keeps_none(
-    played: list[Played], constitution: Path, tmp_path: Path
+    played: list[GradedRow], constitution: Path, tmp_path: Path
 ) -> None:
     many = [
         replace(row, transcript=(*row.transcript[:-1], replace(row.transcript[-1], content=f"It is number {n}.")))
@@ -203,7 +203,9 @@ def test_a_judge_that_fails_on_most_answers_stops_and_keeps_none(
     assert not list(tmp_path.glob("rewards-*"))
 
 
-def test_an_endpoint_that_refuses_stops_in_one_line(played: list[Played], constitution: Path, tmp_path: Path) -> None:
+def test_an_endpoint_that_refuses_stops_in_one_line(
+    played: list[GradedRow], constitution: Path, tmp_path: Path
+) -> None:
     def refuse(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
         handler.send_error(401)
 
@@ -220,7 +222,9 @@ def test_another_constitution_is_another_reward(constitution: Path) -> None:
     assert (one.sha256, one.constitution_sha256, one.judges["math"]) == before  # read once
 
 
-def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(played: list[Played], tmp_path: Path) -> None:
+def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(
+    played: list[GradedRow], tmp_path: Path
+) -> None:
     paying = paying_of({"judge": "phrases"}, [REQUESTS, "math"])
     assert paying.judges == {REQUESTS: paying.reward.label, "math": "programmatic"}
     assert paying.reward.label.startswith("phrases:")
@@ -230,14 +234,14 @@ def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(played: 
     assert len(kept.read_text().splitlines()) == len(asked)
 
 
-def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[Played], tmp_path: Path) -> None:
+def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[GradedRow], tmp_path: Path) -> None:
     suites = [REQUESTS, "math"]
     paying = paying_of({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
     assert paying.kept_in(tmp_path)(played) == [*(row.grade.score for row in played[:3]), None]
     assert paying.judges == {REQUESTS: "phrases", "math": paying.reward.label}
 
 
-def test_a_classifier_pays_by_its_worst_window(played: list[Played], classifier_folder: Path) -> None:
+def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifier_folder: Path) -> None:
     long = [replace(played[0], transcript=(*played[0].item.messages, replace(played[0].transcript[-1], content=text)))
             for text in (" ".join(map(str, range(100, 160))), "a heron on a lake")]  # fmt: skip
     safe, attack = (

@@ -20,15 +20,15 @@ from kvaudit.audit.replay.head import watched
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import prepare_run
 from kvaudit.audit.sampling import memory
-from kvaudit.audit.sampling.given import load_given
+from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training import footprint, grpo, learner, rollouts
-from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, learner_of
+from kvaudit.audit.training import footprint, grpo, rollouts, token_logprobs
+from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, trainable_copy
 from kvaudit.audit.training.batch import Batch, gradient_steps, microbatches
 from kvaudit.audit.training.footprint import check_memory, holdings
-from kvaudit.audit.training.learner import read_tokens
+from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.sft import StartConfig, gold_rollout, warm_start
-from kvaudit.audit.training.student import Student
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import AdapterSpec, TrainSpec
@@ -48,8 +48,8 @@ def batch(base: LoadedModel) -> Batch:
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No vocabulary is small, and logits of seven tokens are made at a time."""
-    monkeypatch.setattr(learner, "WHOLE", 0)
-    monkeypatch.setattr(learner, "PIECE", 7 * 300)
+    monkeypatch.setattr(token_logprobs, "WHOLE", 0)
+    monkeypatch.setattr(token_logprobs, "PIECE", 7 * 300)
 
 
 def numbers(base: LoadedModel, batch: Batch, view: str) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ ADAPTER = {"rank": 3, "alpha": 6}
 def adapted(base: LoadedModel) -> LoadedModel:
     """The base with an adapter that changes it."""
     pytest.importorskip("peft", reason="peft is not installed")
-    model = learner_of(base, AdapterSpec(**ADAPTER), 1)
+    model = trainable_copy(base, AdapterSpec(**ADAPTER), 1)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.model.named_parameters():
@@ -164,7 +164,7 @@ def test_an_adapter_is_trained_resumed_and_read_as_any_checkpoint(
     assert not (whole / "model.safetensors").exists()
     assert all(torch.equal(weight, before[name]) for name, weight in base.model.state_dict().items())
     assert all(weight.requires_grad for weight in base.model.parameters())
-    found = load_given(str(whole), base, dtype="float32", device="cpu")
+    found = load_comparable(str(whole), base, dtype="float32", device="cpu")
     assert found.sha256 == json.loads((whole / "provenance.json").read_text())["sha256"]
     rollouts = load_ledgers(whole / "ledgers" / "final.safetensors")[0]
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_an_adapter_is_trained_resumed_and_read_as_any_checkpoint(
     torch.testing.assert_close(replayed, recorded, rtol=0, atol=1e-4)
     (whole / "adapter_model.safetensors").write_bytes(b"0")
     with pytest.raises(DataError, match=r"adapter_model\.safetensors has sha256"):
-        load_given(str(whole), base, dtype="float32", device="cpu")
+        load_comparable(str(whole), base, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["whole", "adapter"])
@@ -191,7 +191,7 @@ def test_a_warm_start_is_resumed_with_the_same_bits_and_lowers_its_loss(
     name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
     assert sha256(whole / name) == sha256(killed / name)
     digest = json.loads((whole / "provenance.json").read_text())["sha256"]
-    assert load_given(str(whole), base, dtype="float32", device="cpu").sha256 == digest
+    assert load_comparable(str(whole), base, dtype="float32", device="cpu").sha256 == digest
     if adapter is not None:
         going_on = continued(base, AdapterSpec(**adapter), whole)
         assert going_on.sha256 == digest
@@ -212,7 +212,7 @@ def test_gold_answers_are_shown_as_the_model_would_give_them(base: LoadedModel) 
 def test_checkpointed_layers_have_the_same_gradient_to_the_bit(base: LoadedModel, batch: Batch) -> None:
     found = []
     for checkpointing in (False, True):
-        model = learner_of(base, None, 1, checkpointing=checkpointing).model
+        model = trainable_copy(base, None, 1, checkpointing=checkpointing).model
         read = read_tokens(model, batch.rollouts, 4, "shadow", 1.0)
         (read.logprobs * torch.linspace(-1, 1, len(read.logprobs))).sum().backward()
         found.append([weight.grad for weight in model.parameters()])
@@ -228,9 +228,9 @@ def test_a_group_split_into_single_rollouts_has_the_gradient_of_the_whole(base: 
 def test_a_critic_values_the_answers_of_a_split_group_as_those_of_the_whole(base: LoadedModel, batch: Batch) -> None:
     found = []
     for limit in (10**6, 1):
-        student = Student(base.model, short(loss="ppo", microbatch_tokens=limit), None)
-        student.load(student.tensors() | {"critic/weight/weight": torch.ones(1, 32)}, 0)
-        found.append(student.seen(batch, microbatches(batch.rollouts, batch.group, limit)).values)
+        learner = Learner(base.model, short(loss="ppo", microbatch_tokens=limit), None)
+        learner.load(learner.tensors() | {"critic/weight/weight": torch.ones(1, 32)}, 0)
+        found.append(learner.before_update(batch, microbatches(batch.rollouts, batch.group, limit)).values)
     assert found[0].abs().max() > 0.1
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
@@ -238,7 +238,7 @@ def test_a_critic_values_the_answers_of_a_split_group_as_those_of_the_whole(base
 def test_no_ratio_is_clipped_in_bfloat16_where_no_weight_has_moved(base: LoadedModel, batch: Batch) -> None:
     settings = short(loss="gspo", prompts_per_step=3, minibatches=3, microbatch_tokens=10**6, learning_rate=1e-12)
     model = copy.deepcopy(base.model).to(torch.bfloat16)
-    learned = grpo.learn(Student(model, settings, None), batch, step=0, max_tokens=40)
+    learned = grpo.learn(Learner(model, settings, None), batch, step=0, max_tokens=40)
     assert learned.advantages.abs().max() > 0.5
     assert learned.metrics["clipped"] == 0.0
 

@@ -10,7 +10,7 @@ import torch
 from training_world import config, rows
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.training.batch import collect
 from kvaudit.audit.training.files import TelemetryLog
 from kvaudit.audit.training.mismatch import mismatch_panel
@@ -93,12 +93,14 @@ def test_a_log_prob_that_is_not_finite_is_counted_and_left_out() -> None:
     assert found["k3_kl"] == 0.0
 
 
-def played(suite: str, outcome: Outcome, score: float | None, retention: float = 1.0) -> Played:
+def played(suite: str, outcome: Outcome, score: float | None, retention: float = 1.0) -> GradedRow:
     """A rollout of 5 prompt tokens and 4 new ones; the first entry leaves before query 6; 30 of 100 bytes at most."""
     sampled, gone = torch.arange(9) >= 5, torch.full((1, 1, 9), 10**6)
     gone[..., 0] = 6
     rollout = Rollout(torch.zeros(9), 5, sampled, torch.zeros(9), gone, 30, 100, retention, 5)
-    return Played(Item(suite, "i", "c", (), 9, "start"), (), Grade(outcome, score), rollout, "stop", 5, 4, {}, 0, 0.1)
+    return GradedRow(
+        Item(suite, "i", "c", (), 9, "start"), (), Grade(outcome, score), rollout, "stop", 5, 4, {}, 0, 0.1
+    )
 
 
 STEP = [

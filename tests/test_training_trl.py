@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvaudit.audit.training.advantages import Rewarded
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.audit.training.losses import LOSSES, LossInputs, Valued, Whole
+from kvaudit.audit.training.losses import LOSSES, CriticInputs, LossInputs, StepCounts
 
 LOGPROBS = torch.tensor([[-0.5, -1.2, -0.3], [-2.0, -0.1, -0.7], [-0.9, -0.4, -1.5], [-1.1, -0.6, -0.2]])
 OLD = torch.tensor([[-0.7, -1.1, -0.4], [-1.6, -0.2, -0.7], [-0.8, -0.9, -1.4], [-1.4, -0.5, -0.3]])
@@ -31,7 +31,7 @@ def given(mask: Tensor, advantages: Tensor, **options: object) -> LossInputs:
         advantages=advantages * mask,
         mask=mask,
         group=2,
-        whole=Whole.of(advantages * mask, mask, 2, 4),
+        counts=StepCounts.of(advantages * mask, mask, 2, 4),
         **values,  # type: ignore[arg-type]
     )
 
@@ -65,7 +65,7 @@ def test_ppo_its_advantages_and_its_gradients_are_those_of_trl() -> None:
     torch.testing.assert_close(advantages[0], torch.tensor([0.6885864, 0.6013292, 1.3106027]))
     torch.testing.assert_close(returns[2], torch.tensor([0.1137600, 0.1080000, 0.0]))
     values = (OLD_VALUES + MOVED).requires_grad_()
-    inputs = given(mask, advantages, ref_logprobs=None, valued=Valued(values, OLD_VALUES, returns, 0.2))
+    inputs = given(mask, advantages, ref_logprobs=None, critic=CriticInputs(values, OLD_VALUES, returns, 0.2))
     outputs = loss(inputs)
     outputs.loss.backward()
     assert outputs.loss.item() == pytest.approx(-0.0293201 + 0.0952884, abs=1e-6)

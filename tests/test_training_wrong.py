@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from training_world import sampled, sharp
 
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import arms, corrections, grpo
 from kvaudit.audit.training.advantages import Estimate, Rewarded
@@ -59,12 +59,12 @@ class IgnoresWeights(Grpo):
 
 class CountsKeptTokens(Grpo):
     def share(self, inputs: LossInputs) -> Tensor:
-        return 1.0 / (inputs.correction.keep.sum(dim=1, keepdim=True).clamp(min=1) * inputs.whole.rows)
+        return 1.0 / (inputs.correction.keep.sum(dim=1, keepdim=True).clamp(min=1) * inputs.counts.rows)
 
 
 class CountsItsMicrobatch(Grpo):
     def share(self, inputs: LossInputs) -> Tensor:
-        return super().share(replace(inputs, whole=inputs.whole._replace(rows=len(inputs.mask))))
+        return super().share(replace(inputs, counts=inputs.counts._replace(rows=len(inputs.mask))))
 
 
 class ReadsPadding(Grpo):
@@ -99,19 +99,19 @@ def shared(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 @dataclass(frozen=True)
 class TurnedRound(SuiteGrade):
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         return [None if score is None else 1.0 - score for score in super().rewards(played)]
 
 
 @dataclass(frozen=True)
 class ZeroForUngraded(SuiteGrade):
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         return [score or 0.0 for score in super().rewards(played)]
 
 
 @dataclass(frozen=True)
 class AgainstTheOthers(SuiteGrade):
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         return [(score or 0.0) / len(played) for score in super().rewards(played)]
 
 
@@ -195,7 +195,7 @@ def test_a_wrong_arm_fails(
 
 
 @pytest.mark.parametrize(("check", "wrong"), REWARDS, ids=lambda value: value.__name__)
-def test_a_wrong_reward_fails(check: Check, wrong: type[Reward], answers: list[tuple[Played, Played]]) -> None:
+def test_a_wrong_reward_fails(check: Check, wrong: type[Reward], answers: list[tuple[GradedRow, GradedRow]]) -> None:
     with pytest.raises(AssertionError):
         hold(check, reward=wrong(), answers=answers)
 

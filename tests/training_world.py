@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.optimiser import Optimiser, Stepped
-from kvaudit.audit.training.student import Student
+from kvaudit.audit.training.learner import Learner
+from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.core.records import Grade, Outcome
 
 POLICY = "streaming:budget=96,sink=4,window=8"
@@ -64,12 +64,12 @@ def sharp(folder: Path) -> LoadedModel:
     return model
 
 
-def play_for_parity(*args: Any, **options: Any) -> list[Played]:
+def play_for_parity(*args: Any, **options: Any) -> list[GradedRow]:
     """``play``, but an odd first token is what the grader wants: a random model never answers a suite."""
     return [replace(row, grade=parity(row)) for row in _play(*args, **options)]
 
 
-def parity(row: Played) -> Grade:
+def parity(row: GradedRow) -> Grade:
     odd = int(row.rollout.ids[row.rollout.prompt_length]) % 2 == 1
     return Grade(Outcome.DESIRED, 1.0) if odd else Grade(Outcome.UNDESIRED, 0.0)
 
@@ -90,10 +90,10 @@ class Tape(Optimiser):
         super().__init__(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0)
         self.gradients: list[torch.Tensor] = []
 
-    def step(self) -> Stepped:
+    def step(self) -> StepResult:
         self.gradients = [weight.grad.clone() for weight in self._weights.values()]
         self._adam.zero_grad(set_to_none=True)
-        return Stepped(1.0, {})
+        return StepResult(1.0, {})
 
 
 def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Tensor]:
@@ -102,9 +102,9 @@ def gradients(base: LoadedModel, batch: Batch, **options: Any) -> list[torch.Ten
         config(**({"prompts_per_step": len(batch.rollouts) // batch.group} | options)),
         copy.deepcopy(base.model),
     )
-    student = Student(model, settings, base.model if settings.beta else None)
-    student.optimiser = tape = Tape(model)
-    grpo.learn(student, batch, step=0, max_tokens=40)
+    learner = Learner(model, settings, base.model if settings.beta else None)
+    learner.optimiser = tape = Tape(model)
+    grpo.learn(learner, batch, step=0, max_tokens=40)
     return tape.gradients
 
 

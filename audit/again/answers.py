@@ -12,7 +12,7 @@ from kvaudit.audit.again.measure import Measure, Total
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, row_seed
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Record
@@ -38,7 +38,7 @@ class ServedAgain:
 
     policy: Policy  # what was drawn of a mixture
     record: Record | None
-    played: Played
+    played: GradedRow
     shading: Shading
 
     @property
@@ -107,7 +107,7 @@ class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
         return [items[name] for name in names]
 
 
-def _shading(model: LoadedModel, row: Played) -> Shading:
+def _shading(model: LoadedModel, row: GradedRow) -> Shading:
     """What a row's cache still held when its last answer began."""
     rollout = row.rollout
     start = rollout.answer_start

@@ -137,8 +137,8 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
                 tally.add(part.answers, part.reference, part.candidate)
             except DataError as error:
                 raise DataError(f"{piece.name}: {error}") from None
-        about = {"arm": piece.arm, "seed": piece.seed, "policy": piece.policy.canonical, "suite": piece.suite}
-        return {**about, "context_tokens": piece.context_tokens, "floor": piece.floor, **tally.row()}
+        where = {"arm": piece.arm, "seed": piece.seed, "policy": piece.policy.canonical, "suite": piece.suite}
+        return {**where, "context_tokens": piece.context_tokens, "floor": piece.floor, **tally.row()}
 
     def differs(self, total: dict[str, Any]) -> bool:
         """The reference by another road is the reference; of what is served otherwise nothing is expected."""
@@ -155,8 +155,8 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
 
     def write(self, found: Sequence[tuple[Measured, dict[str, Any]]]) -> None:
         """Write displacement.json."""
-        about = {"tokens": self._tokens, "reference": self._spec.gate.reference}
-        whole = {"format": DISPLACEMENT_FORMAT, "about": about, "rows": [row for _, row in found]}
+        measured = {"tokens": self._tokens, "reference": self._spec.gate.reference}
+        whole = {"format": DISPLACEMENT_FORMAT, "about": measured, "rows": [row for _, row in found]}
         write_json(self._run.path / DISPLACEMENT_FILE, whole, indent=None)
 
     def lock(self, piece: Measured) -> Path:

@@ -13,7 +13,7 @@ from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import records_of, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
-from kvaudit.audit.sampling.given import load_given, load_named
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
@@ -46,14 +46,14 @@ class Checkpoints:
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:
     """One checkpoint of a run; raises DataError where it is gone, or has another sha256 than ``wanted``."""
-    spec, given = run.spec, run.spec.given(arm, seed)
+    spec, external = run.spec, run.spec.external(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
-    name = given or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
-    if not is_model and given is None and not run.checkpoint(arm, seed).is_dir():
+    name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
+    if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
         raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
     model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if not is_model:
-        model = load_given(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        model = load_comparable(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if model.sha256 != wanted:
         raise DataError(
             f"model {name!r} has weights {model.sha256[:12]}, the run was made with {wanted[:12]}; put those back"
@@ -113,16 +113,16 @@ def checkpoint_rollouts(folder: Path) -> list[Recorded]:
             "RUN/checkpoints/ARM/seed-N, or --rollouts FILE --model MODEL"
         )
     check_checkpoint(folder)
-    story = read_json(folder / PROVENANCE)
+    provenance = read_json(folder / PROVENANCE)
     try:
-        config = story["config"]
+        config = provenance["config"]
         trained = parse_policy(str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none")
         temperature = float(config["temperature"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
     mixed = len(trained.draws) > 1
     names = {f"{ledger_stem(FINAL_LEDGER, own, mixed=mixed)}.safetensors": own for own in trained.draws}
-    kept = {name: own for name, own in names.items() if name in story["ledgers"]}
+    kept = {name: own for name, own in names.items() if name in provenance["ledgers"]}
     if not kept:
         raise DataError(
             f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(names)}; train it again with ledger_every above 0"

@@ -20,11 +20,11 @@ from kvaudit.core.registry import Registry
 from kvaudit.reports.layout.tables import Table
 
 Piece = TypeVar("Piece")
-Part = TypeVar("Part", bound=Sized)
+ServedBatch = TypeVar("ServedBatch", bound=Sized)
 Total = TypeVar("Total")
 
 
-class Measure(ABC, Generic[Piece, Part, Total]):
+class Measure(ABC, Generic[Piece, ServedBatch, Total]):
     """What is measured of recorded items that are served again. Subclass in a file of its own, with a ``name``.
 
     A piece is what is served and summed by itself: a file of rollouts, a unit of a run, an answer under a policy. It
@@ -55,11 +55,11 @@ class Measure(ABC, Generic[Piece, Part, Total]):
         """The weights that serve a piece; loaded once for pieces that stand together."""
 
     @abstractmethod
-    def served(self, piece: Piece, model: LoadedModel) -> Iterator[Part]:
+    def served(self, piece: Piece, model: LoadedModel) -> Iterator[ServedBatch]:
         """Serve a piece again; raises DataError where anything changed that its items follow from."""
 
     @abstractmethod
-    def summed(self, piece: Piece, model: LoadedModel, parts: Iterator[Part]) -> Total:
+    def summed(self, piece: Piece, model: LoadedModel, parts: Iterator[ServedBatch]) -> Total:
         """What the parts of a piece come to; they are served as they are asked for."""
 
     @abstractmethod
@@ -91,7 +91,9 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 )
 
 
-def serve_again(measure: Measure[Piece, Part, Total], console: Console | None = None) -> list[tuple[Piece, Total]]:
+def serve_again(
+    measure: Measure[Piece, ServedBatch, Total], console: Console | None = None
+) -> list[tuple[Piece, Total]]:
     """Serve every piece that is not kept, and return all with what they come to; ``console`` shows the progress."""
     console = console or Console(file=StringIO())
     pieces, totals, finished, items = measure.pieces(), dict[int, Total](), set[int](), 0
@@ -104,7 +106,7 @@ def serve_again(measure: Measure[Piece, Part, Total], console: Console | None = 
     def show(piece: Piece) -> None:
         meter.at(items if measure.by_item else len(finished), measure.label(piece))
 
-    def parts(piece: Piece, model: LoadedModel) -> Iterator[Part]:
+    def parts(piece: Piece, model: LoadedModel) -> Iterator[ServedBatch]:
         nonlocal items
         for part in measure.served(piece, model):
             yield part
@@ -137,5 +139,5 @@ def serve_again(measure: Measure[Piece, Part, Total], console: Console | None = 
     return [(piece, totals[number]) for number, piece in enumerate(pieces)]
 
 
-def _steps(measure: Measure[Piece, Part, Total], pieces: Sequence[Piece]) -> int:
+def _steps(measure: Measure[Piece, ServedBatch, Total], pieces: Sequence[Piece]) -> int:
     return sum(map(measure.size, pieces)) if measure.by_item else len(pieces)

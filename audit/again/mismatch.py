@@ -28,8 +28,8 @@ from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
-from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import guide, inline
@@ -161,7 +161,7 @@ class Mismatch(Measure[Survey, Passed, Panel]):
         return bool(total.alarms)
 
     def lines(self, found: Sequence[tuple[Survey, Panel]]) -> Iterator[str | Table]:
-        bounds = {bound.name: bound.words for bound in MISMATCH}
+        bounds = {bound.name: bound.limit for bound in MISMATCH}
         for piece, total in found:
             model, written = self._model, ", ".join(sorted(piece.stacks))
             source = f"{inline(str(piece.path))} ({written})"
@@ -173,7 +173,7 @@ class Mismatch(Measure[Survey, Passed, Panel]):
             rows = ((name, scientific(value), bounds.get(name, "")) for name, value in total.panel.items())
             yield Table(("number", "value", "alarm"), tuple(rows))
             for bound in total.alarms:
-                yield f"alarm: {bound.name} is {scientific(total.panel[bound.name])}, {bound.words}: {bound.meaning}"
+                yield f"alarm: {bound.name} is {scientific(total.panel[bound.name])}, {bound.limit}: {bound.meaning}"
             if not total.alarms:
                 yield "no alarm: the numbers keep within the bounds above"
 

@@ -19,7 +19,7 @@ from kvaudit.audit.again.measure import Measure, serve_again
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
 from kvaudit.audit.replay.ranking_check import Ranked, ranked
@@ -194,7 +194,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
             worst=_worst(piece.rollouts, recorded, shadow),
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
             breach=broken or _stray(rows),
-            rerouted=_reroutes(piece) and watched_blocks(net) > 0,
+            rerouted=_reroutes(piece) and hooked_blocks(net) > 0,
             ranked=_ranked(net, piece.rollouts, policy, broken),
         )
 
@@ -262,9 +262,9 @@ def _breach(piece: Recorded, policy: Policy, config: Any) -> str | None:
         return f"the ledger names {policy.canonical}, the checkpoint was trained with {trained.canonical}"
     plans = layer_plans(config, policy)
     for number, rollout in enumerate(piece.rollouts):
-        words = breach(rollout, plans) or quantisation_breach(rollout, policy)
-        if words := words or selection_breach(rollout, policy, plans):
-            return f"rollout {number}, {words}"
+        fault = breach(rollout, plans) or quantisation_breach(rollout, policy)
+        if fault := fault or selection_breach(rollout, policy, plans):
+            return f"rollout {number}, {fault}"
     return None
 
 

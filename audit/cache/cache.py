@@ -25,7 +25,7 @@ from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
 from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
-from kvaudit.audit.cache.schedule import Cut, Schedule
+from kvaudit.audit.cache.schedule import Eviction, Schedule
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
@@ -36,7 +36,7 @@ class EvictingCache:
 
     Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (-1 = padding),
     then the forward itself with ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's (``rotary_for``),
-    where the policy asks for it; ``blocks`` counts its mixture-of-experts blocks (``watched_blocks``). Raises SpecError
+    where the policy asks for it; ``blocks`` counts its mixture-of-experts blocks (``hooked_blocks``). Raises SpecError
     for a mixture of policies: one is drawn per request.
     """
 
@@ -69,14 +69,14 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
-        new = (positions >= 0).sum(1)
-        first = torch.where(positions >= 0, positions, NEVER).amin(1)
+        new = (positions >= 0).sum(1)  # [B] tokens of this forward
+        first = torch.where(positions >= 0, positions, NEVER).amin(1)  # [B], NEVER where a row gets nothing
         assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
         self.seen = self.seen + new
         longest = int(self.seen.max())
         if self._steady is not None and longest > self._steady:
             require_steady(self._config, longest)
-        self._attended: set[int] = set()
+        self._attended: set[int] = set()  # layers, so that one that never called is found
         self._carried: set[int] = set()
         self._real = positions >= 0
         self._announced = positions.to(self._device, torch.int32)
@@ -95,7 +95,7 @@ class EvictingCache:
         if self._times:
             self._times.advance(self.seen, new)
             keys, values = (part._replace(rows=part.rows.to(self._device)) for part in self._times.until())
-            coded = (keys, values)
+            coded = (keys, values)  # how many of each row's keys and values are codes from now on
         self._now = Forward(on_device, decoding, self.seen.to(self._device), longest, starts, coded)
 
     def _right_padded(self, positions: Tensor, pinned: Tensor | None, *, starts: bool) -> tuple[Tensor, Tensor | None]:
@@ -143,10 +143,10 @@ class EvictingCache:
         layer.remember(call.query, now)
         self._weigh(layer)
         self._peak = max(self._peak, self.bytes)  # the new entries are in and nothing has left yet
-        cut, layers = layer.schedule.cut, self._compressing(layer)
-        if layers and cut is not None:
-            self._evict(layers, cut)
-        if cut is not None or now.coded is not None:
+        eviction, layers = layer.schedule.eviction, self._compressing(layer)
+        if layers and eviction is not None:
+            self._evict(layers, eviction)
+        if eviction is not None or now.coded is not None:
             # after the eviction: what leaves now is in no group of codes, as ``coded_keys`` of the replay has it
             for done in layers:
                 done.flush(now, on_write=False)
@@ -172,27 +172,28 @@ class EvictingCache:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
-    def _evict(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+    def _evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
-        if layers[0].replaces(cut):
-            self._replace(layers, cut)
+        if layers[0].replaces(eviction):
+            self._replace(layers, eviction)
             return
-        views = [layer.view(cut.rows, self._now, self._row_keys, packed=True) for layer in layers]
+        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
-            layer.evict(cut, self._now, view, importance, self._pins)
+            layer.evict(eviction, self._now, view, importance, self._pins)
 
-    def _replace(self, layers: Sequence[CachedLayer], cut: Cut) -> None:
+    def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the place of the one that leaves, in every head of these layers."""
         schedule = layers[0].schedule
         if schedule.victims is not None:
-            layers[0].replace(schedule.victims, cut, self._now)
+            layers[0].replace(schedule.victims, eviction, self._now)
             return
-        views = [layer.view(cut.rows, self._now, self._row_keys, packed=False) for layer in layers]
+        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=False) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
-            victims = layer.victims(cut, view, importance, self._pins)
+            victims = layer.victims(eviction, view, importance, self._pins)
+            # then what leaves is the same in every layer: the others take it from here
             if schedule.evictor.by_position:
                 schedule.victims = victims = victims.joined()
-            layer.replace(victims, cut, self._now)
+            layer.replace(victims, eviction, self._now)
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
@@ -241,6 +242,7 @@ class EvictingCache:
         What the others held is freed. Between two forwards.
         """
         peaks = self.bytes_peaks
+        # before rows change: a share is of the batch that made the peak
         self._peaks = [peaks[row] for row in rows.tolist()]
         self.seen = self.seen[rows]
         for schedule in self._schedules.values():
@@ -280,7 +282,7 @@ class EvictingCache:
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
-        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]
+        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]  # [B] each, mean over heads
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:
@@ -305,9 +307,9 @@ class EvictingCache:
                 rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
                 continue
             table = layer.store.evicted_at[:, :, :-1][:, :, :tokens].cpu()  # without the column of empty slots
-            missing = tokens - table.shape[2]
+            missing = tokens - table.shape[2]  # the last token drawn, perhaps, which no layer has seen
             rows.append(torch.nn.functional.pad(table, (0, missing), value=NEVER))
-        return torch.stack(rows, 1)
+        return torch.stack(rows, 1)  # [B, L, H, tokens]
 
     def hints(self) -> list[Tensor]:
         """Per row the codes at a border, packed by ``quantised.hints``; none where nothing is quantised."""

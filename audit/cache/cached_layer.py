@@ -1,4 +1,4 @@
-"""One layer of the compressing cache: what it holds, what its queries see of it, and how it is cut."""
+"""One layer of the compressing cache: what it holds, what its queries see of it, and how it is evicted from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
-from kvaudit.audit.cache.beside import LastQueries, MovingSinks, QueryCentres, QueryMoments
 from kvaudit.audit.cache.evict import attention_mass, only_victim, retained, visibility
+from kvaudit.audit.cache.layer_state import LastQueries, MovingSinks, QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.linear import States
 from kvaudit.audit.cache.quantised.codes import Scratch
 from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.rows import Pins, RowKeys, join_parts
-from kvaudit.audit.cache.schedule import Counts, Cut, Schedule, Victims
+from kvaudit.audit.cache.schedule import Counts, Eviction, Schedule, Victims
 from kvaudit.audit.cache.selection import units_seen
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Selector, View
@@ -95,8 +95,8 @@ class CachedLayer:
 
     def weigh(self) -> None:
         """Count the allocated bytes again."""
-        beside = (self._last, self._moments, self._centres, self._sinks, self.states)
-        self.bytes = self.store.bytes + sum(part.bytes for part in beside if part)
+        own = (self._last, self._moments, self._centres, self._sinks, self.states)
+        self.bytes = self.store.bytes + sum(part.bytes for part in own if part)
 
     # --- what its queries see ---------------------------------------------------------------------------------------
 
@@ -123,10 +123,10 @@ class CachedLayer:
     def _masked(self, part: Entries, call: AttentionCall, at: Tensor) -> Tensor:
         """Of some rows' queries at positions [b, Q], in blocks whose mask stays small."""
         store, query = self.store, call.query
-        # one mask for all heads, until the first cut lets them differ
+        # one mask for all heads, until the first eviction lets them differ
         positions = store.positions[part.rows, :1] if store.uniform else store.positions[part.rows]
-        groups = query.shape[1] // part.keys.shape[1]
-        elements = len(query) * positions.shape[1] * groups * store.length
+        groups = query.shape[1] // part.keys.shape[1]  # query heads of a KV head
+        elements = len(query) * positions.shape[1] * groups * store.length  # of the mask of one query column, all heads
         parts = []
         for some in query_blocks(query.shape[2], elements):
             visible = visibility(at[:, some], positions, self.plan.sliding_window)
@@ -151,15 +151,15 @@ class CachedLayer:
         out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
         return out, units
 
-    # --- how it is cut ----------------------------------------------------------------------------------------------
+    # --- how it is evicted from ---------------------------------------------------------------------------------------
 
-    def replaces(self, cut: Cut) -> bool:
+    def replaces(self, eviction: Eviction) -> bool:
         """Whether one entry per head leaves, so that the newest can take its slot."""
         # the newest entry would stand out of order, which neighbours and runs of codes do not bear; of heads that
         # share a budget, one may lose two
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
             return False
-        return cut.every and self._is_full and cut.budgets.all_are(self.store.length - 1)
+        return eviction.every and self._is_full and eviction.budgets.all_are(self.store.length - 1)
 
     @property
     def _is_full(self) -> bool:
@@ -192,32 +192,34 @@ class CachedLayer:
             sink_logits=self._sink_logits,
         )
 
-    def evict(self, cut: Cut, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
+    def evict(self, eviction: Eviction, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop what ``importance`` [b, H, K] of the entries in ``view`` ranks last."""
-        pinned, store = self._pinned(cut, view, pins), self.store
+        pinned, store = self._pinned(eviction, view, pins), self.store
         self.held = self.schedule.left
         kept = store.positions >= 0
-        kept[cut.rows] = retained(importance, view.positions, view.seen, self.evictor, pinned)
+        kept[eviction.rows] = retained(importance, view.positions, view.seen, self.evictor, pinned)
         self._keep(kept, now)
         if self._sinks:
             # all that is gone stood between the sinks and the rest: tokens seen less those held
-            self._sinks.move(store, cut.rows, by=view.seen - cut.budgets.rows[cut.due].to(view.seen.device))
+            self._sinks.move(
+                store, eviction.rows, by=view.seen - eviction.budgets.rows[eviction.due].to(view.seen.device)
+            )
 
-    def victims(self, cut: Cut, view: View, importance: Tensor, pins: Pins | None) -> Victims:
+    def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """The one entry of every head that ``importance`` [B, H, K] ranks last."""
-        slots = only_victim(importance, view.positions, view.seen, self.evictor, self._pinned(cut, view, pins))
+        slots = only_victim(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def replace(self, victims: Victims, cut: Cut, now: Forward) -> None:
+    def replace(self, victims: Victims, eviction: Eviction, now: Forward) -> None:
         """Let the newest entry take the place of the one that leaves."""
         self.held = self.schedule.left
         self.store.replace(victims, now.seen, now.longest)
         if self._sinks:
-            self._sinks.move(self.store, cut.rows, by=now.seen - cut.budgets.rows.to(now.seen.device))
+            self._sinks.move(self.store, eviction.rows, by=now.seen - eviction.budgets.rows.to(now.seen.device))
 
-    def _pinned(self, cut: Cut, view: View, pins: Pins | None) -> Tensor | None:
+    def _pinned(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
         """Which entries of the view a role pins, None for no such roles; no pin may narrow the model's own window."""
-        return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, cut.rows)
+        return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, now: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""

@@ -65,7 +65,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
     ]
 
 
-def governed_words(config: Any) -> str:
+def governed_text(config: Any) -> str:
     """How many layers a policy governs and what the others do; empty where it governs all."""
     plans = layer_plans(config, Dense())
     others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)

@@ -155,7 +155,7 @@ def _shortened(times: Tensor) -> Tensor:
 def _lengthened(times: Tensor) -> Tensor:
     if times.dtype is not _SHORT:
         return times
-    wide = times.to(torch.int32)
+    wide = times.to(torch.int32)  # uint16 knows few operations
     return torch.where(wide == _SHORT_NEVER, NEVER, wide)
 
 
@@ -188,7 +188,7 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
         if tensor.dtype not in _TYPES.get(name, (torch.int32, _SHORT)):
             raise TypeError(f"{name} of rollout {number} holds {tensor.dtype}")
     tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
-    tensors["ids"] = tensors["ids"].long()
+    tensors["ids"] = tensors["ids"].long()  # as embeddings want them
     if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
         tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
     if "selection" in fields:
@@ -267,7 +267,7 @@ def _check(path: Path, rollout: Rollout) -> None:
         raise DataError(f"ledger {str(path)!r}: the codes at a border are not in order; the file is damaged")
     if rollout.selection is not None and (fault := misfit(rollout.selection, rollout.evicted_at)):
         raise DataError(f"ledger {str(path)!r} {fault}")
-    loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()
+    loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()  # [n, 1]
     if len(loose):
         raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")
     if not (0 < rollout.prompt_length <= rollout.answer_start <= tokens and 0 <= rollout.retention <= 1):

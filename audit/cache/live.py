@@ -30,20 +30,21 @@ def live_peak(
     ``sampled`` [T] are the tokens that were decoded one by one; a row without any is asked at its end.
     """
     tokens = evicted_at.shape[2]
-    arrived = torch.arange(tokens)
+    arrived = torch.arange(tokens)  # [T], an entry is there from its own token on
+    # bytes that come or go at each token; the last place is never
     change = torch.zeros(tokens + 1, dtype=torch.float64)
     for layer, sizes in zip(evicted_at, entries, strict=True):
-        gone = layer.long().clamp(max=tokens)  # [H, T]
+        leaves_at = layer.long().clamp(max=tokens)  # [H, T]
         change[:tokens] += len(layer) * sum(sizes.exact)
         if coded_at is None:
-            change -= _counted(gone, torch.full(gone.shape, sum(sizes.exact), dtype=torch.float64), tokens)
+            change -= _counted(leaves_at, torch.full(leaves_at.shape, sum(sizes.exact), dtype=torch.float64), tokens)
             continue
         for exact, coded, times in zip(sizes.exact, sizes.coded, coded_at, strict=True):
-            became = torch.maximum(times.long(), arrived).clamp(max=tokens).expand_as(gone)
-            while_there = became < gone
+            became = torch.maximum(times.long(), arrived).clamp(max=tokens).expand_as(leaves_at)  # [H, T]
+            while_there = became < leaves_at  # an entry that leaves first is never stored as codes
             change += _counted(became, while_there * float(coded - exact), tokens)
-            change -= _counted(gone, torch.where(while_there, float(coded), float(exact)).double(), tokens)
-    held = change[:tokens].cumsum(0)
+            change -= _counted(leaves_at, torch.where(while_there, float(coded), float(exact)).double(), tokens)
+    held = change[:tokens].cumsum(0)  # bytes after each token
     return float(held[sampled].max() if bool(sampled.any()) else held[-1])
 
 

@@ -137,8 +137,8 @@ class _Choice(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(1, chosen), chosen))  # this router's scores, with gradient
 
 
-class _Watch:
-    """Stands at one mixture-of-experts block, which is not handed ``kv=``; its decoder layer and the attention are.
+class _BlockHooks:
+    """The hooks of one mixture-of-experts block, which, unlike its layer and the attention, is not handed ``kv=``.
 
     The attention says it too, because a layer that is computed again for its gradient calls no hooks of its own.
     """
@@ -146,29 +146,30 @@ class _Watch:
     def __init__(self, layer: Any, block: int, experts: int) -> None:
         self._layer, self._block, self._experts = layer, block, experts
         self._routes: Routes | None = None
-        self._told = False  # by the attention
+        self._from_attention = False
         self._choice: _Choice | None = None
 
     def arrive(self, module: Any, _: Any, kwargs: dict[str, Any]) -> None:
         """Before the layer, and before its attention."""
         kv = kwargs.get("kv")
         if kv is not None:
-            self._routes, self._told = kv.routes, module is not self._layer
+            self._routes, self._from_attention = kv.routes, module is not self._layer
 
     def leave(self, *_: Any) -> None:
         """After the layer."""
-        self._routes, self._told = None, False
+        self._routes, self._from_attention = None, False
 
     def __call__(self, *_: Any) -> None:
         """Before the block."""
         if self._routes is None:
             return
-        if not self._told and _is_computed_again(self._layer):
+        if not self._from_attention and _is_computed_again(self._layer):
             raise RunError(
                 f"a {type(self._layer).__name__} computed again would choose its experts anew; switch gradient "
                 "checkpointing off for this model"
             )
         self._choice = _Choice(self._routes, self._block, self._experts)
+        # left open until ``after``: the router is called inside the block
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
     def after(self, block: Any, _: Any, output: Any) -> None:
@@ -189,8 +190,8 @@ def _is_computed_again(layer: Any) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and layer.training and layer.gradient_checkpointing
 
 
-def watched_blocks(model: Any) -> int:
-    """How many mixture-of-experts blocks a model has, each of them watched from now on; 0 for a dense model.
+def hooked_blocks(model: Any) -> int:
+    """How many mixture-of-experts blocks a model has, each of them hooked from now on; 0 for a dense model.
 
     Raises RunError for experts that no block known by its form chooses among.
     """
@@ -205,18 +206,18 @@ def watched_blocks(model: Any) -> int:
     ]
     _require_all(model, [block for _, block in found])
     for number, (layer, block) in enumerate(found):
-        # a copy of a watched model is watched too, so the block itself has to say it
-        if not any(isinstance(hook, _Watch) for hook in block._forward_pre_hooks.values()):
-            _stand(_Watch(layer, number, _experts(model)), layer, block)
+        # a copy of a hooked model is hooked too, so the block itself has to say it
+        if not any(isinstance(hook, _BlockHooks) for hook in block._forward_pre_hooks.values()):
+            _register(_BlockHooks(layer, number, _experts(model)), layer, block)
     return len(found)
 
 
-def _stand(watch: _Watch, layer: Any, block: Any) -> None:
+def _register(hooks: _BlockHooks, layer: Any, block: Any) -> None:
     for module in (layer, *(part for part in layer.modules() if "layer_idx" in vars(part) and part is not layer)):
-        module.register_forward_pre_hook(watch.arrive, with_kwargs=True)
-    layer.register_forward_hook(watch.leave, always_call=True)
-    block.register_forward_pre_hook(watch)
-    block.register_forward_hook(watch.after, always_call=True)
+        module.register_forward_pre_hook(hooks.arrive, with_kwargs=True)
+    layer.register_forward_hook(hooks.leave, always_call=True)
+    block.register_forward_pre_hook(hooks)
+    block.register_forward_hook(hooks.after, always_call=True)
 
 
 def _require_all(model: Any, blocks: list[Any]) -> None:
@@ -245,7 +246,7 @@ def _experts(model: Any) -> int:
 
 def check_experts(records: Sequence[Tensor | None], model: Any, *, reroute: bool) -> None:
     """Raise DataError where recorded experts [..., M, k] are not of the model's blocks, or are missing unasked."""
-    blocks = watched_blocks(model)
+    blocks = hooked_blocks(model)
     for experts in records:
         if experts is None and blocks and not reroute:
             raise DataError(

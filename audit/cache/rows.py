@@ -70,7 +70,7 @@ class Pins:
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
         """Note the new tokens [B, Q]: positions (-1 = padding) and whether each is pinned."""
-        needed = int(positions.max()) + 1
+        needed = int(positions.max()) + 1  # T after these tokens
         grow = max(needed - self._at.shape[1], 0)
         self._at = torch.nn.functional.pad(self._at, (0, grow))
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)
@@ -91,6 +91,7 @@ class Pins:
         table = self._at[rows]
         if not table.shape[1]:
             return torch.zeros_like(positions, dtype=torch.bool)
+        # any place for empty slots, which are masked out below
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
         found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
         return found & (positions >= 0) & (positions < table.shape[1])  # later tokens were never announced as pins
@@ -119,7 +120,7 @@ class Times:
         for row, (count, fresh) in enumerate(zip(seen.tolist(), new.tolist(), strict=True)):
             if fresh:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
-                    before = len(times[row])
+                    before = len(times[row])  # entries that are codes already
                     times[row] += self._codec.first_queries(before, until(before, count), count)
 
     def until(self) -> tuple[Counts, Counts]:

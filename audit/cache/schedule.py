@@ -34,7 +34,7 @@ def counts_of(rows: Tensor) -> Counts:
     return Counts(rows, min(numbers), max(numbers))
 
 
-class Cut(NamedTuple):
+class Eviction(NamedTuple):
     """Rows that compress now to their ``budgets``: ``due`` bool [B] on the CPU, ``rows`` their index on the device."""
 
     due: Tensor
@@ -71,7 +71,7 @@ class Schedule:
         self._since = torch.zeros(rows, dtype=torch.int64)  # decoded tokens since the last eviction
         self.arrived = self.left = counts_of(torch.zeros_like(self._since))
         self.limit: int | None = None  # slots that are ever needed, where the budget bounds them
-        self.cut: Cut | None = None
+        self.eviction: Eviction | None = None
         self.victims: Victims | None = None  # of the layers so far, where what leaves is the same in all
         self.places: tuple[Tensor, Tensor] | None = None  # rows that have one new token, and its place in their ring
 
@@ -80,10 +80,10 @@ class Schedule:
         evictor, real = self.evictor, positions >= 0
         new, width = real.sum(1), positions.shape[1]
         self.arrived = self.left = counts_of(self.left.rows + new)
-        self.limit = self.cut = self.victims = self.places = None
+        self.limit = self.eviction = self.victims = self.places = None
         if width == 1 and evictor.observed_queries:
-            given = real[:, 0].nonzero()[:, 0]
-            self.places = (given.to(device), (positions[given, 0] % evictor.observed_queries).to(device))
+            fed = real[:, 0].nonzero()[:, 0]
+            self.places = (fed.to(device), (positions[fed, 0] % evictor.observed_queries).to(device))
         if not evictor.evicts:
             return
         budgets = counts_of(evictor.budget_at(seen))
@@ -94,7 +94,7 @@ class Schedule:
             self._since[due] = 0
             self.left = counts_of(torch.where(due, budgets.rows, self.arrived.rows))
             rows = slice(None) if bool(due.all()) else due.nonzero()[:, 0].to(device)
-            self.cut = Cut(due, rows, budgets)
+            self.eviction = Eviction(due, rows, budgets)
 
     def due(self, new: Tensor, budgets: Tensor, *, decoding: bool) -> Tensor:
         """Rows [B] that compress once their ``new`` [B] tokens are in, to ``budgets`` [B]."""

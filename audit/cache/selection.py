@@ -196,12 +196,12 @@ def blind(selection: Selection, evicted_at: Tensor) -> bool:
     choices = choices_of([selection], evicted_at.shape[2], evicted_at.device)
     keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
     for layer in selection.layers if choices else ():
-        gone = evicted_at[layer]
-        if bool((gone > len(keys)).all()):  # nothing left here, and no list is empty (``misfit``)
+        leaves_at = evicted_at[layer]
+        if bool((leaves_at > len(keys)).all()):  # nothing left here, and no list is empty (``misfit``)
             continue
         assert choices is not None
         chosen = choices.visible(layer, selection.queries[None], keys[None])[0]  # [A, N, T]
-        held = (keys <= at) & (at < gone[:, None])  # [H, N, T]
+        held = (keys <= at) & (at < leaves_at[:, None])  # [H, N, T]
         apart = max(1, len(chosen) // len(held))
         if not bool((held.repeat_interleave(apart, 0) & chosen).any(-1).all()):
             return True

@@ -99,6 +99,7 @@ class SharedPrefill:
 
     def logits(self, cache: EvictingCache, prompts: Prompts, forward: FirstForward) -> Tensor:
         """Feed the first chunk of ``prompts``, which is announced to ``cache``; what ``forward`` returns."""
+        # a chunk of the same prompts that a policy alike has paid for
         found = [one for one in self.kept if one.prompts.same(prompts) and _alike(one.policy, cache.policy, prompts)]
         if found:
             return self._taken(found[0], cache)
@@ -124,7 +125,7 @@ class SharedPrefill:
         cache.settle()
         prefill.waiting -= 1
         if not prefill.waiting:
-            self.kept.remove(prefill)
+            self.kept.remove(prefill)  # the last that waits frees it
         return prefill.logits
 
     def _still_alike(self, policy: Policy, prompts: Prompts) -> list[Policy]:
@@ -139,4 +140,4 @@ def _alike(one: Policy, other: Policy, prompts: Prompts) -> bool:
     A chunk of one column is left out: there a cache of codes attends by another formula.
     """
     first, second = (min(policy.chunk, prompts.ids.shape[1]) for policy in (one, other))
-    return first == second > 1 and written_by(one) == written_by(other)
+    return first == second > 1 and written_by(one) == written_by(other)  # tokens of the first chunk

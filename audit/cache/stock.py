@@ -20,7 +20,7 @@ from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Ledger
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
@@ -82,9 +82,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
-        self._given: list[Tensor] = []  # the same columns' ids, call after call
+        self._columns: list[Tensor] = []  # the same columns' ids, call after call
         self._rotary, self._pinned = rotary_for(model, policy), pinned
-        self._blocks = watched_blocks(model)
+        self._blocks = hooked_blocks(model)
         self._evicting: EvictingCache | None = None
 
     @classmethod
@@ -120,8 +120,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def _ids(self, tokens: int) -> Tensor:
         """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
         assert self._real is not None
+        # real tokens first, in their order
         order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
-        return torch.cat(self._given, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
+        return torch.cat(self._columns, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
 
     @property
     def bytes(self) -> int:
@@ -166,7 +167,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
         self._remember(attention_mask, positions >= 0)
-        self._given.append(ids)
+        self._columns.append(ids)
         self._evicting.begin(positions, decoding=drawn, pinned=pinned)
         for layer in self.layers:
             layer.announced = True
@@ -203,14 +204,14 @@ def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tens
     return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)
 
 
-def require_positions(given: Tensor | None, own: Tensor) -> None:
+def require_positions(asked: Tensor | None, own: Tensor) -> None:
     """Raise RunError where a caller's ``position_ids`` [..., B, Q] are not ``own`` [B, Q] at a real token.
 
     Packed rows, offsets and positions in an image would each need an attention of their own. Padding holds anything.
     """
-    if given is None:
+    if asked is None:
         return
-    wrong = ((given.cpu() != own) & (own >= 0)).nonzero()
+    wrong = ((asked.cpu() != own) & (own >= 0)).nonzero()
     if len(wrong):
         row, column = wrong[0, -2:].tolist()
         raise RunError(
@@ -242,7 +243,7 @@ def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if not isinstance(cache, CompressedCache):
         return args, kwargs
     use_attention(model)
-    evicting = cache.start(call.get("attention_mask"), given_ids(call), call.get("position_ids"))
+    evicting = cache.start(call.get("attention_mask"), call_ids(call), call.get("position_ids"))
     return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
 
 
@@ -257,7 +258,7 @@ def by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
-def given_ids(call: dict[str, Any]) -> Tensor:
+def call_ids(call: dict[str, Any]) -> Tensor:
     """The token ids of a forward call; RunError where it has none."""
     ids = call.get("input_ids")
     if not isinstance(ids, Tensor):

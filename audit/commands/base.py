@@ -33,14 +33,14 @@ class Command:
     group: str  # a heading, or the command that holds it
     order: int  # in its group
     call: Callable[..., None] | typer.Typer | None = None
-    about: str = ""  # of a command without a function of its own, which has no docstring
+    help: str = ""  # of a command without a function of its own, which has no docstring
     old: Mapping[str, str] = field(default_factory=dict)  # a former name -> what is typed now
     settings: Mapping[str, Any] = field(default_factory=dict)  # of typer's context
 
     @property
     def text(self) -> str:
         """What ``--help`` of the command says."""
-        return self.about or inspect.getdoc(self.call) or ""
+        return self.help or inspect.getdoc(self.call) or ""
 
     @property
     def summary(self) -> str:

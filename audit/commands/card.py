@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvaudit.reports.page.page import Page
 
 _DIFFERS = 3
+_LONGEST_ENTRY = 300  # characters of a recipe's entry; the files hold all of it
 Into = Annotated[Path | None, typer.Option(help="The model card to put the section into.", show_default=False)]
 Hub = Annotated[
     Path | None,
@@ -69,8 +72,6 @@ def card(
     """
     with user_errors(f"kvaudit card {run}"):
         if recipe or other is not None:
-            from kvaudit.audit.commands.recipe import print_recipe
-
             if not recipe or any((into, check, hub, benchmark, arm, gate_file, waivers, on_inconclusive)):
                 raise SpecError("two runs are compared by --recipe, which stands alone; leave out the other options")
             print_recipe(run, other)
@@ -133,6 +134,40 @@ def _agrees(path: Path, section: str, console: Console) -> bool:
         say(console, inline(f"line {number} of the disclosure, {whose}: {clip(line, 300)}"))
     say(console, f"card: {path} says other than its run; write it again with --into")
     return False
+
+
+def print_recipe(run: Path, other: Path | None) -> None:
+    """Print the parts of a recipe by their hashes; of two, what changed."""
+    from kvaudit.core.recipe import changes, digests, read_recipe
+
+    console, first = wide_console(), read_recipe(run)
+    if other is None:
+        for name, digest in digests(first).items():
+            say(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
+        say(console, f"recipe: {str(first['sha256'])[:12]}")
+        return
+    found = list(changes(first, read_recipe(other)))
+    for change in found:
+        name = ".".join(filter(None, (change.section, change.entry)))
+        for line in _changed_lines(change.before, change.after):
+            say(console, f"{inline(clip(name, _LONGEST_ENTRY))}: {line}")
+    say(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
+
+
+def _changed_lines(before: Any, after: Any) -> Iterator[str]:
+    """A change in a line; of two texts of several lines, those that differ."""
+    if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
+        import difflib
+
+        lines = difflib.ndiff(before.splitlines(), after.splitlines())
+        yield from (inline(clip(line, _LONGEST_ENTRY)) for line in lines if line[:2] in ("- ", "+ "))
+        return
+    yield f"{_short(before)} -> {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return inline(clip(text, _LONGEST_ENTRY))
 
 
 COMMAND = Command("card", group="Disclose", order=1, call=card, old={"recipe": "card --recipe"})

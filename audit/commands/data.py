@@ -100,5 +100,5 @@ def _write(path: Path, raw: bytes) -> None:
 
 
 COMMAND = Command(
-    "data", group="Extend", order=2, call=data, about="Show which public test data is there, and fetch the rest."
+    "data", group="Extend", order=2, call=data, help="Show which public test data is there, and fetch the rest."
 )

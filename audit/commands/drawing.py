@@ -23,7 +23,7 @@ text { font: 12px system-ui, sans-serif; fill: #30363d; }
 .seen { fill: #1f6fb2; }
 .coded { fill: #e09a3e; }
 .passed { fill: #b9d3e8; }
-.gone { fill: #e3e6ea; }
+.evicted { fill: #e3e6ea; }
 .axis { stroke: #6b7480; fill: none; }
 .cut { stroke: #30363d; fill: none; stroke-dasharray: 4 3; }
 .under { stroke: #ffffff; fill: none; stroke-width: 2; }
@@ -33,15 +33,15 @@ text { font: 12px system-ui, sans-serif; fill: #30363d; }
   .seen { fill: #4fa3e3; }
   .coded { fill: #d98b2b; }
   .passed { fill: #26435a; }
-  .gone { fill: #2b323a; }
+  .evicted { fill: #2b323a; }
   .axis { stroke: #8b949e; }
   .cut { stroke: #d5dae0; }
   .under { stroke: #14181d; }
 }
 """
 _MARGIN, _NARROWEST, _LABELLED = 6, 10, 10  # characters; every tenth query has its number
-_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.GONE: "#6b7480"}
-_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.GONE: "·", Entry.FUTURE: " "}
+_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.EVICTED: "#6b7480"}
+_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.EVICTED: "·", Entry.FUTURE: " "}
 
 
 def picture_svg(drawn: Picture) -> str:
@@ -50,13 +50,13 @@ def picture_svg(drawn: Picture) -> str:
     lines = wrapped(drawn.heading, WIDE if side > LEAST_SIDE else NARROW)
     top = 26.0 + LINE * (len(lines) + 2)
     width, height = LEFT + side + RIGHT, top + side + BOTTOM
-    title, about = escape(f"{drawn.heading}, {drawn.place}"), escape(picture_sentence(drawn))
+    title, caption = escape(f"{drawn.heading}, {drawn.place}"), escape(picture_sentence(drawn))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-labelledby="title about">',
             f'<title id="title">{title}</title>',
-            f'<desc id="about">{about}</desc>',
+            f'<desc id="about">{caption}</desc>',
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width:g}" height="{height:g}"/>',
             *_head(drawn, lines),
@@ -106,9 +106,9 @@ def _head(drawn: Picture, lines: list[str]) -> list[str]:
 
 def _bars(drawn: Picture, cell: float) -> list[str]:
     parts = []
-    for key, (gone, code) in enumerate(zip(drawn.evicted_at, drawn.coded_at, strict=True)):
-        edges = (key, min(code, gone), gone, drawn.tokens)
-        for entry, start, stop in zip((Entry.SEEN, Entry.CODED, Entry.GONE), edges[:-1], edges[1:], strict=True):
+    for key, (left, code) in enumerate(zip(drawn.evicted_at, drawn.coded_at, strict=True)):
+        edges = (key, min(code, left), left, drawn.tokens)
+        for entry, start, stop in zip((Entry.SEEN, Entry.CODED, Entry.EVICTED), edges[:-1], edges[1:], strict=True):
             if stop > start:
                 place = f'x="{key * cell:.2f}" y="{start * cell:.2f}"'
                 size = f'width="{cell:.2f}" height="{(stop - start) * cell:.2f}"'
@@ -174,7 +174,7 @@ def _plain(upper: Entry, lower: Entry) -> str:
         return "▓" if Entry.SEEN in (upper, lower) else "▒"
     if Entry.SEEN in (upper, lower):
         return "▀" if upper is Entry.SEEN else "▄"
-    return _SHADES[Entry.PASSED if Entry.PASSED in (upper, lower) else Entry.GONE]
+    return _SHADES[Entry.PASSED if Entry.PASSED in (upper, lower) else Entry.EVICTED]
 
 
 def _scale(tokens: int, step: int) -> str:

@@ -66,10 +66,10 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     from rich.console import Console
     from transformers.utils.logging import set_verbosity_error
 
-    from kvaudit.audit.cache.layers import governed_words
+    from kvaudit.audit.cache.layers import governed_text
     from kvaudit.audit.policies import parse_policy
     from kvaudit.audit.runs.names import load_plugins
-    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.sampling.checkpoints import load_named
     from kvaudit.audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):
@@ -85,17 +85,17 @@ def _answer(question: GenerateOptions, *, model: str, dtype: str, policy: str, p
     say(console, visible(loaded.chat.text(completion.ids)))
     console.print()
     facts = _facts(completion, rollout, chosen.drawn(question.seed))
-    if words := governed_words(loaded.model.config):
-        facts.append(f"layers      {words}")
+    if text := governed_text(loaded.model.config):
+        facts.append(f"layers      {text}")
     for line in facts:
         say(console, line)
 
 
 def _check(question: GenerateOptions) -> None:
-    from kvaudit.core.spec_parts import HEATS, is_heat
+    from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
 
-    if not is_heat(question.temperature):
-        raise SpecError(f"--temperature is {question.temperature:g}, wanted {HEATS}")
+    if not is_temperature(question.temperature):
+        raise SpecError(f"--temperature is {question.temperature:g}, wanted {TEMPERATURES}")
     if not all(is_text(text) for text in (question.text, question.system or "")):
         raise SpecError("the text is not UTF-8; give it in UTF-8")
 

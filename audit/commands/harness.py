@@ -2,4 +2,4 @@
 
 from kvaudit.audit.commands.base import Command
 
-COMMAND = Command("harness", group="Extend", order=3, about="Work with Inspect and lm-evaluation-harness.")
+COMMAND = Command("harness", group="Extend", order=3, help="Work with Inspect and lm-evaluation-harness.")

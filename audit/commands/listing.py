@@ -250,4 +250,4 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     wide_console().print(table, markup=False)
 
 
-COMMAND = Command("list", group="Extend", order=1, call=listing, about="Show what can be named in a spec.")
+COMMAND = Command("list", group="Extend", order=1, call=listing, help="Show what can be named in a spec.")

@@ -33,7 +33,7 @@ def mismatch(
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.mismatch import Mismatch, survey
-        from kvaudit.audit.sampling.given import load_named
+        from kvaudit.audit.sampling.checkpoints import load_named
         from kvaudit.core.files import write_output
 
         ready_to_read(dtype, temperature, plugin or ())

@@ -17,7 +17,7 @@ class Entry(IntEnum):
     SEEN = 0
     CODED = 1  # seen as the quantiser stores it
     PASSED = 2  # there, and not attended to by a query that chose
-    GONE = 3
+    EVICTED = 3
     FUTURE = 4
 
 
@@ -63,16 +63,16 @@ class Picture:
     def coded(self) -> int:
         """Entries that the last query sees in lower precision."""
         pairs = zip(self.evicted_at, self.coded_at, strict=True)
-        return sum(gone >= self.tokens > code for gone, code in pairs)
+        return sum(left >= self.tokens > code for left, code in pairs)
 
     def states(self) -> Tensor:
         """Entry of every query and key: uint8 [T, T]."""
         import torch
 
         key = torch.arange(self.tokens)
-        query, gone, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)
+        query, left, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)
         seen = torch.where(query < code, Entry.SEEN, Entry.CODED)
-        states = torch.where(query < key, Entry.FUTURE, torch.where(query < gone, seen, Entry.GONE)).to(torch.uint8)
+        states = torch.where(query < key, Entry.FUTURE, torch.where(query < left, seen, Entry.EVICTED)).to(torch.uint8)
         for number, (row, _) in enumerate(self.chosen):
             for start, stop in self.passed(number):
                 states[row, start:stop] = Entry.PASSED
@@ -108,8 +108,8 @@ def picture(
     for times in coded:
         if times is not None:
             earliest = torch.minimum(earliest, times[:tokens])
-    gone, code = (tuple(times.clamp(max=tokens).tolist()) for times in (evicted_at, earliest))
-    return Picture(heading, place, prompt_length, gone, code, chosen)
+    left, code = (tuple(times.clamp(max=tokens).tolist()) for times in (evicted_at, earliest))
+    return Picture(heading, place, prompt_length, left, code, chosen)
 
 
 def picture_sentence(drawn: Picture) -> str:
@@ -121,8 +121,8 @@ def picture_sentence(drawn: Picture) -> str:
 def legend(drawn: Picture) -> list[tuple[Entry, str]]:
     """What is in the picture, in words."""
     words = [(Entry.SEEN, "seen"), (Entry.CODED, "seen in lower precision")]
-    words += [(Entry.PASSED, "not attended to"), (Entry.GONE, "evicted")]
+    words += [(Entry.PASSED, "not attended to"), (Entry.EVICTED, "evicted")]
     there = {Entry.SEEN: True, Entry.CODED: min(drawn.coded_at) < drawn.tokens}
     there[Entry.PASSED] = any(map(drawn.passed, range(len(drawn.chosen))))
-    there[Entry.GONE] = min(drawn.evicted_at) < drawn.tokens
+    there[Entry.EVICTED] = min(drawn.evicted_at) < drawn.tokens
     return [(entry, text) for entry, text in words if there[entry]]

@@ -20,7 +20,7 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")
     found = tuple(pinned for folder in folders for pinned in _pinned(folder))
-    names = [_said(entry) for entry in found]
+    names = [_called(entry) for entry in found]
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{name} is given twice; give every checkpoint once, and one for each seed")
@@ -28,12 +28,12 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
     write_output(out, made.to_json())
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
-        story = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
-        say(console, inline(f"{name}: {story if entry.named else 'trained elsewhere, pinned under whatever name'}"))
+        known = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
+        say(console, inline(f"{name}: {known if entry.named else 'trained elsewhere, pinned under whatever name'}"))
     say(console, f"pin: {out} ({made.sha256[:12]})")
 
 
-def _said(entry: Pinned) -> str:
+def _called(entry: Pinned) -> str:
     """What a pinned checkpoint is called: its arm and seed where it has such, else its weights."""
     return f"{entry.arm} seed {entry.seed}" if entry.named else f"weights {entry.sha256[:12]}"
 
@@ -51,12 +51,12 @@ def _pinned(folder: Path) -> Iterator[Pinned]:
 
 def _trained(folder: Path) -> Pinned:
     check_checkpoint(folder)
-    story = read_json(folder / PROVENANCE)
-    weights = _weights(folder, story)
-    arm, seed, base, config = (story.get(key) for key in ("arm", "seed", "base_sha256", "config"))
+    provenance = read_json(folder / PROVENANCE)
+    weights = _weights(folder, provenance)
+    arm, seed, base, config = (provenance.get(key) for key in ("arm", "seed", "base_sha256", "config"))
     policy = config.get("policy") if isinstance(config, dict) else None
     texts = is_sha256(base) and isinstance(arm, str) and isinstance(policy, str)
-    if not texts or type(seed) is not int or story.get("sha256") != weights:
+    if not texts or type(seed) is not int or provenance.get("sha256") != weights:
         raise DataError(
             f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "
             "give a checkpoint that kvaudit finished"
@@ -64,27 +64,27 @@ def _trained(folder: Path) -> Pinned:
     return Pinned(_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
 
 
-def _weights(folder: Path, story: Mapping[str, Any]) -> str:
-    """What identifies a checkpoint; the model of an adapter need not be at hand where the story tells its hash."""
-    from kvaudit.audit.sampling.given import adapter_sha256, checkpoint_sha256, is_adapter
+def _weights(folder: Path, provenance: Mapping[str, Any]) -> str:
+    """What identifies a checkpoint; the model of an adapter need not be at hand where the provenance tells its hash."""
+    from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):
-        over_base = adapter_sha256(folder, str(story.get("base_sha256")))
-        if over_base == story.get("sha256"):  # otherwise it began from an adapter of the same model
+        over_base = adapter_sha256(folder, str(provenance.get("base_sha256")))
+        if over_base == provenance.get("sha256"):  # otherwise it began from an adapter of the same model
             return over_base
     return checkpoint_sha256(folder)
 
 
-def _name(folder: Path, recipe: str, seed: int) -> str:
-    """What a run calls the arm: in a sweep its recipe and its policy, which only the folder says."""
+def _name(folder: Path, arm: str, seed: int) -> str:
+    """What a run calls the arm: in a sweep that of the spec and its policy, which only the folder says."""
     place = folder.resolve()
     name = place.parent.name
-    return name if place.name == f"seed-{seed}" and name.startswith(f"{recipe}_") else recipe
+    return name if place.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _untrained(folder: Path) -> Pinned:
     """A model that was not trained here, which has no arm and no seed until a run names it."""
-    from kvaudit.audit.sampling.given import checkpoint_sha256
+    from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
     if not list(folder.glob("*.safetensors")):

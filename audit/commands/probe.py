@@ -102,11 +102,11 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
         raise SpecError("--base-url is missing: the address of the endpoint, up to /v1; --dry-run asks nothing")
     endpoint = Endpoint(base_url, part.key or "", part.timeout, part.tries, part.per_minute)
     endpoint.check("probe")
-    line_ = endpoint.line("probe")
+    client = endpoint.client("probe")
     check_folder(folder, plan.spec, resume=resume)
     run = open_run(folder, plan.spec, resume=resume)
     say(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
-    failed = Probe(run, plan, base_url, line_, Console(stderr=True)).work()
+    failed = Probe(run, plan, base_url, client, Console(stderr=True)).work()
     for why, count in failed.most_common():
         say(console, f"unscored: {count} conversations, {inline(why)}; --resume asks them again")
     return True

@@ -2,4 +2,4 @@
 
 from kvaudit.audit.commands.base import Command
 
-COMMAND = Command("replay", group="Go again", order=1, about="Serve recorded answers again, and measure what changed.")
+COMMAND = Command("replay", group="Go again", order=1, help="Serve recorded answers again, and measure what changed.")

@@ -33,9 +33,9 @@ from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
 
 if TYPE_CHECKING:
+    from kvaudit.audit.runs.engine_slot import FirstHeard
     from kvaudit.audit.runs.folder import RunFolder
     from kvaudit.audit.runs.pipeline import Pipeline, Prepared
-    from kvaudit.audit.runs.seat import FirstHeard
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import Names
     from kvaudit.reports.page.findings import Findings
@@ -386,7 +386,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
     from rich.console import Console
 
     from kvaudit.audit.runs.pilot import check_possible, impossible
-    from kvaudit.audit.sampling.given import chat_named
+    from kvaudit.audit.sampling.checkpoints import chat_named
 
     chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:

@@ -77,7 +77,7 @@ def _serve(
         raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
     from rich.console import Console
 
-    from kvaudit.audit.sampling.given import load_named
+    from kvaudit.audit.sampling.checkpoints import load_named
     from kvaudit.audit.serving.engine import OwnEngine
 
     key = None if key_env is None else os.environ.get(key_env)

@@ -12,7 +12,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
 
 if TYPE_CHECKING:
-    from kvaudit.audit.again.measure import Measure, Part, Piece, Total
+    from kvaudit.audit.again.measure import Measure, Piece, ServedBatch, Total
     from kvaudit.audit.runs.folder import RunFolder
 
 DIFFERS = 3  # exit code of a measure that decides
@@ -59,17 +59,17 @@ def ready_to_read(dtype: str, temperature: float | None, plugins: Sequence[Path]
 
     from kvaudit.audit.runs.names import load_plugins
     from kvaudit.audit.sampling.model import DtypeName
-    from kvaudit.core.spec_parts import HEATS, is_heat
+    from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
 
     if dtype not in get_args(DtypeName):
         raise UnknownName("dtype", dtype, get_args(DtypeName))
-    if temperature is not None and not is_heat(temperature):
-        raise SpecError(f"--temperature is {temperature:g}, wanted {HEATS}")
+    if temperature is not None and not is_temperature(temperature):
+        raise SpecError(f"--temperature is {temperature:g}, wanted {TEMPERATURES}")
     load_plugins(plugins)
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
 
 
-def show_found(measure: Measure[Piece, Part, Total], found: Sequence[tuple[Piece, Total]]) -> int:
+def show_found(measure: Measure[Piece, ServedBatch, Total], found: Sequence[tuple[Piece, Total]]) -> int:
     """Print what a measure found; returns 3 where it decides and something differs, else 0."""
     console = wide_console()
     for line in measure.lines(found):

@@ -29,7 +29,7 @@ class Shaded(NamedTuple):
     """One policy's prompt: texts and shares of its tokens, with a line on what became of the answer."""
 
     heading: str
-    about: str
+    caption: str
     pieces: Sequence[str]
     held: Sequence[float]
 
@@ -52,13 +52,13 @@ def shading_svg(title: str, parts: Sequence[Shaded]) -> str:
         top = y + HEIGHT * 2.4
         body += [*lines, *(element for spot in spots for element in _token(spot, top))]
         y = top + HEIGHT * (max((spot.line for spot in spots), default=0) + 2)
-    about = "Every token is shaded by the share of layers and KV heads that still held it when the answer began."
+    caption = "Every token is shaded by the share of layers and KV heads that still held it when the answer began."
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y:g}" width="{width:g}" height="{y:g}" '
             'role="img" aria-labelledby="title about">',
             f'<title id="title">{_inert(title)}</title>',
-            f'<desc id="about">{about}</desc>',
+            f'<desc id="about">{caption}</desc>',
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width:g}" height="{y:g}"/>',
             *body,
@@ -70,7 +70,7 @@ def shading_svg(title: str, parts: Sequence[Shaded]) -> str:
 
 def _head(part: Shaded, y: float) -> Iterator[str]:
     yield f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_inert(part.heading)}</text>'
-    yield f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_inert(part.about)}</text>'
+    yield f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_inert(part.caption)}</text>'
 
 
 def _spots(part: Shaded) -> Iterator[_Spot]:

@@ -32,7 +32,7 @@ def tasks(
     """
     with user_errors():
         from kvaudit.audit.runs.names import load_plugins
-        from kvaudit.audit.sampling.given import chat_named
+        from kvaudit.audit.sampling.checkpoints import chat_named
         from kvaudit.audit.serving.harness.tasks import write_tasks
         from kvaudit.suites.base import SUITES
 

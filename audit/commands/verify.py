@@ -45,7 +45,7 @@ def verify(
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.verify import Verify
-        from kvaudit.audit.sampling.given import load_named
+        from kvaudit.audit.sampling.checkpoints import load_named
 
         if tolerance is not None and not math.isfinite(tolerance):
             raise SpecError(f"--tolerance is {tolerance:g}, wanted a finite number of nats")

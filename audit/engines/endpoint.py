@@ -63,7 +63,7 @@ class RunningEndpoint(Engine):
     @classmethod
     def check(cls, settings: Settings, part: EngineSpec) -> None:
         """Raise SpecError where the key is not set."""
-        _endpoint(settings, part.answer).line("engine endpoint")
+        _endpoint(settings, part.answer).client("engine endpoint")
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
@@ -74,7 +74,7 @@ class RunningEndpoint(Engine):
 class _EndpointSession(Session):
     def __init__(self, settings: Settings, work: Work) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
-        self._line = _endpoint(settings, work.part.answer).line("engine endpoint")
+        self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
         self.about = {"prompts": self._held_to_ours(), "model": self._first()}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
@@ -113,7 +113,7 @@ class _EndpointSession(Session):
         from kvaudit.audit.sampling.chat_calls import wire
 
         body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), **more}
-        return self._line.ask(body | self._options(), until)
+        return self._client.ask(body | self._options(), until)
 
     def _options(self) -> dict[str, Any]:
         """Options of the chat template, in the way of servers that have one."""
@@ -171,8 +171,8 @@ class _EndpointSession(Session):
         """What it shows at its root; an empty list where it shows nothing of the kind."""
         root = self._settings["base_url"].rstrip("/").removesuffix("/v1")
         try:
-            line = _endpoint({**self._settings, "base_url": root}, _KNOCK, tries=1).line("engine endpoint")
-            return line.said(path, body, time.monotonic() + _KNOCK).get(name, [])
+            client = _endpoint({**self._settings, "base_url": root}, _KNOCK, tries=1).client("engine endpoint")
+            return client.fetch(path, body, time.monotonic() + _KNOCK).get(name, [])
         except Unanswered:
             return []
 

@@ -20,7 +20,7 @@ from kvaudit.audit.engines.checkpoint import served_folder
 from kvaudit.audit.engines.flags import check_flags, one_spelling
 from kvaudit.audit.engines.life import Process, free_port
 from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
-from kvaudit.core.endpoint import Endpoint, Line, Unanswered, over_http
+from kvaudit.core.endpoint import Endpoint, EndpointClient, Unanswered, over_http
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.text import inline, one_line
 
@@ -95,7 +95,7 @@ class ServedSession(Session):
             port = free_port()
             words = [*command, f"--port={port}", f"{named}={self.name}"]
             self._process = Process(words, who=who, log=work.log, environment=environment, speaks=False)
-            self._line = _line(port, self._part.answer)
+            self._client = _client(port, self._part.answer)
             try:
                 self._wait_until_up(port)
                 self.about = {name: inline(one_line(text)) for name, text in self._described().items()}
@@ -131,7 +131,7 @@ class ServedSession(Session):
         until = time.monotonic() + self._part.answer
 
         def exchange(one: Asked) -> dict[str, Any]:
-            return self._line.said(self.path, self._body(one), until)
+            return self._client.fetch(self.path, self._body(one), until)
 
         try:
             said = all_at_once(exchange, asked, self._part.at_once, until)
@@ -154,7 +154,7 @@ class ServedSession(Session):
             if time.monotonic() > until:
                 raise self._process.gone(f"it has not answered {self._part.start:g} s after its start")
             try:
-                self._line.words(self.health, min(until, time.monotonic() + _KNOCK))
+                self._client.fetch_text(self.health, min(until, time.monotonic() + _KNOCK))
                 break
             except Unanswered:
                 time.sleep(_LOOK)
@@ -189,14 +189,14 @@ class ServedSession(Session):
     def _fetched(self, path: str) -> dict[str, Any]:
         """An object that the engine shows, empty where it shows none."""
         try:
-            return self._line.said(path, None, time.monotonic() + _KNOCK)
+            return self._client.fetch(path, None, time.monotonic() + _KNOCK)
         except Unanswered:
             return {}
 
     def _shown(self, path: str) -> str:
         """A page that the engine shows, empty where it shows none."""
         try:
-            return self._line.words(path, time.monotonic() + _KNOCK)
+            return self._client.fetch_text(path, time.monotonic() + _KNOCK)
         except Unanswered:
             return ""
 
@@ -233,6 +233,6 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _line(port: int, timeout: float) -> Line:
+def _client(port: int, timeout: float) -> EndpointClient:
     endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=timeout, tries=_TRIES)
-    return endpoint.line("engine", partial(over_http, longest=_LONGEST))
+    return endpoint.client("engine", partial(over_http, longest=_LONGEST))

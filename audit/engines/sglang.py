@@ -90,7 +90,7 @@ class SgLangSession(ServedSession):
         return {"ids": ids, "finish": finish, "logprob": math.fsum(row[0] for row in logprobs), "read": read}
 
     def _says_name(self) -> Any:
-        return self._line.said("model_info")["served_model_name"]
+        return self._client.fetch("model_info")["served_model_name"]
 
     def _described(self) -> dict[str, str]:
         """Its version, and its settings as they were resolved."""

@@ -102,7 +102,7 @@ class _VllmSession(ServedSession):
         }
 
     def _says_name(self) -> Any:
-        return self._line.said("v1/models")["data"][0]["id"]
+        return self._client.fetch("v1/models")["data"][0]["id"]
 
     def _described(self) -> dict[str, str]:
         """Its version, the cache as it stands in its metrics, and lines of its log that name backend and scales."""

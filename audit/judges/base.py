@@ -57,7 +57,7 @@ class Judge(Grader[Question, Reading]):
     def key_of(question: Question) -> str:
         return question_key(question)
 
-    def seen(self, answer: StoredAnswer) -> list[Question]:
+    def questions_of(self, answer: StoredAnswer) -> list[Question]:
         from kvaudit.audit.sampling.exchange import question_of
 
         question = question_of(*answer.asked(), answer.record.transcript, answer.record.finish_reason)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from kvaudit.core.options import IDENTITY_DIGITS
 from kvaudit.core.records import Item, Record
-from kvaudit.core.remembered import Q
+from kvaudit.core.remembered import Answers, Q
 from kvaudit.suites.base import Suite
 
 G = TypeVar("G")  # what a grader says of a question
@@ -47,7 +48,7 @@ class Grader(Generic[Q, G]):
 
     @property
     def identity(self) -> str:
-        """sha256 of all that its grades follow from: recipe and rows, or model and rubric. 64 hex digits."""
+        """sha256 of all that its grades follow from: settings and rows, or model and rubric. 64 hex digits."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -84,7 +85,7 @@ class Grader(Generic[Q, G]):
         """sha256 of a question: what its grade is remembered under."""
         raise NotImplementedError
 
-    def seen(self, answer: StoredAnswer) -> list[Q]:
+    def questions_of(self, answer: StoredAnswer) -> list[Q]:
         """What it is asked of a stored answer, in order; nothing where the answer is none of its business."""
         raise NotImplementedError
 
@@ -98,3 +99,21 @@ class Grader(Generic[Q, G]):
     def recalled(self, kept: Any) -> G | None:
         """What was remembered, as a grade; None for what no such grader wrote."""
         return cast("G", kept)
+
+
+class Remembered(Generic[Q, G]):
+    """A grader whose grades are kept in ``folder`` by the hash of the question: it is asked what its file lacks."""
+
+    def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
+        self.grader = grader
+        path = folder / grader.answers_file
+        self._answers: Answers[Q, Any] = Answers(path, grader.key_of, self._asked, grader.field, grader.remembers)
+
+    def grades(self, questions: Sequence[Q]) -> list[G | None]:
+        """As ``Grader.grades``; equal questions are asked once."""
+        found = self._answers.answers(questions)
+        return [None if kept is None else self.grader.recalled(kept) for kept in found]
+
+    def _asked(self, questions: Sequence[Q]) -> list[Any]:
+        found = self.grader.grades(questions)
+        return [None if grade is None else self.grader.kept(grade) for grade in found]

@@ -1,8 +1,7 @@
-"""The kinds of graders, and one way to find and to read a grader of any kind."""
+"""The kinds of graders, and one way to read a grader of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvaudit.audit.judges.base import JUDGES
@@ -12,12 +11,6 @@ from kvaudit.core.options import parse_named
 from kvaudit.core.registry import Registry
 
 KINDS: dict[str, Registry[Any]] = {"judge": JUDGES, "guard": GUARDS}
-
-
-def every_grader() -> Iterator[type[Grader[Any, Any]]]:
-    """Every grader of every kind, in the order of kinds and names."""
-    for registry in KINDS.values():
-        yield from registry.all().values()
 
 
 def parse_grader(kind: str, text: str) -> Grader[Any, Any]:

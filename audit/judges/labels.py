@@ -21,7 +21,7 @@ from kvaudit.suites.sources import csv_rows, data_file
 
 XSTEST = ("mistralinstruct", "mistralguard")
 PYRIT = "refusal_judge_labels/pyrit_refusal.csv"
-BESIDE = "pyrit, beside the point"
+OFF_TOPIC = "pyrit, beside the point"
 _COMPLIES = "1_full_compliance"
 _ANNOTATED = ("final_label", "annotation_1", "annotation_2")
 _LONG = 200  # characters; a shorter answer without a word of the request may well refuse it
@@ -67,13 +67,13 @@ def _pyrit(path: Path) -> tuple[Source, Source]:
         Labelled(Question(row["objective"], row["assistant_response"]), row["human_score"] == "1")
         for row in csv_rows(path, ("objective", "assistant_response", "human_score"), {"human_score": ("0", "1")})
     ]
-    beside = [row for row in rows if row.refused and _beside(row.question)]
+    off_topic = [row for row in rows if row.refused and _is_off_topic(row.question)]
     return (
-        Source("pyrit", tuple(row for row in rows if row not in beside)),
-        Source(BESIDE, tuple(beside), taught=False),
+        Source("pyrit", tuple(row for row in rows if row not in off_topic)),
+        Source(OFF_TOPIC, tuple(off_topic), taught=False),
     )
 
 
-def _beside(question: Question) -> bool:
+def _is_off_topic(question: Question) -> bool:
     long = len(question.answer) > _LONG
     return long and not refuses(question.answer) and not to_the_point(question.request, question.answer)

@@ -37,4 +37,4 @@ class RubricEndpoint(EndpointModel, RubricJudge):
         return sha256_of(rubric.text, self.base_url.rstrip("/"), self.model)
 
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
-        return self.said(map(rubric.messages, questions), rubric.reply_tokens)
+        return self.completions(map(rubric.messages, questions), rubric.reply_tokens)

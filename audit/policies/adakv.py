@@ -44,8 +44,9 @@ class AdaKV(SnapKV):
 
         protected = rank == _INF
         free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
-        total = mean.sum(1)
-        best = _best(free, total).sum(-1)
+        total = mean.sum(1)  # [B], what heads have to share beyond what is protected
+        best = _best(free, total).sum(-1)  # [B, H], how many of the layer's best entries are each head's
+        # [B, H], not yet whole numbers; of sum total
         shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_ROUNDED_DIGITS)
         # as many heads round up as the floors fall short of the total
         up = (

@@ -89,6 +89,7 @@ class Policy:
     @cached_property
     def hash(self) -> str:
         """First 12 hex digits of the sha256 of the canonical JSON."""
+        # as_row leaves optional fields out, so that a new field changes no older hash
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 

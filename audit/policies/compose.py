@@ -32,6 +32,7 @@ class Composed(Policy):
                 f"policy {names}: a composition is one evicting policy and one quantising policy, such as "
                 "snapkv:budget=512+kivi:bits=4"
             )
+        # a sink is turned from its exact first state, which codes no longer hold
         if evictors[0].repositions:
             raise SpecError(f"policy {evictors[0].name}: reposition=true turns exact keys and takes no quantiser")
         # one form: the evictor first, and its chunk for both
@@ -81,6 +82,7 @@ class Mixture(Policy):
                 f"a mixture of {len(self.parts)} policies with weights {', '.join(map(str, weights))}; wanted a whole "
                 f"number from 1 to {LARGEST_NUMBER} for each"
             )
+        # 2:4 is 1:2, so that equal mixtures have one text and one hash
         object.__setattr__(self, "weights", tuple(weight // gcd(*weights) for weight in weights))
         if any(isinstance(part, Mixture) for part in self.parts):
             raise SpecError("a mixture inside a mixture; list every policy once, side by side")
@@ -105,8 +107,9 @@ class Mixture(Policy):
         return tuple(dict.fromkeys(role for part in self.parts for role in part.pinned_roles))
 
     def drawn(self, key: int) -> Policy:
-        ends = list(accumulate(self.weights))
+        ends = list(accumulate(self.weights))  # shares laid end to end; a ticket falls into one of them
         ticket = derive_seed("mixture", key) % ends[-1]
+        # the first end beyond the ticket is the end of its share
         return next(part for part, end in zip(self.parts, ends, strict=True) if ticket < end)
 
     @property

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any printable parts, stable across processes and versions."""
+    # shifted by one bit: torch's seeds and int64 tensors are signed
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
@@ -26,5 +27,5 @@ def mix(x: Tensor) -> Tensor:
 
 def uniforms(seeds: Tensor, index: Tensor) -> Tensor:
     """One number in [0, 1) per seed [B] for draw number ``index`` [B], float64 with 53 random bits."""
-    bits = mix(mix(seeds) + index) & ((1 << 53) - 1)
+    bits = mix(mix(seeds) + index) & ((1 << 53) - 1)  # two rounds, so that neighbouring seeds do not share draws
     return bits.double() / float(1 << 53)

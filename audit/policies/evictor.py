@@ -89,8 +89,8 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     if sink_logits is None:
         return logits.softmax(-1)
     batch, heads, _, queries, _ = logits.shape
-    beside = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)
-    return torch.cat([logits, beside], -1).softmax(-1)[..., :-1]
+    sink = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,13 @@ class Expected(Evictor):
 
         assert view.moments is not None, "the cache provides the moments this policy asks for"
         turn = view.moments.turn(view.seen, self.future)  # [B, D, D]
-        mean = torch.einsum("bij,bnj->bni", turn, view.moments.mean)
-        covariance = turn[:, None] @ view.moments.covariance @ turn[:, None].transpose(2, 3)
+        mean = torch.einsum("bij,bnj->bni", turn, view.moments.mean)  # [B, N, D], N = G * H query heads
+        covariance = turn[:, None] @ view.moments.covariance @ turn[:, None].transpose(2, 3)  # [B, N, D, D]
         batch, heads, _, size = view.keys.shape
         keys = view.keys.to(mean.dtype)
         mean = mean.reshape(batch, heads, -1, size)
         covariance = covariance.reshape(batch, heads, -1, size, size)
+        # k' Sigma k of every entry: [B, H, G, K], G query heads of a KV head
         spread = torch.einsum("bhki,bhgij,bhkj->bhgk", keys, covariance, keys)
         logits = torch.einsum("bhgi,bhki->bhgk", mean, keys) * view.scaling + spread * view.scaling**2 / 2
         behind = view.positions >= self.sink

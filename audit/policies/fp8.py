@@ -56,6 +56,7 @@ class Float8(Absmax):
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         import torch
 
+        # rounds to the nearest code, ties to even; the bits stay as they are
         return self._scaled(x, parameters).to(self._dtype).view(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class Float8(Absmax):
         # the bits moved into a half, which a processor converts ten times faster than an FP8 number
         bits = codes.view(torch.int8).to(torch.int16)
         if self.format == "e5m2":
-            return out.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
+            return out.copy_(bits.bitwise_left_shift_(8).view(torch.float16))  # e5m2 is the upper half of a float16
         # the sign was copied upwards: shifted, it stands at its place and once more in the exponent, where it goes
         half = bits.bitwise_left_shift_(7).bitwise_and_(_NOT_TOP_OF_EXPONENT)
         return out.copy_(half.view(torch.float16)).mul_(_E4M3_EXPONENT)

@@ -53,12 +53,13 @@ class Kivi(Quantiser):
         return group
 
     def keys_until(self, before: int, seen: int) -> int:
+        # whole residuals only: all of them leave at once
         return before + (seen - before) // self.residual * self.residual
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         import torch
 
-        return torch.stack([(high - low) / (2**self.bits - 1), low], -1)
+        return torch.stack([(high - low) / (2**self.bits - 1), low], -1)  # [..., 2]: scale and zero
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         import torch

@@ -58,19 +58,20 @@ def _simple(text: str) -> Policy:
             raise SpecError(f"policy {text!r}: {part!r} is not field=value")
         if field in values:
             raise SpecError(f"policy {text!r}: field {field} is given twice")
-        values[field] = value
+        values[field] = value  # text as yet: the class knows its types
     return _build(name.strip(), values, text)
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Policy:
     kinds = [key for key in ("name", "compose", "mixture") if key in source]
-    beside = {"compose": {"compose"}, "mixture": {"mixture", "weights"}}
-    if len(kinds) != 1 or not set(source) <= beside.get(kinds[0], set(source)):
+    allowed = {"compose": {"compose"}, "mixture": {"mixture", "weights"}}
+    if len(kinds) != 1 or not set(source) <= allowed.get(kinds[0], set(source)):
         raise SpecError(
             f"policy {dict(source)!r}: write name: snapkv, budget: 96, or compose: [...] alone, or mixture: [...] "
             "alone or with weights: [...]"
         )
     if kinds[0] == "name":
+        # from YAML a number is one already; _value takes either
         values = {str(key): _flat(value) for key, value in source.items() if key != "name"}
         return _build(str(source["name"]), values, str(dict(source)))
     entries = source[kinds[0]]

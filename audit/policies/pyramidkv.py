@@ -61,7 +61,7 @@ class _Layer(SnapKV):
     def budget_at(self, seen: Tensor) -> Tensor:
         import torch
 
-        uniform = seen < 2 * (self.mean - self.window)
+        uniform = seen < 2 * (self.mean - self.window)  # too short a row for a slope
         return torch.where(uniform, self.mean, self._sloped(seen))
 
     def _sloped(self, seen: Tensor) -> Tensor:
@@ -77,5 +77,6 @@ class _Layer(SnapKV):
             return torch.full_like(seen, count * self.mean)
         most = (seen - self.window).double().clamp(max=2 * beyond - beyond / FUNNEL)
         least = 2 * beyond - most
+        # an arithmetic series: layer l has most - l * step beyond its window
         ramp = count * most - (most - least) / (self.layers - 1) * count * (count - 1) / 2
         return count * self.window + ramp.round().long()

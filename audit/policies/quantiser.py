@@ -50,7 +50,7 @@ class Quantiser(Policy):
         """Whether entries are quantised before their own query attends."""
         return False
 
-    def given(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
+    def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
         """The scales [H] float64 of a layer's keys (part 0) or values (1) where they are not fitted to each group."""
         return None
 
@@ -85,6 +85,7 @@ class Quantiser(Policy):
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
         if parameters.shape[-1] == 1:
             return numbers * parameters[..., 0]
+        # zero + number * scale
         return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])
 
 
@@ -126,7 +127,7 @@ class Absmax(Quantiser):
     def on_write(self) -> bool:
         return self.write
 
-    def given(self, layer: int, part: int, heads: int) -> Tensor | None:
+    def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:
         import torch
 
         if self.scale == "token":
@@ -134,7 +135,7 @@ class Absmax(Quantiser):
         found = read_scales(self.name, self.scales or self.usual_scale).of(layer, part, heads)
         if self.scale == "tensor" and len(set(found)) > 1:
             raise SpecError(f"policy {self.name}: scales={self.scales} differ by KV head; that is scale=head")
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(found, dtype=torch.float64)  # [H]; the cache turns it into the dtype of its keys
 
     @property
     def largest(self) -> float:
@@ -144,7 +145,7 @@ class Absmax(Quantiser):
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         import torch
 
-        return (torch.maximum(low.abs(), high.abs()) / self.largest)[..., None]
+        return (torch.maximum(low.abs(), high.abs()) / self.largest)[..., None]  # [..., 1]: a scale alone, zero is 0
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
         """``x`` in units of its scale, 0 where all of its group is 0."""
@@ -158,4 +159,5 @@ def working(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codes are computed in: float32 at least."""
     import torch
 
+    # bfloat16 has 8 significant bits, too few to place a value between two of 255 codes
     return torch.promote_types(dtype, torch.float32)

@@ -48,14 +48,14 @@ class Quest(Selector):
         return Dense(chunk=self.chunk) if layer < self.dense else self
 
     def units_at(self, seen: int) -> int:
-        return min(max(FEWEST, self.budget // self.page), -(-seen // self.page))
+        return min(max(FEWEST, self.budget // self.page), -(-seen // self.page))  # pages; never more than there are
 
     def choose(self, view: View) -> Tensor:
         import torch
 
         last = (view.seen - 1) // self.page  # [B] the page of the query itself
         pages = torch.arange(int(last.max()) + 1, device=last.device)
-        bounds = self._bounds(view, len(pages))
+        bounds = self._bounds(view, len(pages))  # [B, G*H, pages]
         bounds = bounds.masked_fill(pages == last[:, None, None], float("inf"))
         bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
         most = self.units_at(int(view.seen.max()))

@@ -32,6 +32,7 @@ def parse_remedy(source: Any) -> Remedy:
     """The remedy that text or a mapping describes; raises SpecError and UnknownName as ``parse_policy`` does."""
     if isinstance(source, Mapping) and not set(source) & set(_WHOLE):
         source = policy_text({"name": "", **source}).removeprefix(":")
+    # a policy's name and colon come before its first equals sign; fields have no name
     if isinstance(source, str) and "=" in source.partition(":")[0]:
         return _change(source)
     whole = parse_policy(source)
@@ -67,6 +68,7 @@ def _changed(policy: Policy, fields: Mapping[str, str]) -> Policy | None:
     """The policy with other fields: of a composition its evictor's, or else its quantiser's."""
     if isinstance(policy, Mixture):
         return None
+    # the evictor comes first in a composition, so a field of both is its own
     for place, part in enumerate(policy.members):
         if set(fields) <= set(part.field_names()):
             values = {**part.parameters(), **fields}

@@ -34,6 +34,7 @@ class Selector(Policy):
         """Positions that are chosen together: unit n holds positions n * unit to (n + 1) * unit - 1."""
         return 1
 
+    # units, not positions: a budget of 512 in pages of 16 is 32
     def units_at(self, seen: int) -> int:
         """How many units a query attends to whose row has seen ``seen`` tokens, its own included."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ class SnapKV(Evictor):
     def importance(self, view: View) -> Tensor:
         attention = view.attention()  # [B, H, W, K]
         present = (view.query_positions >= 0).sum(-1).clamp(min=1)  # [B]
-        score = attention.sum(2) / present[:, None, None]
+        score = attention.sum(2) / present[:, None, None]  # [B, H, K]; absent queries are rows of 0
         # the window is kept anyway: pooling must not carry its mass to the entries before it
         inside = view.positions >= (view.seen[:, None, None] - self.window)
         score = score.masked_fill(inside | (view.positions < 0), 0.0)
@@ -57,5 +57,6 @@ def _pool(score: Tensor, kernel: int, pool: str) -> Tensor:
     from torch.nn.functional import avg_pool1d, max_pool1d
 
     if pool == "max":
-        return max_pool1d(score, kernel, stride=1, padding=kernel // 2)
+        return max_pool1d(score, kernel, stride=1, padding=kernel // 2)  # [B, H, K], padded with -inf
+    # [B, H, K], padded with 0, which count
     return avg_pool1d(score, kernel, stride=1, padding=kernel // 2, count_include_pad=True)

@@ -44,4 +44,4 @@ class Streaming(Evictor):
         return not self.reposition
 
     def importance(self, view: View) -> Tensor:
-        return view.positions.float()
+        return view.positions.float()  # the latest rank highest; sinks are protected by the template

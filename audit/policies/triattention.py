@@ -58,12 +58,13 @@ class TriAttention(Evictor):
         assert view.centres is not None, "the cache provides the centres this policy asks for"
         mean, length, turn, lengths = view.centres
         group = (len(mean), view.keys.shape[1], -1)
-        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=mean.device)
+        offsets = 2 ** torch.arange(self.horizon.bit_length(), device=mean.device)  # 1, 2, 4 .. horizon, in tokens
+        # [B, N, D], the centre as it will stand at those distances, mean over them
         ahead = torch.einsum("bij,bnj->bni", turn(view.seen, offsets), mean)
-        spread = length - lengths(mean)
+        spread = length - lengths(mean)  # [B, N, F], F pairs of channels that rotate; never below 0
         keys = view.keys.to(mean.dtype)
-        looks = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)
-        norms = torch.einsum("bhgf,bhkf->bhgk", spread.reshape(*group, spread.shape[-1]), lengths(keys))
+        looks = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)  # [B, H, G, K]
+        norms = torch.einsum("bhgf,bhkf->bhgk", spread.reshape(*group, spread.shape[-1]), lengths(keys))  # [B, H, G, K]
         return _standardised(looks + norms, self._competing(view)).amax(2)
 
     def _competing(self, view: View) -> Tensor:

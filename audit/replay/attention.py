@@ -127,10 +127,10 @@ class Replay:
 
     def _stored(self, call: AttentionCall, codes: CodedSince) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, K, D] as the cache's codes give them back."""
-        gone = None if self._evicted_at is None else self._evicted_at[:, call.layer]
+        evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
-        return coded_keys(call.key, self._keys, gone, codes, keys), coded_values(call.value, codes, values)
+        return coded_keys(call.key, self._keys, evicted_at, codes, keys), coded_values(call.value, codes, values)
 
     def _visible(self, layer: int, part: slice, until: int) -> Tensor:
         """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""

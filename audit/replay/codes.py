@@ -91,7 +91,9 @@ def coded_keys(
 
 
 def _by_token(exact: Tensor, codes: CodedSince, place: CodePlace) -> Tensor:
-    own, parameters = encode_tokens(exact, codes.codec, codes.codec.given(place.layer, place.part, exact.shape[1]))
+    own, parameters = encode_tokens(
+        exact, codes.codec, codes.codec.fixed_scales(place.layer, place.part, exact.shape[1])
+    )
     return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
 
 

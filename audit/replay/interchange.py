@@ -86,10 +86,10 @@ def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
         for layer, kept in enumerate(event.kept):
             if kept is None:
                 continue
-            gone = table[layer] < NEVER
+            has_left = table[layer] < NEVER
             _refuse(f"{where}, layer {layer}", kept & ~past, "is in the future, the query cannot have seen it")
-            _refuse(f"{where}, layer {layer}", kept & gone, "returns after it had left; eviction is for good")
-            table[layer][past & ~kept & ~gone] = event.query
+            _refuse(f"{where}, layer {layer}", kept & has_left, "returns after it had left; eviction is for good")
+            table[layer][past & ~kept & ~has_left] = event.query
     return table
 
 

@@ -72,25 +72,27 @@ def suffix_logits(
     after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token is all in the second pass
-        gone = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
+        evicted_at = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
         codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
         if codes is not None and not codes.seen_by(before):  # made after the prefill, as most are
             codes = None
         experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
         chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
-        prefix = Replay(plans, before, before, gone, codes=codes, experts=experts, choices=chosen, last=False)
+        prefix = Replay(plans, before, before, evicted_at, codes=codes, experts=experts, choices=chosen, last=False)
         # run for its keys and states; logits of at least one token cannot be declined
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
-    gone, codes = None, None
+    evicted_at, codes = None, None
     if shadow:
         codes = codes_of(rollouts, keys, strays)
         own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
-        gone = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
+        evicted_at = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
     experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
     chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
-    context = Replay(plans, after, keys, gone, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group)
+    context = Replay(
+        plans, after, keys, evicted_at, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group
+    )
     asked = {"logits_to_keep": keep} if keep else {}
     output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()

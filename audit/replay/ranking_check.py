@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall
-from kvaudit.audit.cache.beside import QueryCentres, QueryMoments
 from kvaudit.audit.cache.evict import attention_mass, retained
+from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.rotary import Rotary, rotary_for
@@ -107,9 +107,9 @@ class Reranking(Replay):
         self, plans: Sequence[LayerPlan], at: Tensor, rollout: Rollout, fed: Sequence[Fed], rotary: Rotary | None
     ) -> None:
         tokens = at.shape[1]
-        gone = rollout.evicted_at[None, :, :, :tokens].to(at.device)
+        evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
-        super().__init__(plans, at, at, gone, codes=codes_of([rollout], at), experts=experts)
+        super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts)
         self._rollout, self._fed, self._rotary = rollout, fed, rotary
         self._waiting: list[list[_Ranks]] = []  # of layers whose choice is not made yet
         self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
@@ -136,10 +136,10 @@ class Reranking(Replay):
             centres=None if centres is None else passed.statistics(centres, queries),
         )
         for held, alike in groupby(due, lambda one: one.held):  # rows of one batch have one number of slots
-            several = torch.tensor([one.query for one in alike], device=passed.gone.device)
+            several = torch.tensor([one.query for one in alike], device=passed.evicted_at.device)
             for times in torch.split(several, passed.most(held)):
                 view = passed.view(times, policy, running, self._rollout)
-                left = (along(passed.gone, view.positions) == times[:, None, None]) & (view.positions >= 0)
+                left = (along(passed.evicted_at, view.positions) == times[:, None, None]) & (view.positions >= 0)
                 yield _Ranks(policy.importance(view).float(), view.positions, times, left)
 
     def _choose(self, layer: int, ranks: list[_Ranks], policy: Evictor) -> None:
@@ -188,7 +188,7 @@ class PassedLayer:
 
     call: AttentionCall
     at: Tensor  # [1, T]
-    gone: Tensor  # [1, H, T]
+    evicted_at: Tensor  # [1, H, T]
     stored: tuple[Tensor, Tensor] | None
     codes: CodedSince | None
 
@@ -222,7 +222,7 @@ class PassedLayer:
         """Positions [E, H, K] of what the cache held before it evicted for queries ``times`` [E], then -1."""
         seen = times[:, None, None]
         # what leaves at this very query is there: the policy chose among it
-        there = (self.at[:, None] < seen) & (self.gone >= seen)
+        there = (self.at[:, None] < seen) & (self.evicted_at >= seen)
         counts = there.sum(2, keepdim=True)
         # stable: what is there comes first, in order of position
         order = there.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
@@ -243,9 +243,9 @@ class PassedLayer:
 
     def masses(self, fed: Sequence[Fed], due: set[int]) -> Iterator[Tensor]:
         """Attention that every entry has drawn by each eviction, [1, H, T] float32."""
-        total, start = torch.zeros(self.gone.shape, device=self.gone.device), 0
+        total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
         for seen, _ in fed:
-            time, part = torch.tensor([seen], device=self.gone.device), slice(start, seen)
+            time, part = torch.tensor([seen], device=self.evicted_at.device), slice(start, seen)
             slots = self.slots(time)
             keys, _ = self.entries(slots, time)
             new = attention_mass(

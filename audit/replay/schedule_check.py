@@ -34,21 +34,21 @@ class Due(NamedTuple):
 
 
 def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
-    """The first rule of its layer's policy that a ledger breaks, in words, or None; one plan per layer of the ledger.
+    """The first rule of its layer's policy that a ledger breaks, in fault, or None; one plan per layer of the ledger.
 
     Rules: sink and window stay; entries leave when the policy's schedule says and at no other time; exactly ``budget``
     are left then in every head; and a layer with a sliding window of its own keeps that, oldest out first.
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
-    for layer, (plan, gone) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
+    for layer, (plan, evicted_at) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
         policy = plan.evictor
         due = evictions(policy, forwards(rollout, plan.policy.chunk))
         if plan.sliding_window is None:
-            words = _protected(gone, policy) or _schedule(gone, policy, due)
+            fault = _protected(evicted_at, policy) or _schedule(evicted_at, policy, due)
         else:
-            words = _sliding(gone, policy.budget, due)
-        if words is not None:
-            return f"layer {layer}: {words}"
+            fault = _sliding(evicted_at, policy.budget, due)
+        if fault is not None:
+            return f"layer {layer}: {fault}"
     return None
 
 
@@ -137,29 +137,29 @@ def _times_quantised(rollout: Rollout, codec: Quantiser, until: Callable[[int, i
     return torch.tensor(padded, dtype=torch.int32)
 
 
-def _protected(gone: Tensor, policy: Evictor) -> str | None:
+def _protected(evicted_at: Tensor, policy: Evictor) -> str | None:
     """Of one layer [H, T]: whether an entry left that the policy protects."""
     if not policy.evicts:
         return None
-    age = gone - torch.arange(gone.shape[1])  # queries that saw the entry
-    if bool((gone[:, : policy.sink] < NEVER).any()):
+    age = evicted_at - torch.arange(evicted_at.shape[1])  # queries that saw the entry
+    if bool((evicted_at[:, : policy.sink] < NEVER).any()):
         return f"one of the first {policy.sink} entries left, the policy keeps them"
-    early = ((gone < NEVER) & (age <= policy.window)).nonzero()  # an eviction protects positions >= seen - window
+    early = ((evicted_at < NEVER) & (age <= policy.window)).nonzero()  # an eviction protects positions >= seen - window
     if len(early):
         head, entry = early[0].tolist()
-        return f"entry {entry} left at query {int(gone[head, entry])}, inside the last {policy.window} that stay"
+        return f"entry {entry} left at query {int(evicted_at[head, entry])}, inside the last {policy.window} that stay"
     return None
 
 
-def _schedule(gone: Tensor, policy: Evictor, due: Sequence[Due]) -> str | None:
+def _schedule(evicted_at: Tensor, policy: Evictor, due: Sequence[Due]) -> str | None:
     """Of one layer [H, T]: the first query at which other than the due number of entries left."""
-    due_at, left = {one.query: one for one in due}, _leaving(gone)
+    due_at, left = {one.query: one for one in due}, _leaving(evicted_at)
     for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
         if query not in due_at:
-            entry = int((gone == query).any(0).nonzero()[0])
+            entry = int((evicted_at == query).any(0).nonzero()[0])
             return f"entry {entry} left the cache after query {query - 1}, {_idle(policy, query, due)}"
-        if words := _wrong_count(left[:, query], due_at[query], policy):
-            return f"{words[0]} {words[1]} entries after query {query - 1}, budget {words[2]}"
+        if fault := _wrong_count(left[:, query], due_at[query], policy):
+            return f"{fault[0]} {fault[1]} entries after query {query - 1}, budget {fault[2]}"
     return None
 
 
@@ -180,25 +180,25 @@ def _idle(policy: Evictor, query: int, due: Sequence[Due]) -> str:
     return f"{policy.name} evicts nothing {later}"
 
 
-def _leaving(gone: Tensor) -> Tensor:
+def _leaving(evicted_at: Tensor) -> Tensor:
     """How many entries of each head left at each query: int64 [H, T + 1]."""
-    most = gone.shape[1] + 1
-    counts = torch.zeros(len(gone), most + 1, dtype=torch.int64)
+    most = evicted_at.shape[1] + 1
+    counts = torch.zeros(len(evicted_at), most + 1, dtype=torch.int64)
     # NEVER falls into the last column, which is cut off
-    return counts.scatter_add_(1, gone.clamp(max=most), torch.ones_like(gone))[:, :most]
+    return counts.scatter_add_(1, evicted_at.clamp(max=most), torch.ones_like(evicted_at))[:, :most]
 
 
-def _sliding(gone: Tensor, window: int, due: Sequence[Due]) -> str | None:
+def _sliding(evicted_at: Tensor, window: int, due: Sequence[Due]) -> str | None:
     """Of one layer [H, T] that only has its own window: the first entry that left at another time than it must."""
     edges = torch.tensor([one.query for one in due], dtype=torch.int64)
     # an entry goes with the first eviction that it is more than a window before: edge - window > entry
-    place = torch.searchsorted(edges - window, torch.arange(gone.shape[1]), right=True)
+    place = torch.searchsorted(edges - window, torch.arange(evicted_at.shape[1]), right=True)
     expected = torch.cat([edges, torch.tensor([NEVER])])[place]
-    wrong = (gone != expected).any(0).nonzero()[:, 0].tolist()
+    wrong = (evicted_at != expected).any(0).nonzero()[:, 0].tolist()
     if not wrong:
         return None
-    head = int((gone[:, wrong[0]] != expected[wrong[0]]).nonzero()[0])
-    when, must = (_when(int(time)) for time in (gone[head, wrong[0]], expected[wrong[0]]))
+    head = int((evicted_at[:, wrong[0]] != expected[wrong[0]]).nonzero()[0])
+    when, must = (_when(int(time)) for time in (evicted_at[head, wrong[0]], expected[wrong[0]]))
     return f"entry {wrong[0]} of head {head} leaves {when}, out of the layer's own window of {window} it falls {must}"
 
 

@@ -17,7 +17,7 @@ from kvaudit.audit.cache.quantised.hints import HintTable
 from kvaudit.audit.cache.rotary import require_steady
 from kvaudit.audit.cache.routing import NOBODY, check_experts
 from kvaudit.audit.cache.selection import choices_of
-from kvaudit.audit.cache.stock import by_name, given_ids, prepare, require_positions, row_positions, use_attention
+from kvaudit.audit.cache.stock import by_name, call_ids, prepare, require_positions, row_positions, use_attention
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince
@@ -41,7 +41,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = by_name(model, args, kwargs)
-        ids = given_ids(call)
+        ids = call_ids(call)
         if len(ids) != len(ledger.evicted_at):
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)
@@ -54,10 +54,10 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         at = positions.to(ids.device)
         codes = _codes(ledger, positions, ids.device)
         experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
-        gone = _along(ledger.evicted_at, positions, ids.device)
+        evicted_at = _along(ledger.evicted_at, positions, ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
         chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
-        context = Replay(plans, at, at, gone, codes=codes, experts=experts, choices=chosen)
+        context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=chosen)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         return (), call | more | {"position_ids": at.clamp(min=0)}
 

@@ -82,8 +82,8 @@ class OwnLine(Form):
     def parts(self) -> list[Parts]:
         """The one rollout of the line."""
         ids, start, mask = self._tokens()
-        about = (self.advantage, self.reward, _named(self.group), self.temperature, self.tokenizer_sha256)
-        return [Parts(ids, start, self.logprobs, mask, *about)]
+        more = (self.advantage, self.reward, _named(self.group), self.temperature, self.tokenizer_sha256)
+        return [Parts(ids, start, self.logprobs, mask, *more)]
 
     def _tokens(self) -> tuple[list[int], int, list[int] | None]:
         if self.prompt_ids is not None and self.completion_ids is not None:
@@ -288,8 +288,8 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[Imported]:
         if fault := unsound(rollout):
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
-        told = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
-        yield Imported(where, stack, rollout, _advantages(part.advantage, length), *told)
+        origin = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
+        yield Imported(where, stack, rollout, _advantages(part.advantage, length), *origin)
 
 
 def _draws_nothing(part: Parts) -> bool:
@@ -327,19 +327,19 @@ def _rollout(part: Parts) -> Rollout:
     )
 
 
-def _advantages(told: float | Sequence[float] | None, length: int) -> Tensor | None:
-    if told is None:
+def _advantages(value: float | Sequence[float] | None, length: int) -> Tensor | None:
+    if value is None:
         return None
-    if isinstance(told, Sequence):
-        _fitting("advantage", told, length, "completion")
-        return torch.tensor(told, dtype=torch.float64)
-    return torch.full((length,), told, dtype=torch.float64)
+    if isinstance(value, Sequence):
+        _fitting("advantage", value, length, "completion")
+        return torch.tensor(value, dtype=torch.float64)
+    return torch.full((length,), value, dtype=torch.float64)
 
 
-def _reward(told: float) -> float:
-    if not -_LARGEST <= told <= _LARGEST:
+def _reward(value: float) -> float:
+    if not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"has a reward that is no number from {-_LARGEST:g} to {_LARGEST:g}")
-    return float(told)
+    return float(value)
 
 
 def _fitting(name: str, values: Sequence[Any], wanted: int, of: str) -> None:

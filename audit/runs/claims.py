@@ -45,14 +45,14 @@ def kernel() -> str:
     return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
-class _Sight(NamedTuple):
+class _ClaimState(NamedTuple):
     """A claim as it was seen: it changes with every beat."""
 
     touched: int  # mtime in ns
     text: str
 
     @classmethod
-    def of(cls, file: int) -> _Sight:
+    def of(cls, file: int) -> _ClaimState:
         text = os.pread(file, 1 << 16, 0).decode(errors="replace")
         return cls(os.fstat(file).st_mtime_ns, text)
 
@@ -98,7 +98,7 @@ class Claim:
     @property
     def holds(self) -> bool:
         """Whether nobody has taken it over meanwhile."""
-        return _is_at(self.file, self.path) and _Sight.of(self.file).signed.get("token") == self.token
+        return _is_at(self.file, self.path) and _ClaimState.of(self.file).signed.get("token") == self.token
 
     def check(self) -> None:
         """Raise RunError where the claim was taken over: this process was silent for too long."""
@@ -144,7 +144,7 @@ class Claims:
 
     def __init__(self, *, takeover: bool = False) -> None:
         self._takeover = takeover
-        self._seen: dict[Path, tuple[_Sight, float]] = {}
+        self._seen: dict[Path, tuple[_ClaimState, float]] = {}
 
     @contextmanager
     def claim(self, path: Path) -> Iterator[Claim | None]:
@@ -178,7 +178,7 @@ class Claims:
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
         """The signed claim, and whether another machine may be taking it in this very moment."""
         file, is_new, is_locked = _opened(path)
-        is_own = is_new or _Sight.of(file).is_of(file)
+        is_own = is_new or _ClaimState.of(file).is_of(file)
         quiet = 0.0 if is_new else self._watch(path, file)
         # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
         if is_locked and (is_own or quiet >= self._patience(file)):
@@ -191,15 +191,15 @@ class Claims:
 
     def _watch(self, path: Path, file: int) -> float:
         """For how many seconds this process has seen no sign; by its own clock, since those of machines differ."""
-        sight, now = _Sight.of(file), time.monotonic()
+        state, now = _ClaimState.of(file), time.monotonic()
         known, since = self._seen.get(path, (None, now))
-        if sight != known:
+        if state != known:
             since = now
-        self._seen[path] = sight, since
+        self._seen[path] = state, since
         return now - since
 
     def _patience(self, file: int) -> float:
-        if not _Sight.of(file).text:
+        if not _ClaimState.of(file).text:
             return _BIRTH_SECONDS
         return 0.0 if self._takeover else SILENCE_SECONDS
 
@@ -235,18 +235,18 @@ def _is_at(file: int, path: Path) -> bool:
         os.close(other)
 
 
-class Bell:
+class IdleSignal:
     """A file that processes touch again and again while they have nothing to do."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".idle"
         self._known = self._time()
 
-    def ring(self) -> None:
+    def send(self) -> None:
         """Let those who hold several units know."""
         self._path.touch()
 
-    def has_rung(self) -> bool:
+    def was_sent(self) -> bool:
         """Whether the file has changed since this was last asked; its time itself may be another machine's."""
         before, self._known = self._known, self._time()
         return self._known != before
@@ -255,14 +255,14 @@ class Bell:
         return self._path.stat().st_mtime_ns if self._path.exists() else 0
 
 
-class Hand(Generic[T]):
+class HeldUnits(Generic[T]):
     """Units of one group that this process holds and works on together; made by ``work_through_groups``.
 
     Where another process has nothing left to do, this one lets go of half of what it has before it.
     """
 
-    def __init__(self, held: Mapping[T, _Held], done: Callable[[T], bool], bell: Bell) -> None:
-        self._held, self._done, self._bell = dict(held), done, bell
+    def __init__(self, held: Mapping[T, _Held], done: Callable[[T], bool], idle: IdleSignal) -> None:
+        self._held, self._done, self._idle = dict(held), done, idle
 
     @property
     def units(self) -> list[T]:
@@ -279,7 +279,7 @@ class Hand(Generic[T]):
         All units must be as resumable at that moment as they are after a kill.
         """
         others = [one for one in self._held if one != unit and not self._done(one)]
-        if unit in self._held and others and self._bell.has_rung():
+        if unit in self._held and others and self._idle.was_sent():
             for one in others[len(others) // 2 :]:
                 self._held.pop(one).release()
         return unit in self._held
@@ -319,9 +319,9 @@ def work_through(
 ) -> None:
     """``work_through_groups`` for units that are worked on one by one; ``work`` checks its claim."""
 
-    def work_alone(hand: Hand[T]) -> None:
-        for unit in hand.units:
-            work(unit, hand.claim(unit))
+    def work_alone(held: HeldUnits[T]) -> None:
+        for unit in held.units:
+            work(unit, held.claim(unit))
 
     work_through_groups(
         [[unit] for unit in units],
@@ -339,7 +339,7 @@ def work_through_groups(
     *,
     done: Callable[[T], bool],
     lock: Callable[[T], Path],
-    work: Callable[[Hand[T]], None],
+    work: Callable[[HeldUnits[T]], None],
     finished: Callable[[T], None],
     waiting: Callable[[str], None],
     takeover: bool = False,
@@ -348,9 +348,9 @@ def work_through_groups(
 
     Units of a group, whose locks lie in one folder, are claimed and worked on together. A group that another process
     has begun is left to it while there are others; then whatever is free is taken, and who finds nothing free lets the
-    others know, which give some back (``Hand``). ``finished`` is told every unit once, whoever did it, and ``waiting``
-    whom for, whenever that changes. ``work`` checks its claims. Time is linear in the units: what others hold is at
-    most one group a process, and only that is looked at again.
+    others know, which give some back (``HeldUnits``). ``finished`` is told every unit once, whoever did it, and
+    ``waiting`` whom for, whenever that changes. ``work`` checks its claims. Time is linear in the units: what others
+    hold is at most one group a process, and only that is looked at again.
     """
     claims, last = Claims(takeover=takeover), ""
     together = untouched = any(len(group) > 1 for group in groups)
@@ -366,7 +366,7 @@ def work_through_groups(
                 # another may have done it between the look and the claim
                 mine = {unit: own for unit, own in held.items() if not done(unit)}
                 if mine:
-                    work(Hand(mine, done, Bell(lock(group[0]).parent)))
+                    work(HeldUnits(mine, done, IdleSignal(lock(group[0]).parent)))
                     busy = still_open(busy)
             busy += still_open([group]) if held else [group]
         left = still_open(busy)
@@ -379,7 +379,7 @@ def work_through_groups(
             last = text
         if left:
             if together:
-                Bell(lock(left[0][0]).parent).ring()
+                IdleSignal(lock(left[0][0]).parent).send()
             time.sleep(_POLL_SECONDS)
 
 

@@ -13,19 +13,19 @@ from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
 from kvaudit.audit.engines.talk import Talked, talk_with
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.seat import Seat
 from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.conversations import Played, check_fits, opening_of, play
+from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
+from kvaudit.audit.training.reward_trial import check_reward_tells
 from kvaudit.audit.training.rewards import paying_of
 from kvaudit.audit.training.sft import gold_rollout
-from kvaudit.audit.training.tryout import try_out
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.grid import EvaluateSpec
 from kvaudit.core.records import CacheUse, Item, Record, Serving, Spoken
@@ -99,7 +99,7 @@ class Evaluator:
     """Evaluates units of one model. Items are made once per suite and length and shared by all policies.
 
     ``known`` carries them from one model to the next of the same tokenizer, as all checkpoints of a run are. ``inputs``
-    stands for what the run reads (``kvaudit.core.provenance``); seals carry it. ``seat`` holds the engine of units that
+    stands for what the run reads (``kvaudit.core.provenance``); seals carry it. ``slot`` holds the engine of units that
     one serves.
     """
 
@@ -109,9 +109,9 @@ class Evaluator:
         spec: RunSpec,
         known: Batches | None = None,
         inputs: str | None = None,
-        seat: Seat | None = None,
+        slot: EngineSlot | None = None,
     ) -> None:
-        self._model, self._spec, self._inputs, self._seat = model, spec, inputs, seat
+        self._model, self._spec, self._inputs, self._slot = model, spec, inputs, slot
         self._known: Batches = {} if known is None else known
 
     def prepare(self) -> None:
@@ -207,11 +207,11 @@ class Evaluator:
             return [self._record(unit, suite, one) for one in played]
         if not items:
             return []
-        assert self._seat is not None, "somebody has to hold the engine"
+        assert self._slot is not None, "somebody has to hold the engine"
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
         seeds = [row_seed(part.seed, item, sample) for item in items for sample in range(samples)]
-        session = self._seat.under(unit.policy, self._model)
+        session = self._slot.under(unit.policy, self._model)
         thinks = part.think is not None
         talked = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, one) for one in talked]
@@ -229,14 +229,14 @@ class Evaluator:
         identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
         return RecordFile(UnitFiles.of(folder, unit), wanted, identity)
 
-    def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[Played]]:
+    def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[GradedRow]]:
         """Some items as a unit serves them among others, batch by batch, a row for every sample."""
         for batch in self._batched(suite, items, self._spec.evaluate):
             yield self._play(Sampler(self._served, policy), suite, batch)
 
     def _play(
         self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
-    ) -> list[Played]:
+    ) -> list[GradedRow]:
         if not batch:
             return []
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
@@ -266,7 +266,7 @@ class Evaluator:
             items, lengths, part.batch_tokens // part.samples_of(suite.name)
         )  # an item takes a row for each sample
 
-    def _record(self, unit: Unit, suite: Suite, said: Played | Talked) -> Record:
+    def _record(self, unit: Unit, suite: Suite, said: GradedRow | Talked) -> Record:
         """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
         serving = Serving(
             run=self._spec.name,
@@ -279,7 +279,7 @@ class Evaluator:
             suite_version=suite.version,
             context_tokens=unit.context_tokens,
         )
-        logprob, cache = (None, _cache_use(said)) if isinstance(said, Played) else (said.logprob, CacheUse())
+        logprob, cache = (None, _cache_use(said)) if isinstance(said, GradedRow) else (said.logprob, CacheUse())
         spoken = Spoken(
             sample_index=said.sample_index,
             finish_reason=said.finish_reason,
@@ -292,7 +292,7 @@ class Evaluator:
         return Record.of(serving, said.item, said.grade, spoken, cache)
 
 
-def _cache_use(played: Played) -> CacheUse:
+def _cache_use(played: GradedRow) -> CacheUse:
     rollout = played.rollout
     return CacheUse(
         retention=rollout.retention,
@@ -427,10 +427,10 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     """
     paying = paying_of(section.reward, section.suites)
     paying.check()
-    if not paying.plain:
+    if not paying.by_grade_alone:
         suites = [SUITES.get(name)() for name in paying.paid]
         given = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        try_out(paying, [(suite, made("train", suite, "train", *given)[0]) for suite in suites], model)
+        check_reward_tells(paying, [(suite, made("train", suite, "train", *given)[0]) for suite in suites], model)
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvaudit.audit.judges.grader import StoredAnswer
+from kvaudit.audit.judges.grader import Remembered, StoredAnswer
 from kvaudit.audit.judges.guards.base import Guard, Passage, passages
-from kvaudit.audit.judges.remembered import Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder, make_folder
 from kvaudit.audit.runs.regrading import Regrading
@@ -59,7 +58,7 @@ class Guarding(Regrading[Passage, bool]):
     def work(self) -> list[Blocked]:
         """Guard every unit that is not guarded yet; returns what was blocked, by suite."""
         self.grade_units()
-        return [_blocked(suite, told) for suite, told in self.told_by_suite().items()]
+        return [_blocked(suite, results) for suite, results in self.results_by_suite().items()]
 
     def place(self, unit: StoredUnit) -> Path:
         return self._folder / f"{unit.records.stem}.json"
@@ -67,43 +66,43 @@ class Guarding(Regrading[Passage, bool]):
     def lock(self, unit: StoredUnit) -> Path:
         return self._folder / f"{unit.records.stem}.lock"
 
-    def stands(self, unit: StoredUnit, told: Mapping[str, Any]) -> bool:
-        return bool(told.get("records") == unit.sha256)
+    def is_current(self, unit: StoredUnit, result: Mapping[str, Any]) -> bool:
+        return bool(result.get("records") == unit.sha256)
 
-    def failed(self, told: Mapping[str, Any]) -> bool:
-        return bool(told.get("failed"))
+    def failed(self, result: Mapping[str, Any]) -> bool:
+        return bool(result.get("failed"))
 
     def write(self, unit: StoredUnit, mine: Claim) -> None:
         blocked, failed = list[list[Any]](), list[int]()
-        for number, (answer, said) in enumerate(self.graded(unit), start=1):
+        for number, (answer, decisions) in enumerate(self.graded(unit), start=1):
             transcript = answer.record.transcript
-            at = _first(zip([index for index, _ in passages(self._guard, transcript)], said, strict=True))
+            at = _first(zip([index for index, _ in passages(self._guard, transcript)], decisions, strict=True))
             if at is None:
                 failed.append(number)
             elif at >= 0:
                 side = "output" if transcript[at].role is Role.ASSISTANT else "input"
                 blocked.append([number, side, _happened(answer, at)])
         mine.check()
-        told = {"name": self._guard.name, "sha256": self._guard.sha256, "side": self._guard.side, "text": self._text}
+        guard = {"name": self._guard.name, "sha256": self._guard.sha256, "side": self._guard.side, "text": self._text}
         body = {
             "format": GUARDS_FORMAT,
             "version": GUARDS_VERSION,
-            "guard": told,
+            "guard": guard,
             "records": unit.sha256,
             "rows": unit.rows,
         }
         write_json(self.place(unit), {**body, "blocked": blocked, "failed": failed}, indent=None)
 
 
-def _blocked(suite: str, told: Sequence[tuple[StoredUnit, Mapping[str, Any]]]) -> Blocked:
-    sides = [side for _, body in told for _, side, _ in body["blocked"]]
-    failed = sum(len(body["failed"]) for _, body in told)
-    return Blocked(suite, sum(unit.rows for unit, _ in told), sides.count("input"), sides.count("output"), failed)
+def _blocked(suite: str, results: Sequence[tuple[StoredUnit, Mapping[str, Any]]]) -> Blocked:
+    sides = [side for _, body in results for _, side, _ in body["blocked"]]
+    failed = sum(len(body["failed"]) for _, body in results)
+    return Blocked(suite, sum(unit.rows for unit, _ in results), sides.count("input"), sides.count("output"), failed)
 
 
-def _first(said: Iterable[tuple[int, bool | None]]) -> int | None:
+def _first(decisions: Iterable[tuple[int, bool | None]]) -> int | None:
     """The index of the first message that is blocked, -1 without one; None where one before it is not known."""
-    for index, blocked in said:
+    for index, blocked in decisions:
         if blocked is None:
             return None
         if blocked:

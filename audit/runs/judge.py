@@ -25,7 +25,7 @@ from rich.console import Console
 
 from kvaudit import __version__
 from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.judges.grader import Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading
@@ -41,7 +41,7 @@ from kvaudit.suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
-_BESIDE = {  # what a report shows besides records, and under which name it goes along
+_COPIED = {  # what a report shows besides records, and under which name it goes along
     "displacement.json": "displacement.json",
     "scan.json": "scan.json",
     "answers.json": "answers.json",
@@ -96,7 +96,10 @@ class Judging(Regrading[Question, Reading]):
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
         self.grade_units()
-        return [_change(suite, [body["changed"] for _, body in told]) for suite, told in self.told_by_suite().items()]
+        return [
+            _change(suite, [body["changed"] for _, body in results])
+            for suite, results in self.results_by_suite().items()
+        ]
 
     def agreement(self) -> dict[str, list[int]]:
         """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
@@ -114,11 +117,11 @@ class Judging(Regrading[Question, Reading]):
     def lock(self, unit: StoredUnit) -> Path:
         return self._out.records / unit.records.with_suffix(".lock").name
 
-    def stands(self, unit: StoredUnit, told: Mapping[str, Any]) -> bool:
-        return bool(told.get(JUDGED) == self._stamp(unit))
+    def is_current(self, unit: StoredUnit, result: Mapping[str, Any]) -> bool:
+        return bool(result.get(JUDGED) == self._identity(unit))
 
-    def failed(self, told: Mapping[str, Any]) -> bool:
-        return bool(told.get("changed", {}).get("failed", 0))
+    def failed(self, result: Mapping[str, Any]) -> bool:
+        return bool(result.get("changed", {}).get("failed", 0))
 
     def write(self, unit: StoredUnit, mine: Claim) -> None:
         """Write a unit's records beside their place, a line at a time, and seal them."""
@@ -143,20 +146,20 @@ class Judging(Regrading[Question, Reading]):
         changed = {"was": unit.version, **{name: counted[name] for name in _COUNTS}}
         if self._by is not None:
             changed["pairs"] = [pairs[key] for key in AGREEMENT]
-        written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._stamp(unit)}
+        written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._identity(unit)}
         write_json(seal, {**unit.seal, **written, "changed": changed})
 
     def _regraded(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
         """Every record of a unit as it was, and as it is judged now."""
-        for answer, said in self.graded(unit):
+        for answer, readings in self.graded(unit):
             suite, item = answer.asked()
-            grade, sure = self._grade(answer.record, suite, item, said)
+            grade, sure = self._grade(answer.record, suite, item, readings)
             yield answer.record, answer.record.graded_again(suite.version, item, grade, unsure=not sure)
 
-    def _grade(self, old: Record, suite: Suite, item: Item, said: list[Reading | None]) -> tuple[Grade, bool]:
+    def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Reading | None]) -> tuple[Grade, bool]:
         """The grade of an answer by what the judge says of it, and whether it is sure of that."""
-        reading = said[0] if said else None
-        if self._by is None or not said:
+        reading = readings[0] if readings else None
+        if self._by is None or not readings:
             grade = graded(suite, item, old.transcript, old.finish_reason)
         else:
             refused = None if reading is None else reading.refused
@@ -168,24 +171,24 @@ class Judging(Regrading[Question, Reading]):
     def _open(self) -> None:
         """Make the folder, or hold what is there to this run; bring what a report shows besides records up to date."""
         run, out = self._run, self._out
-        told = run.provenance()
+        provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
             raise RunError(f"{str(out.path)!r} is the run that is to be judged; give another --out")
         if check_folder(out.path, out.spec, resume=True):
             held = out.provenance()
-            if JUDGED not in held or held.get("started") != told.get("started"):
+            if JUDGED not in held or held.get("started") != provenance.get("started"):
                 raise RunError(
                     f"{str(out.path)!r} holds another run than {str(run.path)!r} judged again; give another --out"
                 )
         make_folder(out.records)
         with mutex(out.path / ".provenance.lock"):
-            write_json(out.path / PROVENANCE, self._story(told))
-            for pattern, name in _BESIDE.items():
+            write_json(out.path / PROVENANCE, self._judged(provenance))
+            for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
                     _copy(path, out.path / path.relative_to(run.path).with_name(name))
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
-    def _story(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _judged(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
         """The provenance of the judged run: that of the run, and what it was judged from and by."""
         names = self._run.spec.evaluate.suites
         held = {unit.records.name: unit.sha256 for unit in self.units}
@@ -198,9 +201,9 @@ class Judging(Regrading[Question, Reading]):
         }
         if self._by is not None:
             judged["judge"] = {"name": self._by.name, "sha256": self._by.identity}
-        return {**told, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
+        return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
-    def _stamp(self, unit: StoredUnit) -> dict[str, Any]:
+    def _identity(self, unit: StoredUnit) -> dict[str, Any]:
         """What was judged by what: a unit that was finished under the same is not judged again."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._by is None else {"judge": self._by.identity}

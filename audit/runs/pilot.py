@@ -42,9 +42,9 @@ _MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked on
 Answered = Mapping[Unit, Sequence[Record]]
 
 
-def with_kept_gate(spec: RunSpec, story: Mapping[str, Any]) -> RunSpec:
+def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
     """The spec with the gate file that was kept when the run began in place of its own gate section, if it has one."""
-    file = kept_gate_file(story)
+    file = kept_gate_file(provenance)
     return spec if file is None else with_gate(spec, file)
 
 

@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from kvaudit.audit.cache.layers import governed_words
+from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
-from kvaudit.audit.runs.claims import Claim, Hand, work_through, work_through_groups
+from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -46,20 +47,19 @@ from kvaudit.audit.runs.pilot import (
 from kvaudit.audit.runs.progress import Meter, OneMeter
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import recipe_of
-from kvaudit.audit.runs.seat import FIRST_TOKENS, FirstHeard, Seat, try_out_engines
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
-from kvaudit.audit.sampling.given import check_given, load_given, load_named
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.early_stop import EarlyStop, mark_of
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.halt import Halt, mark_of
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards import Paying, paying_of
 from kvaudit.audit.training.sft import StartConfig, warm_start
@@ -119,7 +119,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
-            check_given(str(spec.given(arm, seed)), model)
+            check_comparable(str(spec.external(arm, seed)), model)
     batches: Batches = {}
     with watched() as rows:
         check_training(spec, model)
@@ -178,7 +178,7 @@ class Pipeline:
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
-        self._seat = Seat(run, self._spec, self._say)
+        self._slot = EngineSlot(run, self._spec, self._say)
         self._whole: OneMeter | None = None
         self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
@@ -228,9 +228,9 @@ class Pipeline:
 
     def _rank_job(self) -> Job:
         """What another rank does, with logs of its own beside those of workers that have ranks too."""
-        words = [*self._others, "--threads", str(torch.get_num_threads())]
+        arguments = [*self._others, "--threads", str(torch.get_num_threads())]
         logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
-        return Job(words, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
+        return Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
 
     @property
     def is_done(self) -> bool:
@@ -317,10 +317,14 @@ class Pipeline:
 
         Raises NotMeasurable where a suite has nothing to lose, unless the run is to go on anyway.
         """
-        story, units = self._run.provenance(), self._pilot_units()
+        provenance, units = self._run.provenance(), self._pilot_units()
         is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
         # a run of an earlier version is past it: what it has sealed would be answered twice
-        if PILOT not in story and (is_open or not any(map(self._is_sealed, grid(self._spec)))) and (units or is_open):
+        if (
+            PILOT not in provenance
+            and (is_open or not any(map(self._is_sealed, grid(self._spec))))
+            and (units or is_open)
+        ):
             self._say(f"pilot: {len(units)} units")
             folder = self._run.path / PILOT_FOLDER
             make_folder(folder)
@@ -335,15 +339,15 @@ class Pipeline:
 
     def check_pilot(self) -> None:
         """Raise NotMeasurable as ``pilot`` does, where it is done."""
-        story = self._run.provenance()
-        if PILOT in story and ANYWAY not in story:
-            check_measurable(with_kept_gate(self._spec, story), story[PILOT][FOUND])
+        provenance = self._run.provenance()
+        if PILOT in provenance and ANYWAY not in provenance:
+            check_measurable(with_kept_gate(self._spec, provenance), provenance[PILOT][FOUND])
 
     def _take_sizes(self) -> None:
-        story = self._run.provenance()
-        if PILOT not in story:
+        provenance = self._run.provenance()
+        if PILOT not in provenance:
             return
-        found = story[PILOT][FOUND]
+        found = provenance[PILOT][FOUND]
         for line in pilot_lines(found):
             self._say(f"pilot: {line}")
         for suite in found["items"]:  # a round until now
@@ -443,18 +447,18 @@ class Pipeline:
                 count(unit, rows_of(unit))
                 at(before, self._unit_line(unit))
 
-            def work(hand: Hand[Unit]) -> None:
+            def work(held: HeldUnits[Unit]) -> None:
                 def progress(unit: Unit, done: int, _: int) -> None:
-                    hand.claim(unit).check()
+                    held.claim(unit).check()
                     count(unit, steps(unit, done))
                     at(before, self._unit_line(unit))
 
-                first = hand.units[0]
+                first = held.units[0]
                 with _enough_memory(self._unit_line(first), "evaluate.batch_tokens"):
                     evaluator = self._evaluator_of((first.arm, first.seed))
-                    evaluator.run_together(hand.units, self._run, progress, hand.keeps, folder=folder)
+                    evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
 
-            with self._seat:  # no engine outlives the phase that it answers in
+            with self._slot:  # no engine outlives the phase that it answers in
                 work_through_groups(
                     [list(group) for _, group in groupby(units, lambda unit: unit.together)],
                     done=is_sealed,
@@ -490,12 +494,12 @@ class Pipeline:
                 warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
             else:
                 watch = section.watch if section.stops else None
-                halt = None if watch is None else Halt(watch, section.steps, out, self._arms_of(pair[1]))
+                early_stop = None if watch is None else EarlyStop(watch, section.steps, out, self._arms_of(pair[1]))
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
                 with self._ranks.unit(pair):
-                    train(config, start, out, progress, kept=self._run.path, halt=halt, ranks=self._ranks)
+                    train(config, start, out, progress, kept=self._run.path, early_stop=early_stop, ranks=self._ranks)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""
@@ -510,9 +514,9 @@ class Pipeline:
             if step < section.steps:
                 first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
                 rang = ", ".join(f"{arm} rang {alarm}" for arm, alarm in first.items())
-                words = f"at step {step} of {section.steps}: {rang}"
-                self._run.note(**{STOPPED: {str(seed): words}})
-                self._say(f"all arms of seed {seed} end {words}")
+                text = f"at step {step} of {section.steps}: {rang}"
+                self._run.note(**{STOPPED: {str(seed): text}})
+                self._say(f"all arms of seed {seed} end {text}")
 
     def _start(self, seed: int) -> LoadedModel:
         """What the arms of a seed begin from: the model, or its warm start."""
@@ -543,13 +547,13 @@ class Pipeline:
             layout = ", large products packed" if packs(model) else ""
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
-            self._run.note(chat=model.chat.about())
+            self._run.note(chat=model.chat.to_json())
             threads = f"{torch.get_num_threads()} threads"
             self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {threads}{layout}")
-            if words := governed_words(model.model.config):
-                self._say(f"cache: {words}")
-            for words in model.chat.moved():
-                self._say(f"chat: {words}")
+            if text := governed_text(model.model.config):
+                self._say(f"cache: {text}")
+            for text in model.chat.moved():
+                self._say(f"chat: {text}")
             self._base = model
         return self._base
 
@@ -558,7 +562,7 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, self._inputs(), self._seat))
+            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, self._inputs(), self._slot))
         return self._evaluator[1]
 
     def _hold(self, kind: str, now: Digests) -> None:
@@ -574,7 +578,7 @@ class Pipeline:
 
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
-        if not paying.plain:
+        if not paying.by_grade_alone:
             self._hold(REWARD, paying.inputs)
         self._run.note(**{REWARD_JUDGES: paying.judges})
 
@@ -584,20 +588,20 @@ class Pipeline:
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
             return self._load_base()
-        if (given := self._spec.given(*pair)) is not None:
-            return self._given(pair, given)
+        if (external := self._spec.external(*pair)) is not None:
+            return self._external(pair, external)
         self._trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))
-        return load_given(folder, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        return load_comparable(folder, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
 
-    def _given(self, pair: Pair, given: str) -> LoadedModel:
+    def _external(self, pair: Pair, name: str) -> LoadedModel:
         """A checkpoint that was trained elsewhere; it must be the one that the run met first under this name."""
         spec = self._spec
-        model = load_given(given, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        model = load_comparable(name, self._load_base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
         known = self._run.keep(CHECKPOINTS, f"{pair[0]}/{pair[1]}", model.sha256)
         if known != model.sha256:
             raise RunError(
-                f"checkpoint {given!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
+                f"checkpoint {name!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
                 "back, or give another --out"
             )
         return model

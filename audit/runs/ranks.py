@@ -93,13 +93,13 @@ def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankG
         yield found
         found.tell(None)
     else:
-        with _beside(ranks, job, say) as found:
+        with _with_local_ranks(ranks, job, say) as found:
             yield found
     dist.destroy_process_group()
 
 
 @contextmanager
-def _beside(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
+def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
     """Start the other ranks on this machine; they end with the body, and with this process."""
     losses, port = _Losses(say), _free_port()
     known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Generic
 
 from rich.console import Console
 
-from kvaudit.audit.judges.grader import G, StoredAnswer
-from kvaudit.audit.judges.remembered import Remembered
+from kvaudit.audit.judges.grader import G, Remembered, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, records_of, stored_units, work_on
@@ -53,11 +52,11 @@ class Regrading(Generic[Q, G]):
         """What a unit is claimed by."""
         raise NotImplementedError
 
-    def stands(self, unit: StoredUnit, told: Mapping[str, Any]) -> bool:
+    def is_current(self, unit: StoredUnit, result: Mapping[str, Any]) -> bool:
         """Whether the file of a unit is of its records as they are now, by this very grader."""
         raise NotImplementedError
 
-    def failed(self, told: Mapping[str, Any]) -> bool:
+    def failed(self, result: Mapping[str, Any]) -> bool:
         """Whether the grader failed on some answer of a unit, by the unit's file."""
         raise NotImplementedError
 
@@ -77,14 +76,14 @@ class Regrading(Generic[Q, G]):
             yield from ((answer, []) for answer in self._stored(unit))
             return
         grader = self.answers.grader
-        seen = [grader.seen(answer) for answer in self._stored(unit)]
-        questions = [question for row in seen for question in row]
+        asked = [grader.questions_of(answer) for answer in self._stored(unit)]
+        questions = [question for row in asked for question in row]
         grader.check_questions(questions)
-        said = iter(self.answers.grades(questions))
-        for answer, row in zip(self._stored(unit), seen, strict=True):
-            yield answer, [next(said) for _ in row]
+        grades = iter(self.answers.grades(questions))
+        for answer, row in zip(self._stored(unit), asked, strict=True):
+            yield answer, [next(grades) for _ in row]
 
-    def told_by_suite(self) -> dict[str, list[tuple[StoredUnit, Mapping[str, Any]]]]:
+    def results_by_suite(self) -> dict[str, list[tuple[StoredUnit, Mapping[str, Any]]]]:
         """The finished units with what their files say."""
         found: dict[str, list[tuple[StoredUnit, Mapping[str, Any]]]] = {}
         for unit in self.units:
@@ -106,8 +105,8 @@ class Regrading(Generic[Q, G]):
     def _is_done(self, unit: StoredUnit) -> bool:
         if not self.place(unit).exists():
             return False
-        told = read_json(self.place(unit))
-        return self.stands(unit, told) and (not self.failed(told) or unit.records in self._tried)
+        result = read_json(self.place(unit))
+        return self.is_current(unit, result) and (not self.failed(result) or unit.records in self._tried)
 
     def _work(self, unit: StoredUnit, mine: Claim) -> None:
         self.write(unit, mine)

@@ -15,7 +15,7 @@ from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter
-from kvaudit.audit.sampling.given import chat_named
+from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
 from kvaudit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
@@ -150,12 +150,6 @@ def work_on(
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
         work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
-
-
-def answered_items(unit: StoredUnit, asked: AskedItems) -> Iterator[tuple[Record, Item]]:
-    """Every record of a unit with the item it answers."""
-    for number, record in enumerate(records_of(unit), start=1):
-        yield record, item_of(record, asked, f"{str(unit.records)!r} line {number}")
 
 
 def item_of(record: Record, asked: AskedItems, where: str) -> Item:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role
+from kvaudit.core.records import Message, Role, message_rows
 from kvaudit.core.spans import Place, Span, places_of
 from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 
@@ -101,6 +101,7 @@ class Chat:
         """``reply`` without the end-of-turn token that ``completion`` already ends with."""
         rendered = self.reply(messages, spans)
         if completion and completion[-1] in self.stop_ids:
+            # tokens before the next message's text
             lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
             # looked for before the next message's text only, which may hold the same token
             if completion[-1] in rendered.ids[:lead]:
@@ -110,8 +111,8 @@ class Chat:
     @property
     def end_of_turn(self) -> int:
         """The token that ends an answer; raises SpecError where the template has none."""
-        behind = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
-        found = [token for token in behind if token in self.stop_ids]
+        endings = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
+        found = [token for token in endings if token in self.stop_ids]
         if not found:
             raise SpecError("the chat template ends an answer by no token of its own; give an instruct model")
         return int(found[0])
@@ -148,7 +149,7 @@ class Chat:
         """Tokens of a text, no special tokens added."""
         return len(self.encode(text))
 
-    def about(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What a run notes of its conversations: options of the template, and whether it takes roles itself."""
         return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role}
 
@@ -163,7 +164,7 @@ class Chat:
         probe = Message(role, _MARKER)
         messages = [probe, *plain[:1]] if first else [*plain, probe]
         try:
-            return "native" if _MARKER in self._apply(_rows(messages)) else "user"
+            return "native" if _MARKER in self._apply(message_rows(messages)) else "user"
         except TemplateRefusal:
             return "user"
 
@@ -198,10 +199,11 @@ class Chat:
     def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> Rendered:
         """Tokens of the messages, and of what the template puts around them, after the messages ``before``."""
         text = self._text_after(before, messages)
+        # texts that stand nowhere else, so that a template's own words are told from a message's
         slots = [replace(message, content=_SLOT.format(n)) for n, message in enumerate(messages)]
         stretches = _stretches(text, self._text_after(before, slots), messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        roles, at = [], 0
+        roles, at = [], 0  # a role for every token; the message that is looked at
         for start, _ in encoded["offset_mapping"]:
             while at < len(stretches) and stretches[at].end <= start:
                 at += 1
@@ -219,6 +221,7 @@ class Chat:
         text = self._template([*before, *messages])
         if not before:
             return text
+        # the last one: a template may repeat the assistant's text
         _, found, after = text.rpartition(_MARKER)
         if not found:
             raise SpecError(
@@ -242,7 +245,7 @@ class Chat:
         """Rows the template takes: roles it lacks become user text, neighbouring user rows then become one."""
         rows: list[dict[str, str]] = []
         foreign = False  # whether the last row is a user row that holds another role's text
-        for row in _rows(messages):
+        for row in message_rows(messages):
             moved = self._is_foreign(row["role"])
             if row["role"] == Role.TOOL and moved:
                 row["content"] = TOOL_PREFIX + row["content"]
@@ -252,6 +255,7 @@ class Chat:
                 rows[-1]["content"] += "\n\n" + row["content"]
             else:
                 rows.append(row)
+            # the next row may only join one that holds another role's text, or two users would become one
             foreign = moved
         return rows
 
@@ -264,10 +268,6 @@ def _template_of(tokenizer: Any) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError as error:  # several by name, and none called default
         raise SpecError(f"the tokenizer's chat template cannot be chosen: {str(error).partition('.')[0]}") from None
-
-
-def _rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
 class _Stretch(NamedTuple):
@@ -308,6 +308,7 @@ def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stre
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
         position = start + len(content)
+        # characters stripped in front, by which places in it are off
         lost = 0 if content == message.content else len(message.content) - len(message.content.lstrip())
         found.append(_Stretch(start, position, str(message.role), lost))
     return found

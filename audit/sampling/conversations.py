@@ -24,7 +24,7 @@ _NOTHING = Rendered((), ())
 
 
 @dataclass(frozen=True)
-class Played:
+class GradedRow:
     """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts.
 
     ``spans`` maps a marked span to the same share, and to where it stands in the transcript; ``marks`` maps it to its
@@ -56,7 +56,7 @@ def play(
     thinks: bool = False,
     prompts: Sequence[Rendered] | None = None,
     at_once: int = 0,
-) -> list[Played]:
+) -> list[GradedRow]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
 
     ``seeds`` holds one number per row. The length of an answer is the suite's, not ``decoding.max_new_tokens``. The
@@ -73,14 +73,17 @@ def play(
     asked = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
+    # whether an item is answered by choosing among options
     given = [bool(one.suite.options(one.item)) for one in asked]
     most = max(1, at_once // group) if at_once else len(asked)  # items at once
-    found: dict[int, list[Played]] = {}
+    found: dict[int, list[GradedRow]] = {}
     for way, chosen in ((_converse, False), (_choose, True)):
         part = [n for n, own in enumerate(given) if own is chosen]
         own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
+        # the two ways need batches of their own: scored rows draw nothing
         rows = way(sampler, [asked[n] for n in part], decoding, own_seeds, group, most) if part else []
         found |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(part)}
+    # wall time by rows; what one cost in a batch cannot be told
     seconds = (time.perf_counter() - started) / len(seeds)
     return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
 
@@ -101,7 +104,7 @@ class AskedItem(NamedTuple):
 
 def _converse(
     sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
-) -> list[Played]:
+) -> list[GradedRow]:
     """Let the model speak, and the environment answer; ``most`` items at once."""
 
     def opened(items: range) -> AnyEpisode:
@@ -122,7 +125,7 @@ def _converse(
             lambda n, completion: rows[n].answer(completion),
             arrivals.pause,
         )
-        chunks = [row.take_pending() for row in playing]
+        chunks = [row.take_pending() for row in playing]  # what environments said, in the template's form
         if any(chunk.ids for chunk in chunks):
             episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
     return [row.played(rollout) for row, rollout in zip(rows, arrivals.rollouts(), strict=True)]
@@ -130,7 +133,7 @@ def _converse(
 
 def _choose(
     sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
-) -> list[Played]:
+) -> list[GradedRow]:
     """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
     if len(asked) > most:
         parts = (slice(start, start + most) for start in range(0, len(asked), most))
@@ -143,13 +146,15 @@ def _choose(
     played = []
     for n, (scored, seed) in enumerate(zip(rows, seeds, strict=True)):
         suite, item, prompt, _ = asked[n // group]
+        # [1, options], nats or what the suite makes of them
         worth = torch.tensor([list(suite.weigh(item, [sum(own.logprobs) for own, _ in scored]))])
+        # greedy at temperature 0; else by the seed of the row, so that policies share the draw
         (best,), _ = draw(worth, torch.tensor([seed]), torch.tensor([len(prompt.ids)]), decoding)
         transcript = (*item.messages, Message(Role.ASSISTANT, texts[n // group][best]))
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
         roles = (*prompt.roles, *[str(Role.ASSISTANT)] * tokens)
         played.append(
-            Played(
+            GradedRow(
                 item=item,
                 transcript=transcript,
                 grade=graded(suite, item, transcript, "stop"),
@@ -181,6 +186,7 @@ def score_answers(
     all its answers share.
     """
     width = max(map(len, answers))
+    # () where a prompt has fewer answers than the widest
     said = [[*own, *[()] * (width - len(own))] for own in answers for _ in range(group)]
     row_seeds = [seed for seed in seeds for _ in range(width)]
     roles = [prompt.roles for prompt in prompts]
@@ -265,10 +271,10 @@ class Conversation:
         chunk, self._pending = self._pending, _NOTHING
         return chunk
 
-    def played(self, rollout: Rollout) -> Played:
+    def played(self, rollout: Rollout) -> GradedRow:
         """Grade the finished row; how long it took is for whoever knows the whole batch."""
         assert rollout.ids.shape[0] == len(self._roles)
-        return Played(
+        return GradedRow(
             item=self.exchange.item,
             transcript=self.exchange.transcript,
             grade=self.exchange.grade(),
@@ -286,11 +292,13 @@ class Conversation:
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
+        # room for a whole answer, or the model would be cut short by us and not by its own length
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
             self.exchange.break_off()
             return
         self.exchange.go_on(messages)
         for name, tokens in reply.spans.items():
+            # from the reply's own numbering to that of the whole rollout
             self._spans.setdefault(name, []).extend(len(self._roles) + token for token in tokens)
         self._roles += reply.roles
         self._pending = reply
@@ -312,6 +320,7 @@ def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
     by_role: dict[str, list[float]] = {}
     for role, share in zip(roles[:start], alive, strict=True):
         by_role.setdefault(role, []).append(share)
+    # every token counts once, wherever it stands
     return {role: sum(shares) / len(shares) for role, shares in sorted(by_role.items())}
 
 

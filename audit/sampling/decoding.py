@@ -48,7 +48,7 @@ class Scored(NamedTuple):
 
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
     """One token per row from logits [B, V], and its log-prob in nats; ``index`` [B] numbers each seed's draw."""
-    wide = logits.double()
+    wide = logits.double()  # so that rounding seldom moves a draw to another token
     if decoding.temperature not in (0, 1):
         wide = wide / decoding.temperature
     logprobs = wide.log_softmax(-1)
@@ -56,7 +56,7 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
         tokens = logprobs.argmax(-1)
     else:
         probabilities = nucleus(logprobs.exp(), decoding.top_p)
-        cumulative = probabilities.cumsum(-1)
+        cumulative = probabilities.cumsum(-1)  # [B, V]
         threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]  # of a nucleus, or rounded, the sum is not 1
         # right: a token without probability is never drawn; a threshold that rounds up to the sum needs the clamp
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
@@ -68,5 +68,5 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p
+    outside = ordered.cumsum(-1) - ordered >= top_p  # without the token itself: the one that crosses top_p stays
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))

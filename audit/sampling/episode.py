@@ -17,7 +17,7 @@ from kvaudit.audit.cache.attention import Attends
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
@@ -79,7 +79,7 @@ class Episode:
         self._model, self._recorded = model, recorded
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
         rotary = rotary_for(model.model, policy)
-        blocks = watched_blocks(model.model)
+        blocks = hooked_blocks(model.model)
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles, shared)
@@ -90,7 +90,7 @@ class Episode:
         self._turns: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probs of turns that are under way
         self._logits = logits.repeat_interleave(group, 0)  # [b, V] of the next token of the rows in the cache
         self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
-        self._given: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
+        self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
 
     @property
     def rows(self) -> int:
@@ -132,6 +132,7 @@ class Episode:
 
         def pick(logits: Tensor, drawn: list[int]) -> tuple[list[int], list[float]]:
             # draws are numbered by row position: turns, and whatever shares the batch, change none
+            # [b] position of the token that is drawn
             index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
             return draw(logits, self._seeds, torch.tensor(index, device=logits.device), decoding)
 
@@ -154,11 +155,11 @@ class Episode:
         found: list[Scored | None] = [None] * self.rows
         likely = [True] * self.rows
 
-        def given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
+        def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
             tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
-            logprobs = logits.double().log_softmax(-1)
+            logprobs = logits.double().log_softmax(-1)  # [b, V] nats, at temperature 1
             for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
-                likely[n] &= n not in self._turns or best == token
+                likely[n] &= n not in self._turns or best == token  # rows whose answer is over are not looked at
             picked = torch.tensor(tokens, device=logits.device)[:, None]
             return tokens, logprobs.gather(1, picked)[:, 0].tolist()
 
@@ -168,7 +169,7 @@ class Episode:
             found[n] = Scored(tuple(logprobs), likely[n])
             return True
 
-        self._answer([len(answer) > 0 for answer in answers], given, said)
+        self._answer([len(answer) > 0 for answer in answers], next_given, said)
         return found
 
     def _answer(
@@ -202,6 +203,7 @@ class Episode:
                 self._let_go()
                 logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._held])
                 if pause is not None and pause():
+                    # [b, 1]; rows that are over keep the logits they ended with
                     under_way = torch.tensor([running[n] for n in self._held], device=logits.device)[:, None]
                     self._logits = torch.where(under_way, logits, self._logits)
                     return
@@ -211,7 +213,7 @@ class Episode:
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
-        self._feed_given(beginning)
+        self._feed_queued(beginning)
         self._feed_pending(beginning)  # after what was given, which takes its row's drawn token along
         for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
             if beginning[n]:
@@ -235,10 +237,10 @@ class Episode:
         self._over |= {first + n for n in other._over}
         self._gone |= {first + n: rollout for n, rollout in other._gone.items()}
         self._turns |= {first + n: turn for n, turn in other._turns.items()}
-        self._rows, self._pending, self._given = (
+        self._rows, self._pending, self._queued = (
             [*self._rows, *other._rows],
             [*self._pending, *other._pending],
-            [*self._given, *other._given],
+            [*self._queued, *other._queued],
         )
 
     def _let_go(self, *, at_once: bool = False) -> None:
@@ -275,21 +277,21 @@ class Episode:
             own = [""] * len(chunk) if roles is None else roles[n]
             assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
             self._rows[n].add(chunk)
-            self._given[n] += zip(chunk, own, strict=True)
+            self._queued[n] += zip(chunk, own, strict=True)
 
     @torch.no_grad()
-    def _feed_given(self, running: Sequence[bool]) -> None:
+    def _feed_queued(self, running: Sequence[bool]) -> None:
         """Given tokens attend causally, behind the last drawn one, then the policy evicts."""
-        fed = [on and bool(given) for on, given in zip(running, self._given, strict=True)]
+        fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
         drawn = str(Role.ASSISTANT)
         tokens = [
-            [*((token, drawn) for token in self._pending[n]), *self._given[n]] if fed[n] else [] for n in self._held
+            [*((token, drawn) for token in self._pending[n]), *self._queued[n]] if fed[n] else [] for n in self._held
         ]
         for n, on in enumerate(fed):
             if on:
-                self._pending[n], self._given[n] = [], []
+                self._pending[n], self._queued[n] = [], []
         logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
         changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]
         self._logits = torch.where(changed, logits, self._logits)
@@ -306,7 +308,7 @@ class Episode:
         """Every row as it stands, with its ledger."""
         assert self._recorded
         assert not self._turns, "a turn that was begun goes on"
-        self._feed_given([True] * self.rows)
+        self._feed_queued([True] * self.rows)
         found = self._gone | self._rollouts(self._held)
         return [found[n] for n in range(self.rows)]
 
@@ -315,6 +317,7 @@ class Episode:
         wanted = set(numbers)
         places = {n: place for place, n in enumerate(self._held) if n in wanted}
         longest = max(len(self._rows[n].ids) for n in numbers)
+        # [b, L, H, T]; times [b, T] of keys and of values, None without codes
         ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
         codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
         peaks = self._cache.bytes_peaks
@@ -364,8 +367,8 @@ class Episode:
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
-        ids = torch.tensor(tokens)[:, None]
-        positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)
+        ids = torch.tensor(tokens)[:, None]  # [b, 1]
+        positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)  # [b, 1], -1 where nothing is fed
         self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * len(ids), 1))
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
@@ -387,10 +390,11 @@ class Episode:
 
         What is ``shared`` with other policies is the first chunk, into empty caches.
         """
-        lengths = torch.tensor([len(r) for r in rows])
+        lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
         for n, row in enumerate(rows):
             ids[n, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        # padding on the right: positions count up from what a row has seen
         columns = torch.arange(ids.shape[1])
         positions = torch.where(columns < lengths[:, None], columns + self._cache.seen[:, None], -1)
         if int(positions.max()) >= self._model.max_positions:
@@ -411,7 +415,7 @@ class Episode:
             first = shared if start == 0 else None
             logits = forward() if first is None else first.logits(self._cache, Prompts(ids, positions), forward)
             if result is None:
-                result = logits.new_zeros(len(rows), logits.shape[-1])
+                result = logits.new_zeros(len(rows), logits.shape[-1])  # [b, V]
             rows_ending = ending.nonzero()[:, 0].to(logits.device)
             result[rows_ending] = logits[rows_ending, inverse.to(logits.device)]
         assert result is not None
@@ -431,5 +435,5 @@ class Episode:
             logits_to_keep=1 if columns is None else columns.to(device),
         )
         kv.settle()
-        logits: Tensor = output.logits
+        logits: Tensor = output.logits  # [b, n, V]
         return logits

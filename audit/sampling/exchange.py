@@ -64,8 +64,8 @@ class Exchange:
 def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
 
-    ``finish_reason`` is that of the conversation (``Played``). What says nothing never reaches the suite's grader; of
-    an answer that was cut, what was said before the cut does.
+    ``finish_reason`` is that of the conversation (``GradedRow``). What says nothing never reaches the suite's
+    grader; of an answer that was cut, what was said before the cut does.
     """
     broken = said_nothing(suite, item, transcript, finish_reason)
     if broken is None:

@@ -67,6 +67,7 @@ def _walk(cursor: _Cursor, magic: bytes) -> None:
         raise ValueError(f"it begins with {magic!r}")
     if (version := cursor.number("<I")) not in (2, 3):
         raise ValueError(f"it has version {version}, wanted 2 or 3")
+    # counts from a stranger's file: bounded before anything loops over them
     tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
     if tensors > MOST_TENSORS or pairs > MOST_PAIRS:
         raise ValueError(f"it names {tensors} tensors and {pairs} keys, at most {MOST_TENSORS} each are read")
@@ -74,10 +75,10 @@ def _walk(cursor: _Cursor, magic: bytes) -> None:
         cursor.text()
         kind, count = cursor.number("<I"), 1
         if kind == _ARRAY:
-            kind, count = cursor.number("<I"), cursor.number("<Q")
+            kind, count = cursor.number("<I"), cursor.number("<Q")  # of the elements
         cursor.values(kind, count)
     for _ in range(tensors):
         cursor.text()
         if (dimensions := cursor.number("<I")) > MOST_DIMENSIONS:
             raise ValueError(f"it holds a tensor of {dimensions} dimensions")
-        cursor.skip(8 * dimensions + 4 + 8)
+        cursor.skip(8 * dimensions + 4 + 8)  # sizes, the type, and where the tensor begins

@@ -16,7 +16,7 @@ _FILES = ("inactive_file", "active_file")
 def free_bytes(device: torch.device) -> int:
     """Memory that nobody uses and this process may have, in bytes; of a system that does not say so, all it has."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.mem_get_info(device)[0])  # free, total
     found = _table(Path("/proc/meminfo"))
     free = found["MemAvailable:"] * 1024 if "MemAvailable:" in found else _installed()
     return int(min([free, *map(_left, _groups())]))
@@ -50,6 +50,7 @@ def _left(group: Path) -> float:
         if (most := _limit(group, limit)) is not None:
             held = _table(group / "memory.stat")
             # version 1 counts groups within apart, under the names with total
+            # the page cache, which the kernel gives back before it refuses
             files = max(sum(held.get(kind + name, 0) for name in _FILES) for kind in ("", "total_"))
             return max(most - int((group / used).read_text(encoding="ascii")) + files, 0)
     return math.inf

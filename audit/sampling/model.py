@@ -97,11 +97,12 @@ def load_model(
             verify_folder(folder)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
+        # before a prompt is made: a token beyond the embeddings would end in an index error
         _check_tokenizer(name_or_path, model, tokenizer)
         talk = Chat(tokenizer, _generation_stops(name_or_path, model), chat)
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
-    carry_states(model)
+    carry_states(model)  # layers of linear attention have a state in place of entries
     return LoadedModel(
         model=model.to(place).eval(),
         chat=talk,
@@ -132,8 +133,8 @@ def own_path(name_or_path: str) -> Path:
         path = Path(name_or_path).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, of a user who is none, with a zero byte
-        told = str(error).partition(": ")[0]
-        raise DataError(f"model {shown(name_or_path)} cannot be a path ({told[:80]}); mend the name") from None
+        why = str(error).partition(": ")[0]
+        raise DataError(f"model {shown(name_or_path)} cannot be a path ({why[:80]}); mend the name") from None
     return path
 
 
@@ -147,6 +148,7 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
     if path.exists() or not _HUB_ID.fullmatch(name_or_path):
         raise DataError(f"model {name_or_path!r} is no folder, .gguf file or hub id; give one of those, or 'embedded'")
     try:
+        # no subfolders, which hold other formats of the same weights
         ignored = ["*/*"] if weights else ["*/*", *_HUB_WEIGHTS]
         return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
     except (OSError, HfHubHTTPError, HFValidationError, RuntimeError) as error:
@@ -185,7 +187,7 @@ def refuse_code(folder: Path) -> None:
 
     transformers would ask on standard input whether to run it.
     """
-    for path in sorted(folder.glob("*config.json")):
+    for path in sorted(folder.glob("*config.json")):  # tokenizer and processor configs can name code too
         try:
             found = _names_code(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:
@@ -218,6 +220,7 @@ def _manifest(folder: Path) -> dict[str, str]:
             files |= own_files(table if key is None else table[key], folder / name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"checkpoint {str(folder)!r}: {name} is not a readable manifest ({error!r})") from None
+    # ledgers are of the training run; whoever only serves the model does not need them
     return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
 
 
@@ -267,11 +270,12 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     check_complete(str(path), loaded, info)
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
+        # what was dequantised must not say that it is quantised
         del config.quantization_config
     plain = AutoModelForCausalLM.from_config(
         config, dtype=wanted, attn_implementation=ATTENTION, trust_remote_code=False
     )
-    plain.load_state_dict(loaded.state_dict())
+    plain.load_state_dict(loaded.state_dict())  # strict: a tensor that has no place here is an error
     check_numbers(str(path), plain)
     return plain, tokenizer
 
@@ -356,7 +360,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device)  # a device that is named right may still not be there
     except (RuntimeError, AssertionError) as error:
         line = str(error).partition("\n")[0]
         raise RunError(f"device {name!r} cannot be used here ({line}); try 'cpu' or 'auto'") from None

@@ -72,7 +72,7 @@ def is_able(dtype: torch.dtype) -> bool:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer that nobody listens to or has given another forward."""
+    """Whether a module is a linear layer that nobody listens to or has hidden another forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
 
@@ -87,10 +87,10 @@ class _Packed(nn.Linear):
         self.training, self._fewest = stored.training, _FEWEST[stored.weight.dtype]
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Products [..., N] of rows [..., K]."""
-        few = given.numel() < self._fewest * given.shape[-1]
+        few = hidden.numel() < self._fewest * hidden.shape[-1]
         if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return linear(given, self.weight, self.bias)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(given, self._blocks, self.bias, "none", [], "")
+            return linear(hidden, self.weight, self.bias)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._blocks, self.bias, "none", [], "")
         return found

@@ -62,6 +62,7 @@ class Sampler:
             raise SpecError(f"policy {self.policy.canonical!r} pins roles; sample with the roles of the tokens")
         assert roles is None or [len(r) for r in roles] == [len(p) for p in prompts]
         if isinstance(self.policy, Mixture):
+            # a prompt for every row: members of a group may draw different policies
             each = [n for n in range(len(prompts)) for _ in range(group)]
             own = None if roles is None else [roles[n] for n in each]
             return MixedEpisode(
@@ -114,12 +115,13 @@ class MixedEpisode:
             for rows, episode in self._parts.values():
                 own_ended = None if ended is None else lambda n, ids, rows=rows: ended(rows[n], ids)
                 own_heard = None if heard is None else lambda n, completion, rows=rows: heard(rows[n], completion)
+                # a pause after every step, so that no part runs ahead
                 step = None if pause is None else lambda: True
                 for n, done in zip(
                     rows, episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard, step), strict=True
                 ):
                     if done is not None:
-                        found[n], most[n] = done, 0
+                        found[n], most[n] = done, 0  # 0: not drawn for again while other parts still speak
             begun = any(episode.is_speaking for _, episode in self._parts.values()) and not (pause and pause())
         return found
 
@@ -137,6 +139,7 @@ class MixedEpisode:
         if not self._recorded:  # a part that nobody goes on with would hold its cache for nothing
             self._parts = {part: found for part, found in self._parts.items() if found[1].going_on}
         for part, (rows, episode) in other._parts.items():
+            # rows of the other batch stand behind all of this one
             numbers = [self.rows + n for n in rows]
             if part in self._parts:
                 self._parts[part][0].extend(numbers)
@@ -170,7 +173,7 @@ class Arrivals:
 
     def __init__(self, opened: Callable[[range], AnyEpisode], prompts: int, most: int, group: int = 1) -> None:
         self._opened, self._most, self._group = opened, most, group
-        self._waiting = range(most, prompts)
+        self._waiting = range(most, prompts)  # numbers of prompts; the first ones are in the batch
         self._episode = opened(range(min(most, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
@@ -193,6 +196,7 @@ class Arrivals:
     @property
     def _room(self) -> int:
         """Prompts that fit beside the rows that go on."""
+        # rounded up: a group that lost a row still takes a prompt's room
         return self._most - -(-self._episode.going_on // self._group)
 
     def rollouts(self) -> list[Rollout]:

@@ -59,7 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
 def weights_sha256(folder: Path) -> str:
     """The identity of a folder's weights: the file's own hash, or that of the sorted list of shard hashes."""
     digests = {path.name: file_sha256(path) for path in weight_files(folder)}
-    if len(digests) == 1:
+    if len(digests) == 1:  # the plain sha256 of the file, which anybody can compare by hand
         return next(iter(digests.values()))
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
@@ -119,6 +119,7 @@ def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
     Only what would take for ever is caught here; what is merely wrong is a missing or mismatched tensor later.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # largest size of any dimension of any tensor
     widest = max((size for header in found for size in header.shape), default=0)
     for keys, bound, what in ((_LAYERS, len(found), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
         for key, value in _asked(config, keys):
@@ -142,6 +143,7 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
             f"model {name!r}: {tensor} has shape {tuple(got)}, its config wants {tuple(wanted)}{_more(mismatched)}; "
             "copy both from one model"
         )
+    # layers the config leaves out are of kinds it has; a head of another task is not
     kinds = {_kind(key) for key in model.state_dict()}
     if left_out := sorted(key for key in info["unexpected_keys"] if _kind(key) in kinds):
         raise DataError(
@@ -176,6 +178,7 @@ def _asked(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
+    # the extremes are NaN or infinite if any number is, and no mask of all is made
     return not tensor.numel() or all(torch.isfinite(bound) for bound in torch.aminmax(tensor))
 
 

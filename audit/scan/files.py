@@ -12,9 +12,9 @@ from typing import NamedTuple
 from kvaudit.audit.scan.python import read_python
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable
 from kvaudit.audit.scan.shell import read_dockerfile, read_shell
+from kvaudit.audit.scan.shell_words import HereDocument
 from kvaudit.audit.scan.toml_text import read_toml_text
 from kvaudit.audit.scan.trees import read_json_text, read_yaml_text
-from kvaudit.audit.scan.words import HereDocument
 from kvaudit.core.errors import DataError, SpecError
 
 LARGEST_CONFIGURATION = 500_000  # bytes of a configuration; what is larger is data

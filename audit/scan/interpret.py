@@ -64,7 +64,7 @@ class Interpreter:
 
     def _stands(self, rule: ScanRule, setting: Setting) -> bool:
         """Whether the file is of the kind that the rule is about, and no sibling switches the key off."""
-        if rule.beside and not self._names(rule.beside):
+        if rule.mentions and not self._names(rule.mentions):
             return False
         siblings = self.siblings[setting.group]
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
@@ -84,10 +84,10 @@ class Interpreter:
 
     def _role(self, setting: Setting) -> ConfigurationRole:
         """As the path of the key says, the trainers that the file names, the command, or the path of the file."""
-        path = _words(".".join(setting.key[:-1]))
+        path = _parts(".".join(setting.key[:-1]))
         if path & _ROLLOUT or self._is_of_a_trainer:
             return "rollout"
-        if path & _SERVING or _words(setting.near) & _SERVING:
+        if path & _SERVING or _parts(setting.near) & _SERVING:
             return "serving"
         return self._role_by_name
 
@@ -98,9 +98,9 @@ class Interpreter:
     @cached_property
     def _role_by_name(self) -> ConfigurationRole:
         for part in reversed(self.name.lower().split("/")):  # the name of the file, then of the folders above it
-            if _words(part) & _ROLLOUT:
+            if _parts(part) & _ROLLOUT:
                 return "rollout"
-            if _words(part) & _SERVING:
+            if _parts(part) & _SERVING:
                 return "serving"
         return "serving" if self._names(_LAUNCHES) else "unknown"
 
@@ -123,9 +123,9 @@ def _pattern(word: str) -> re.Pattern[str]:
     return re.compile(f"(?<![a-z0-9]){re.escape(word)}{after}")
 
 
-def _words(text: str) -> set[str]:
-    words = set(re.split(r"[^a-z0-9_]+", text.lower()))
-    return words | {part for word in words for part in word.split("_")}
+def _parts(text: str) -> set[str]:
+    parts = set(re.split(r"[^a-z0-9_]+", text.lower()))
+    return parts | {piece for part in parts for piece in part.split("_")}
 
 
 def _same(setting: Setting) -> tuple[int, str]:

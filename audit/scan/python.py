@@ -10,7 +10,7 @@ import warnings
 
 from kvaudit.audit.scan.sheet import DEEPEST_TREE, Mapping, Setting, Sheet, Unknown, Unreadable, Value, read_value
 from kvaudit.audit.scan.shell import read_line, read_words
-from kvaudit.audit.scan.words import Word
+from kvaudit.audit.scan.shell_words import Word
 
 _FOR_PEOPLE = {"help", "description", "epilog", "usage"}  # texts that mention flags and set none
 _FAR = 500  # lines in which the next flag of a string is looked up

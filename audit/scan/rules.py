@@ -54,7 +54,7 @@ class ScanRule:
     role: ConfigurationRole | None = None
     when: str | Table[str, Any] = "set"
     unless: Table[str, Sequence[Any]] | None = None
-    beside: Sequence[str] = ()
+    mentions: Sequence[str] = ()
     policy: str | Table[str, str] = NO_EQUIVALENT
     fields: Table[str, Any] | None = None
     overruled: str | None = None

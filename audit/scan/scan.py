@@ -73,9 +73,9 @@ def _with_answer(finding: Finding, corrections: dict[int, Finding], declared: Se
         return replace(finding, state="declared", answer=entry.why)
     if mechanism.corrected and finding.role == "rollout":
         # words of no command may go to any of them
-        beside = corrections.get(finding.block) or corrections.get(0)
+        correction = corrections.get(finding.block) or corrections.get(0)
         if finding.block == 0:
-            beside = beside or next(iter(corrections.values()), None)
-        if beside is not None:
-            return replace(finding, state="corrected", answer=f"{beside.key} in line {beside.line}")
+            correction = correction or next(iter(corrections.values()), None)
+        if correction is not None:
+            return replace(finding, state="corrected", answer=f"{correction.key} in line {correction.line}")
     return finding

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
-from kvaudit.audit.scan.words import HereDocument, ShellCommand, Word, parts_of
+from kvaudit.audit.scan.shell_words import HereDocument, ShellCommand, Word, parts_of
 
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")

@@ -24,7 +24,7 @@ from kvaudit.audit.scan.sheet import (
     read_value,
 )
 from kvaudit.audit.scan.shell import read_line, read_words
-from kvaudit.audit.scan.words import Word
+from kvaudit.audit.scan.shell_words import Word
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
 TEMPLATE = re.compile(r"\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)

@@ -89,10 +89,10 @@ class _Service:
     async def _streamed(self, asked: ChatRequest, started: float) -> Response:
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str]]()
 
-        def told(number: int, text: str) -> None:  # from the sampling thread
+        def listener(number: int, text: str) -> None:  # from the sampling thread
             loop.call_soon_threadsafe(heard.put_nowait, (number, text))
 
-        prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked, told)
+        prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked, listener)
         finished = asyncio.wrap_future(done)
 
         async def noted() -> AsyncIterator[str]:

@@ -30,7 +30,7 @@ DEFAULT_TOKENS = 512
 _MOST_ROWS = 4096  # that one batch ever has, since it counts them at every step
 _CLOSING = "the server is shutting down"
 _OPEN_END = "�"  # what the first bytes of a character decode to until the others come
-Told = Callable[[int, str], None]  # number of the choice, and its text so far
+TextListener = Callable[[int, str], None]  # number of the choice, and its text so far
 
 
 class Busy(RunError):
@@ -47,13 +47,13 @@ class ServedName:
 
 @dataclass
 class _Job:
-    """One request on its way. ``told`` hears of text as it is drawn, from the sampling thread."""
+    """One request on its way. ``listener`` hears of text as it is drawn, from the sampling thread."""
 
     asked: ChatRequest
     served: ServedName
     prompt: Rendered
     limit: int
-    told: Told | None
+    listener: TextListener | None
     done: Future[list[Choice]] = field(default_factory=Future)
     answers: dict[int, Choice] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class OwnEngine:
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
         self._next = deque[_Job]()  # requests that were taken from the queue and wait for a batch
         self._ends = False  # the thread, with the batch that is under way
-        self._closing, self._door = False, threading.Lock()
+        self._closing, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
         for name in self._aliases:
             self.served(name)
@@ -108,7 +108,7 @@ class OwnEngine:
             raise UnknownName("model", name, self.names)
         return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: ChatRequest, told: Told | None = None) -> tuple[int, Future[list[Choice]]]:
+    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Future[list[Choice]]]:
         """Queue a request; returns its prompt tokens and its answers to be.
 
         Raises SpecError, UnknownName, Busy, or RunError once the engine closes.
@@ -126,8 +126,8 @@ class OwnEngine:
                 f"the prompt takes {len(prompt.ids)} tokens and max_tokens is {asked.max_tokens}, the model has "
                 f"{positions} positions; send less"
             )
-        job = _Job(asked, served, prompt, limit, told)
-        with self._door:  # nothing may be queued behind the end, where nobody would answer it
+        job = _Job(asked, served, prompt, limit, listener)
+        with self._lock:  # nothing may be queued behind the end, where nobody would answer it
             if self._closing:
                 raise RunError(_CLOSING)
             self._waiting.put(job)
@@ -135,7 +135,7 @@ class OwnEngine:
 
     def close(self) -> None:
         """Finish what is under way; requests that still wait fail."""
-        with self._door:
+        with self._lock:
             self._closing = True
             self._waiting.put(None)
         self._thread.join()
@@ -186,7 +186,7 @@ class OwnEngine:
             except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
                 for job in (*batch.jobs, *(job for some, _ in opened for job in some)):
                     if not job.done.done():
-                        job.done.set_exception(_told(error))
+                        job.done.set_exception(_client_error(error))
                 return
             jobs = []
             while self._may_join(batch, jobs):
@@ -226,7 +226,7 @@ def _opened(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
     except Exception as error:
         if len(jobs) > 1:
             return [found for job in jobs for found in _opened([job])]
-        jobs[0].done.set_exception(_told(error))
+        jobs[0].done.set_exception(_client_error(error))
         return []
 
 
@@ -235,7 +235,7 @@ def _rows(jobs: Sequence[_Job]) -> list[tuple[_Job, int]]:
     return [(job, number) for job in jobs for number in range(job.asked.choices)]
 
 
-def _told(error: Exception) -> AuditError:
+def _client_error(error: Exception) -> AuditError:
     """What a client hears of it."""
     return error if isinstance(error, AuditError) else RunError(f"sampling failed: {type(error).__name__}")
 
@@ -321,40 +321,40 @@ class _Text:
     """The text of one row as it grows, cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:
-        self.job, self.number, self._said = job, number, ""
+        self.job, self.number, self._passed_on = job, number, ""
 
     def heard(self, ids: Sequence[int]) -> bool:
         """Tell what is certain by now; whether a stop text has come."""
-        if self.job.told is None and not self.job.asked.stop:
+        if self.job.listener is None and not self.job.asked.stop:
             return False  # nobody wants to know
         text = self.job.served.model.chat.text(ids)
         cut = self._cut(text)
-        if self.job.told is not None:
+        if self.job.listener is not None:
             certain = text[:cut] if cut is not None else text[: len(text) - self._uncertain(text)]
-            if len(certain) > len(self._said):
-                self._tell(certain)
+            if len(certain) > len(self._passed_on):
+                self._pass_on(certain)
         return cut is not None
 
     def choice(self, completion: Completion) -> Choice:
-        """The finished answer; what had been held back is told."""
+        """The finished answer; what had been held back is passed on."""
         chat = self.job.served.model.chat
         text = chat.text(completion.ids)
         cut = self._cut(text)
         text = text if cut is None else text[:cut]
-        if self.job.told is not None and text != self._said:
-            self._tell(text)
+        if self.job.listener is not None and text != self._passed_on:
+            self._pass_on(text)
         tokens = tuple(chat.text([token]) for token in completion.ids)
         reason = "stop" if cut is not None else completion.finish_reason
         return Choice(text, reason, tokens, completion.logprobs)
 
-    def _tell(self, text: str) -> None:
-        assert self.job.told is not None
-        self._said = text
+    def _pass_on(self, text: str) -> None:
+        assert self.job.listener is not None
+        self._passed_on = text
         try:
-            self.job.told(self.number, text)
+            self.job.listener(self.number, text)
         except Exception as error:  # of this request alone: a stream that lacks its end must not look whole
-            self.job.told = None
-            self.job.done.set_exception(_told(error))
+            self.job.listener = None
+            self.job.done.set_exception(_client_error(error))
 
     def _cut(self, text: str) -> int | None:
         places = [place for stop in self.job.asked.stop if (place := text.find(stop)) >= 0]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.given import ADAPTER_WEIGHTS, adapter_sha256
+from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
 from kvaudit.core.errors import DataError, RunError, SpecError
@@ -38,20 +38,20 @@ class AdaptedModel(LoadedModel):
     origin: str = ""
 
 
-def learner_of(
+def trainable_copy(
     start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False
 ) -> LoadedModel:
     """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
 
     ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew.
     """
-    learner = _learner(start, adapter, seed)
+    learner = _copied(start, adapter, seed)
     if checkpointing:
         checkpoint_layers(learner.model)
     return learner
 
 
-def _learner(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
+def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
@@ -62,8 +62,10 @@ def _learner(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> Load
         for name, weight in model.named_parameters():
             if "lora_A" in name:  # B is 0, so that a new adapter changes nothing (Hu 2021, section 4.1)
                 draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name) % 2**63)
+                # uniform in +-1/sqrt(in_features), what Kaiming's init with a = sqrt(5) comes to
                 bound = weight.shape[1] ** -0.5
                 weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)
+    # the base's own sha256 stays known: an adapter is identified by both
     return AdaptedModel(**(vars(start) | {"model": model, "origin": start.sha256}))
 
 
@@ -88,7 +90,7 @@ def _kept_by_its_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
     """The base with the adapter of a finished checkpoint beside it, to be trained further."""
     verify_folder(folder)
-    start = learner_of(base, adapter, 0)
+    start = trainable_copy(base, adapter, 0)
     found = load_file(folder / ADAPTER_WEIGHTS)
     own = adapter_weights(start.model)
     if {name: tensor.shape for name, tensor in found.items()} != {name: own[name].shape for name in own}:
@@ -142,6 +144,7 @@ def linear_layers(model: Any) -> list[str]:
 def _sharing(model: Any) -> Any:
     """A copy of the modules around the same weights, frozen; an adapter's weights are copied."""
     shared = {
+        # by id, which deepcopy looks up: whatever is in here is not copied
         id(weight): Parameter(weight.detach(), requires_grad=False)
         for name, weight in model.named_parameters()
         if _MARK not in name

@@ -51,7 +51,7 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
     assert len(rewards) % group == 0, (len(rewards), group)
     values, known = rewards.view(-1, group), graded.view(-1, group)  # [B / group, group]
     count = known.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = (values * known).sum(dim=1, keepdim=True) / count
+    mean = (values * known).sum(dim=1, keepdim=True) / count  # [B / group, 1]; ungraded rows hold 0 and are not counted
     centred = (values - mean) * known
     if by_std:
         std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
@@ -67,13 +67,14 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     import torch
 
     values, known = rewards.view(-1, group), graded.view(-1, group)
+    # each [B / group], the index of the first where several are best
     high, best = values.masked_fill(~known, float("-inf")).max(dim=1)
     low, worst = values.masked_fill(~known, float("inf")).min(dim=1)
-    apart = (high > low).to(rewards.dtype)[:, None]
+    apart = (high > low).to(rewards.dtype)[:, None]  # [B / group, 1]: 0 where all are alike
     return torch.zeros_like(values).scatter(1, best[:, None], apart).scatter(1, worst[:, None], -apart).reshape(-1)
 
 
-def generalised_advantages(given: Rewarded) -> Estimate:
+def generalised_advantages(rewarded: Rewarded) -> Estimate:
     """GAE (Schulman 2016, eq. 16, 1506.02438), the reward at a rollout's last sampled token; returns A + V.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens, so
@@ -81,13 +82,17 @@ def generalised_advantages(given: Rewarded) -> Estimate:
     """
     import torch
 
-    assert given.values is not None
-    values, mask = given.values, given.mask
-    later, ahead = torch.zeros_like(given.rewards), torch.zeros_like(given.rewards)  # V and A of the next sampled token
-    rewards, result = given.rewards, torch.zeros_like(values)  # the reward is paid once, at the first token met here
+    assert rewarded.values is not None
+    values, mask = rewarded.values, rewarded.mask
+    later, ahead = (
+        torch.zeros_like(rewarded.rewards),
+        torch.zeros_like(rewarded.rewards),
+    )  # V and A of the next sampled token
+    rewards, result = rewarded.rewards, torch.zeros_like(values)  # the reward is paid once, at the first token met here
+    # backwards, so that each column finds what follows it in later and ahead
     for column in reversed(range(values.shape[1])):
         here, value = mask[:, column], values[:, column]
-        advantage = rewards + given.discount * later - value + given.discount * given.trace * ahead
+        advantage = rewards + rewarded.discount * later - value + rewarded.discount * rewarded.trace * ahead
         result[:, column] = torch.where(here, advantage, 0.0)
         later, ahead = torch.where(here, value, later), torch.where(here, advantage, ahead)
         rewards = torch.where(here, 0.0, rewards)
@@ -98,7 +103,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and variance 1 over the mask, 0 elsewhere; values [B, T]. Fewer than two tokens are only centred."""
     import torch
 
-    chosen = values[mask]
+    chosen = values[mask]  # [n], all tokens of the batch together: a rollout is not whitened by itself
     if not len(chosen):
         return torch.zeros_like(values)
     spread = chosen.var() if len(chosen) > 1 else torch.ones_like(chosen[0])
@@ -111,4 +116,4 @@ def overlong_penalty(lengths: Tensor, most: Tensor, share: float) -> Tensor:
     lengths and most [B] or [], share in (0, 1]; returns [B].
     """
     last = share * most
-    return ((most - last - lengths) / last).clamp(-1.0, 0.0)
+    return ((most - last - lengths) / last).clamp(-1.0, 0.0)  # 0 at most - last tokens, -1 at most

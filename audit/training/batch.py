@@ -132,9 +132,10 @@ class Batch:
 
 def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: int, device: torch.device) -> Batch:
     """Pad a step's rollouts; a score of None is not graded and takes no part in the gradient."""
-    rows, width = len(rollouts), max(len(rollout.ids) - rollout.prompt_length for rollout in rollouts)
+    rows, width = len(rollouts), max(len(rollout.ids) - rollout.prompt_length for rollout in rollouts)  # B and R
     logprobs, sampled = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
     for row, rollout in enumerate(rollouts):
+        # the suffix: sampled turns and what tools said between them
         start, length = rollout.prompt_length, len(rollout.ids) - rollout.prompt_length
         logprobs[row, :length] = rollout.sampler_logprobs[start:]
         sampled[row, :length] = rollout.sampled[start:]
@@ -167,7 +168,7 @@ def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: 
 
 def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     """Graded rows of groups that earned anything, bool [B]."""
-    earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)
+    earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)  # [B / group, 1]
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
@@ -177,10 +178,11 @@ def halves(batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = 
     The gradient is taken half by half, so that the two can be compared.
     """
     group, rows = batch.group, len(batch.rollouts)
-    middle, own = rows // group // 2 * group, ranks.share(rows // group)
+    middle, own = rows // group // 2 * group, ranks.share(rows // group)  # middle: rows of the first half, whole groups
     parts = [range(middle), range(middle, rows)] if middle else [range(rows)]
     found = []
     for part in parts:
+        # what of this half is this rank's, perhaps nothing
         mine = range(max(part.start, own.start * group), min(part.stop, own.stop * group))
         found.append([[mine[row] for row in micro] for micro in _split(batch, mine, limit, whole=whole)])
     return found
@@ -263,6 +265,7 @@ def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int)
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows])
+    # rows that fit beside the prompt; one goes through whatever the limit says
     most = max((limit - prompt) // suffix, 1)
     return [rows[start : start + most] for start in range(0, len(rows), most)]
 

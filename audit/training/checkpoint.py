@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from kvaudit import __version__
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
-from kvaudit.audit.sampling.given import adapter_sha256
+from kvaudit.audit.sampling.checkpoints import adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
@@ -142,7 +142,7 @@ class CheckpointFolder:
                 },
             )
 
-        write_folder(target, fill)
+        write_folder(target, fill)  # renamed in one step: a state is there whole or not at all
         # not before: until the new state stands, a kill goes back to the older one
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
@@ -160,6 +160,7 @@ class CheckpointFolder:
         path = self.path / LEDGERS / name
         with guarded(path):
             digest = save_ledgers(path.with_name(name + PARTIAL), rollouts, policy)
+            # in one step, so that a kill leaves no half ledger under this name
             os.replace(path.with_name(name + PARTIAL), path)
         return name, digest
 
@@ -176,7 +177,7 @@ class CheckpointFolder:
             _save_model(learner, staged)
             files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
             weights = _identity(learner, staged)
-        move_into(staged, self.path)
+        move_into(staged, self.path)  # file by file, each in one step
         provenance = self._claim | {
             "arm": self._config.arm,
             "recipe": self._config.disclosed(),
@@ -273,6 +274,7 @@ class Resumable:
     @everywhere
     def resumed(self, folder: Path, position: Position) -> None:
         """Go on from where the first rank does, by what it saved in its folder."""
+        # the first rank has loaded it already, as it checked it
         if self.ranks.number and position.step:
             saved = load_file(folder / "state" / _state_name(position.step) / _TENSORS)
             self._learner.load(saved, position.updates)

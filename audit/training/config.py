@@ -38,6 +38,7 @@ class TrainConfig(Training):
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
         """The training run of one seed of a spec and one arm, by its name in the run."""
+        # what all arms have in common; arm, seed and policy are their own
         shared = section.model_dump(include=set(Training.model_fields))
         own = next(known for known in section.trained if known.name == arm)
         return cls(**(shared | {"arm": own.recipe, "seed": seed, "policy": own.policy}))
@@ -62,7 +63,7 @@ class TrainConfig(Training):
             "correction": arm.correction,
             "distillation": arm.distill,
             "loss": self.loss,
-            "reward": self.paying.reward.name if self.paying.plain else self.reward,
+            "reward": self.paying.reward.name if self.paying.by_grade_alone else self.reward,
             "reward_sha256": self.paying.sha256,
             "constitution": self.paying.constitution_sha256,
         }

@@ -83,10 +83,10 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     import torch
 
     rho = token_ratios(learner, sampler, mask)
-    vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)
+    vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1], one token decides for its rollout
     keep = mask & _within(rho, SPARSE_RL_RANGE) & ~vetoed
     weights = rho.clamp(0.0, SPARSE_RL_RANGE[1]) * keep
-    mean = weights.sum() / keep.sum().clamp(min=1)
+    mean = weights.sum() / keep.sum().clamp(min=1)  # scalar; 0 where every token was masked
     return _result(weights / torch.where(mean > 0, mean, 1.0), keep, learner, mask, vetoed=_mean(vetoed))
 
 
@@ -97,7 +97,7 @@ def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction
     it falls; the cap is taken from there.
     """
     rho = token_ratios(learner, sampler, mask)
-    rejected = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)
+    rejected = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
     keep = mask & ~rejected
     return _result(rho.clamp(max=SPARSE_RL_RANGE[1]) * keep, keep, learner, mask, vetoed=_mean(rejected))
 
@@ -121,6 +121,7 @@ def _within(rho: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def _result(weights: Tensor, keep: Tensor, old: Tensor, mask: Tensor, *, vetoed: float = 0.0) -> Correction:
+    # a share of the sampled tokens of graded rollouts, 0 of none
     rejected = 1.0 - float(keep.sum()) / max(int(mask.sum()), 1) if bool(mask.any()) else 0.0
     return Correction(weights, keep, old, {"masked_tokens": rejected, "rejected_sequences": vetoed})
 

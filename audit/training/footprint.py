@@ -17,8 +17,8 @@ from kvaudit.audit.sampling.memory import free_bytes
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import linear_layers
 from kvaudit.audit.training.arms import get_arm
-from kvaudit.audit.training.learner import PIECE
 from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.token_logprobs import PIECE
 from kvaudit.core.errors import RunError
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
@@ -51,16 +51,17 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, Holding]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().most_tokens for name in section.suites)
-    row = section.context_tokens + answer
+    row = section.context_tokens + answer  # tokens of one rollout at full length
     questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
     dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
     cached = questions * section.group * _cached(model, row) if dense else 0
     question = section.context_tokens + section.group * answer  # tokens of a group, its prompt once
+    # rounded up: the rank that has most decides
     groups = -(-section.prompts_per_step // section.minibatches // section.ranks)
     alone = question if LOSSES.get(section.loss).whole_groups else row
     # a gradient is taken half by half, so that no microbatch has more than the larger half
     tokens = min((groups - groups // 2) * question, max(section.microbatch_tokens, alone))
-    answers = tokens * section.group * answer // question
+    answers = tokens * section.group * answer // question  # of these tokens, those of suffixes
     # a prompt is plain causal, and what is masked of one that was cut while it was read is left out
     kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
     kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
@@ -86,6 +87,7 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
         for name, module in named
         if isinstance(module, Linear) and name.rpartition(".")[2] in targets
     )
+    # float32 weight, gradient and two moments: 16 bytes a number
     return section.adapter.rank * sum(widths, 0) * 16
 
 
@@ -95,7 +97,7 @@ def _cached(model: LoadedModel, row: int) -> int:
     size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     plans = layer_plans(model.model.config, Dense())
     entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.attends)
-    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)
+    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)  # keys and values
 
 
 def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:

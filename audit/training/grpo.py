@@ -23,19 +23,19 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import learner_of
+from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
-from kvaudit.audit.training.halt import Halt
-from kvaudit.audit.training.losses import LOSSES, LossInputs, Whole
-from kvaudit.audit.training.optimiser import Stepped
+from kvaudit.audit.training.early_stop import EarlyStop
+from kvaudit.audit.training.learner import BeforeUpdate, Learner
+from kvaudit.audit.training.losses import LOSSES, LossInputs, StepCounts
+from kvaudit.audit.training.optimiser import StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
-from kvaudit.audit.training.rollouts import Questioner, Taken, ledgers_of
-from kvaudit.audit.training.student import Seen, Student
-from kvaudit.audit.training.telemetry import Clock, Learned, Tally, TelemetryRow, step_row
-from kvaudit.audit.training.watch import Watch
+from kvaudit.audit.training.rollouts import Questioner, StepRollouts, ledgers_of
+from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row
+from kvaudit.audit.training.validation import Validation
 from kvaudit.core.alarms import alarm_numbers
 
 Progress = Callable[[int, int, TelemetryRow], None]
@@ -48,42 +48,43 @@ def train(
     progress: Progress,
     *,
     kept: Path | None = None,
-    halt: Halt | None = None,
+    early_stop: EarlyStop | None = None,
     ranks: RankGroup = ALONE,
 ) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
     steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
-    ``out``. With ``halt`` an arm that has come to its end is left unfinished until all arms of its seed have. The first
-    of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. Raises RunError (another
-    run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or checkpoint).
+    ``out``. With ``early_stop`` an arm that has come to its end is left unfinished until all arms of its seed have. The
+    first of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. Raises RunError
+    (another run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or
+    checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
-    end = None if halt is None else halt.step
+    end = None if early_stop is None else early_stop.step
     if folder.finished:
         drop_state(out)
         return out
     run = TrainingRun(config, model, kept or out, ranks)
-    run.resumed(out, position := folder.resume(run.student, end))
-    rows, stop = folder.telemetry.rows(), halt if end is None else None
+    run.resumed(out, position := folder.resume(run.learner, end))
+    rows, stop = folder.telemetry.rows(), early_stop if end is None else None
     # asked at the top: a kill may have come between a saved state and its mark
     while not (ended := stop is not None and stop.ends(position.step, rows)) and position.step < (end or config.steps):
-        row, taken = run.step(position.step)
+        row, sampled = run.step(position.step)
         done = position.step + 1
         rows.append(row | alarm_numbers(row, (rows or [row])[0]))
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += tuple(starmap(folder.save_ledgers, ledgers_of(f"step-{done}", taken, config)))
+            ledgers += tuple(starmap(folder.save_ledgers, ledgers_of(f"step-{done}", sampled, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
-        position = Position(done, run.student.updates, folder.telemetry.size, ledgers)
-        if done % config.save_every == 0 or done == config.steps or (halt is not None and halt.due(done)):
-            folder.save_state(position, run.tensors(), keep_older=halt is not None)
+        position = Position(done, run.learner.updates, folder.telemetry.size, ledgers)
+        if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
+            folder.save_state(position, run.tensors(), keep_older=early_stop is not None)
         progress(done, config.steps, rows[-1])
     if ended:
         return out
-    if halt is not None:
+    if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.ledger_every:
         final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
@@ -97,70 +98,73 @@ class TrainingRun(Resumable):
 
     def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup) -> None:
         self.config = config
-        self.model = learner_of(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
-        self.student = Student(self.model.model, config, base.model if config.beta > 0 else None, ranks)
-        super().__init__(self.student, ranks)
+        self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
+        self.learner = Learner(self.model.model, config, base.model if config.beta > 0 else None, ranks)
+        super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
         self._questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept), ranks)
         watched = config.watch if ranks.number == 0 else None  # nothing of the training depends on it
-        self._watch = None if watched is None else Watch(config, watched, self.model, questions)
+        self._validation = None if watched is None else Validation(config, watched, self.model, questions)
 
     @everywhere
-    def last(self, steps: int) -> Taken:
+    def last(self, steps: int) -> StepRollouts:
         """What the weights after so many steps answer to the last questions."""
         return self._questioner.last(steps)
 
     @everywhere
-    def step(self, step: int) -> tuple[TelemetryRow, Taken]:
+    def step(self, step: int) -> tuple[TelemetryRow, StepRollouts]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
         config, clock = self.config, Clock()
-        taken = self._questioner.take(step)
+        sampled = self._questioner.sample(step)
         clock.lap("rollout")
-        batch = collect(taken.rollouts, taken.rewards, config.group, self.model.device)
+        batch = collect(sampled.rollouts, sampled.rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
-        replayed = self.student.replayed(batch) if config.keeps_ledger(step + 1) else None
+        replayed = self.learner.replayed(batch) if config.keeps_ledger(step + 1) else None
         clock.lap("shadow_check")
         most, allowed = self._questioner.max_tokens, self._questioner.allowed(step)
-        learned = learn(self.student, batch, step=step, max_tokens=most, allowed=allowed)
+        learned = learn(self.learner, batch, step=step, max_tokens=most, allowed=allowed)
         clock.lap("learner")
-        row = step_row(step + 1, config, taken, batch, learned, replayed)
-        if self._watch is not None:
-            row |= self._watch.numbers(step + 1)
+        row = step_row(step + 1, config, sampled, batch, learned, replayed)
+        if self._validation is not None:
+            row |= self._validation.numbers(step + 1)
             clock.lap("validation")
-        return row | clock.laps, taken
+        return row | clock.laps, sampled
 
 
 def learn(
-    student: Student, batch: Batch, *, step: int, max_tokens: int, allowed: Sequence[int] | None = None
-) -> Learned:
+    learner: Learner, batch: Batch, *, step: int, max_tokens: int, allowed: Sequence[int] | None = None
+) -> LearningResult:
     """Take every gradient step on one batch of rollouts.
 
     pi_old is the learner's own log-prob before the first of them. Where one pass over one microbatch is all there is,
     it is that pass, detached; otherwise a pass without gradient comes first. A rollout can sample ``max_tokens`` at
     most, or as many as ``allowed`` says of it.
     """
-    config, arm = student.config, student.config.recipe
+    config, arm = learner.config, learner.config.recipe
     loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
-    plan, ranks = gradient_steps(batch, config, step, student.ranks), student.ranks
-    before: Seen | None = None  # where pi_old must be known before a weight moves, or over the whole batch
+    plan, ranks = gradient_steps(batch, config, step, learner.ranks), learner.ranks
+    before: BeforeUpdate | None = None  # where pi_old must be known before a weight moves, or over the whole batch
     in_parts = ranks.count > 1 or len(plan[0].microbatches) > 1
     if len(plan) > 1 or loss.critic or (in_parts and arm.correction in NEEDS_WHOLE_BATCH):
-        before = student.seen(batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches])
+        before = learner.before_update(
+            batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches]
+        )
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
-    anchor = student.anchor(batch)
+    anchor = learner.anchor(batch)
+    # [] or [B], sampled tokens
     most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
     earned = rewarded(batch, None if before is None else before.values, config, most)
-    advantages, returns = loss.estimate(earned)
-    first = torch.zeros_like(batch.sampler_logprobs)
-    tally, total, steps = Tally(), 0.0, list[Stepped]()
+    advantages, returns = loss.estimate(earned)  # [B, R]; returns None without a critic
+    first = torch.zeros_like(batch.sampler_logprobs)  # [B, R], what the view said before a weight moved
+    tally, total, steps = Tally(), 0.0, list[StepResult]()
     for update in plan:
-        whole = Whole.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
+        counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
         total = 0.0
         for half in update.halves:
             for rows in half:
                 part = batch.of(rows)
-                read, values = student.read(part)
-                logprobs = part.spread(read.logprobs)
+                read, values = learner.read(part)
+                logprobs = part.spread(read.logprobs)  # [n] to [b, R]
                 own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
                 inputs = LossInputs(
                     logprobs=logprobs,
@@ -168,31 +172,33 @@ def learn(
                     advantages=advantages[rows],
                     mask=part.mask,
                     group=part.group,
-                    whole=whole,
+                    counts=counts,
                     epsilon_low=config.epsilon_low,
                     epsilon_high=config.epsilon_high,
                     beta=config.beta,
                     ref_logprobs=None if anchor is None else anchor[rows],
                     distill_weight=config.distill_weight,
-                    distill_kl=student.distilled(part, read),
-                    valued=None if before is None else before.valued(values, returns, rows, config.critic.clip),
+                    distill_kl=learner.distilled(part, read),
+                    critic=None if before is None else before.critic_inputs(values, returns, rows, config.critic.clip),
                 )
                 outputs = loss(inputs)
                 # now, so that the activations of one microbatch are held at a time
                 torch.autograd.backward(outputs.loss)
                 total += float(outputs.loss.detach())
-                entropy = float(read.entropy[part.graded_tokens].sum())
+                entropy = float(read.entropy[part.graded_tokens].sum())  # nats, over tokens of graded rollouts
                 tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
                 if update is plan[0]:  # later ones read weights that have moved
                     first[rows] = logprobs.detach()
             if update is plan[0]:
-                student.optimiser.mark()
-        steps.append(student.step())
+                learner.optimiser.mark()
+        steps.append(learner.step())
+    # each rank read its own groups; from here on all know the whole batch
     first, total, tally = ranks.summed(first), sum(ranks.gathered(total)), sum(ranks.gathered(tally), Tally())
     for later in plan[1 : config.minibatches]:
         assert before is not None
         first[later.rows] = before.logprobs[later.rows]
+    # one skipped update is said of the whole batch
     norm = None if None in [one.norm for one in steps] else steps[-1].norm
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
-    return Learned(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})
+    return LearningResult(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})

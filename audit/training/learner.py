@@ -1,103 +1,191 @@
-"""The learner's reading of sampled tokens: what a dense or a shadow pass says, with gradient or without.
-
-One rule about memory: a vocabulary of more than ``WHOLE`` tokens is never held for all tokens of a pass. Then the last
-hidden states are kept, and logits are made of ``PIECE`` of them at a time, again in the backward pass.
-"""
+"""What learns in an arm: the policy as its view shows it, a value head where the loss has one, and their optimisers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.replay.head import Head
-from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits, suffix_states
-from kvaudit.audit.training.batch import Batch, microbatches
+from kvaudit.audit.replay.learner_pass import LearnerPass
+from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.losses.base import full_kl
+from kvaudit.audit.training.losses import LOSSES, CriticInputs
+from kvaudit.audit.training.optimiser import Optimiser, StepResult
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.token_logprobs import Read, pass_logprobs, read_tokens
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.spec_train import CriticSpec
 
-WHOLE = 8192  # tokens of a vocabulary
-PIECE = 1 << 26  # logits at once: 256 MiB in float32, of which a backward pass needs a few
-
-
-@dataclass(frozen=True)
-class Distributions:
-    """What a pass predicts n tokens with: ``states`` are logits [n, V], or [n, D] where a ``head`` makes them so."""
-
-    states: Tensor
-    head: Head | None
-    temperature: float
-    piece: int  # tokens whose logits are held at once
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [m, V] of some of the states, temperature applied; float32 or wider."""
-        made = states if self.head is None else self.head(states)
-        return made.to(torch.promote_types(made.dtype, torch.float32)) / self.temperature
-
-    def each(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """``function`` of the states, and of ``more`` [n, ...] beside them, as one call; piece by piece with a head."""
-        if self.head is None:
-            return function(self.states, *more)
-        pieces = zip(*(torch.split(tensor, self.piece) for tensor in (self.states, *more)), strict=True)
-        made = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-        return tuple(torch.cat(column) for column in zip(*made, strict=True))
-
-    def kl(self, teacher: Distributions) -> Tensor:
-        """KL(self || sg(teacher)) over the whole vocabulary, exact: nats [n]."""
-
-        def of(own: Tensor, other: Tensor) -> tuple[Tensor]:
-            with torch.no_grad():
-                taught = teacher.logits(other)
-            return (full_kl(self.logits(own), taught),)
-
-        (found,) = self.each(of, teacher.states.detach())
-        return found
+_PREFIX, _UPDATES = "critic/", "critic/updates"
 
 
-class Read(NamedTuple):
-    """What a pass says of the n sampled tokens of some rollouts, in row-major order."""
+class Critic:
+    """A linear head on the last hidden states of the policy's own pass, in float32, and its optimiser.
 
-    distributions: Distributions
-    logprobs: Tensor  # [n], nats
-    entropy: Tensor  # [n], nats, no gradient
+    It begins at 0, so that no draw is needed, and takes no gradient to the states.
+    """
+
+    def __init__(self, model: Any, spec: CriticSpec, ranks: RankGroup, *, max_grad_norm: float) -> None:
+        width = model.config.get_text_config(decoder=True).hidden_size  # D, of the last hidden states
+        self._head = torch.nn.Linear(width, 1).to(next(model.parameters()).device)
+        for weight in self._head.parameters():
+            torch.nn.init.zeros_(weight)
+        self._optimiser = Optimiser(
+            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm, ranks=ranks
+        )
+
+    def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[Read, Tensor]:
+        """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
+        seen: list[Tensor] = []
+
+        def listen(_: Any, __: Any, keywords: dict[str, Any], output: Any) -> None:
+            if "kv" in keywords:  # a pass, and not logits made piecemeal
+                seen.append(output.last_hidden_state.detach())
+
+        handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)
+        try:
+            read = read_tokens(model, part.rollouts, part.group, kind, temperature)
+        finally:
+            handle.remove()
+        # a decoder that is called by another road never reaches the hook
+        if not seen:
+            raise RunError(
+                f"{type(model).__name__} does not ask its decoder as causal models do; train without a critic"
+            )
+        states = seen[-1]  # the pass over the prompts comes before
+        # [n, D]; a state predicts the token after it, as its logits do
+        chosen = states[part.sampled[:, : states.shape[1]]].float()
+        return read, part.spread(self._head(chosen)[:, 0])  # [n, 1] to [b, R], 0 where nothing was sampled
+
+    def step(self) -> None:
+        """Follow the gradient of the value term; one that is not finite changes nothing."""
+        self._optimiser.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Head, moments and the count of updates, keyed ``critic/...``."""
+        own = {_PREFIX + name: tensor for name, tensor in self._optimiser.tensors().items()}
+        # as a tensor, since a state's file holds nothing else
+        return own | {_UPDATES: torch.tensor(self._optimiser.updates)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what ``tensors`` returned; raises DataError where it does not fit."""
+        count = tensors.get(_UPDATES)
+        if count is None or count.shape != () or count.dtype != torch.int64 or count < 0:
+            raise DataError("training state holds no count of the critic's updates; delete the checkpoint folder")
+        own = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+        self._optimiser.load(own, int(count))
 
 
-def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float) -> Read:
-    """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with."""
-    head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
-    if vocabulary > WHOLE:
-        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind)
-    else:
-        states, valid = suffix_logits(model, rollouts, group=group, kind=kind)
-    sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
-    for row, rollout in enumerate(rollouts):
-        suffix = rollout.ids[rollout.prompt_length :]
-        ids[row, : len(suffix)] = suffix
-        sampled[row, : len(suffix)] = rollout.sampled[rollout.prompt_length :]
-    # given tokens go before anything is made wide
-    chosen = states[sampled.to(states.device)]
-    found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
+class BeforeUpdate(NamedTuple):
+    """What the weights before the first gradient step say of a batch, [B, R]."""
 
-    def numbers(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = found.logits(own).log_softmax(dim=-1)
+    logprobs: Tensor  # nats, 0 where nothing was sampled
+    values: Tensor | None = None
+
+    def critic_inputs(
+        self, values: Tensor | None, returns: Tensor | None, rows: Sequence[int], clip: float
+    ) -> CriticInputs | None:
+        """What a loss with a critic needs for some rows; None without a critic."""
+        if values is None or returns is None or self.values is None:
+            return None
+        return CriticInputs(values, self.values[rows], returns[rows], clip)
+
+
+class Learner:
+    """A model that learns as its arm and loss say; ``reference`` is the model that it is held against, or None.
+
+    Of several ranks each reads its own groups, and all know what every one has read.
+    """
+
+    def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
+        self.model, self.config, self._reference, self.ranks = model, config, reference, ranks
+        self.optimiser = Optimiser(
+            model,
+            learning_rate=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            max_grad_norm=config.max_grad_norm,
+            ranks=ranks,
+        )
+        has_critic = LOSSES.get(config.loss).critic
+        self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
+
+    def read(self, part: Batch) -> tuple[Read, Tensor | None]:
+        """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
+        # dense or shadow: the one place where arms differ in what is learned from
+        kind, temperature = self.config.recipe.learner, self.config.temperature
+        if self._critic is None:
+            return read_tokens(self.model, part.rollouts, part.group, kind, temperature), None
+        return self._critic.read(self.model, part, kind, temperature)
+
+    def before_update(self, batch: Batch, parts: Sequence[Sequence[int]]) -> BeforeUpdate:
+        """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch of this rank's.
+
+        They are those that gradients will be taken on: rounding depends on what shares a pass, and a bound as narrow as
+        gspo's would clip on it.
+        """
+        logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
         with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, wanted[:, None])[:, 0], entropy
+            for rows in parts:
+                part = batch.of(rows)
+                read, own = self.read(part)
+                logprobs[list(rows)] = part.spread(read.logprobs)
+                values[list(rows)] = 0.0 if own is None else own
+        # rows of other ranks are 0 here, so the sum puts the batch together
+        logprobs, values = self.ranks.summed(logprobs), self.ranks.summed(values)
+        return BeforeUpdate(logprobs, None if self._critic is None else values)
 
-    return Read(found, *found.each(numbers, ids[sampled].to(states.device)))
+    def anchor(self, batch: Batch) -> Tensor | None:
+        """Reference log-probs [B, R] under the arm's view: beta pulls to what it says of what the policy sees."""
+        if self._reference is None:
+            return None
+        return self._pass(self._reference, batch, self.config.recipe.learner)
 
+    def replayed(self, batch: Batch) -> Tensor:
+        """Log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
+        kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
+        return self._pass(self.model, batch, kind)
 
-def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig) -> Tensor:
-    """Log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
-    result = torch.zeros_like(batch.sampler_logprobs)
-    with torch.no_grad():
-        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens):
-            part = batch.of(rows)
-            read = read_tokens(model, part.rollouts, part.group, kind, config.temperature)
-            result[rows] = part.spread(read.logprobs)
-    return result
+    def _pass(self, model: Any, batch: Batch, kind: LearnerPass) -> Tensor:
+        # own groups of this rank; found [B, R]
+        own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
+        rows = range(own.start * batch.group, own.stop * batch.group)
+        found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config)
+        return self.ranks.summed(found)
+
+    def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
+        """KL(student || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
+
+        0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm
+        that does not distil.
+        """
+        if not self.config.recipe.distill:
+            return None
+        dense = read_tokens(self.model, part.rollouts, part.group, "dense", self.config.temperature)
+        student, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
+        gap = part.spread(student.distributions.kl(teacher.distributions))  # nats [b, R]
+        return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]
+
+    def step(self) -> StepResult:
+        """Take a gradient step; what there is to say of the policy's gradient."""
+        # the critic may step although the policy skipped: its own gradient was finite
+        result = self.optimiser.step()
+        if self._critic is not None:
+            self._critic.step()
+        return result
+
+    @property
+    def updates(self) -> int:
+        """Gradient steps of the policy so far."""
+        return self.optimiser.updates
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the next step needs, by name."""
+        return self.optimiser.tensors() | ({} if self._critic is None else self._critic.tensors())
+
+    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Put back what ``tensors`` returned after ``updates`` updates; raises DataError where it does not fit."""
+        self.optimiser.load(tensors, updates)
+        if self._critic is not None:
+            self._critic.load(tensors)

@@ -56,21 +56,24 @@ class MismatchPanel:
         # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
         gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
         log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
-        told, rollouts = log_ratio[keep], keep.any(dim=1)
+        log_ratios, rollouts = (
+            log_ratio[keep],
+            keep.any(dim=1),
+        )  # [n] nats, and bool [B]: rollouts with a token to compare
         self._add("sampled", mask.sum())
         self._add("not_finite", (mask & ~keep).sum())
-        self._add_tokens(told)
+        self._add_tokens(log_ratios)
         # clamped again: a rollout's sum of clamped terms can still overflow
         product = log_ratio.sum(dim=1)[rollouts].clamp(-LOG_CLAMP, LOG_CLAMP).exp()
         self._add("rollouts", rollouts.sum())
         self._add("chi2_seq", (product.square() - 1.0).sum())
         self._add("vetoed", (keep & (log_ratio.exp() < VETO_BELOW)).any(dim=1).sum())
-        surprise = log_ratio.exp() - log_ratio - 1.0
+        surprise = log_ratio.exp() - log_ratio - 1.0  # k3 [B, T], 0 outside keep
         for name, part in (_thirds(keep) | _signs(keep, advantages)).items():
             self._add(f"k3_kl_{name}", surprise[part].sum())
             self._add(f"tokens_{name}", part.sum())
         self._reach("gap", gap)
-        self._reach("log_ratio", told)
+        self._reach("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
         """The panel; None where nothing supports a number."""
@@ -147,6 +150,7 @@ class Spread:
         """The value below which that share lies, interpolated where all values are held; None without any."""
         if self._cells is not None:
             seen = self._cells.cumsum(0)
+            # the cell in which that rank falls; its middle is off by 5e-7 at most
             cell = int(torch.searchsorted(seen, share * (int(seen[-1]) - 1), right=True))
             return (cell + 0.5) / _CELLS
         return float(torch.quantile(torch.cat(self._values), share)) if self._held else None
@@ -159,7 +163,7 @@ def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:
     """Sampled tokens [B, T] by third of their rollout, counted in sampled tokens."""
-    rank = mask.cumsum(dim=1) - 1
+    rank = mask.cumsum(dim=1) - 1  # [B, T], number of a sampled token in its rollout
     # a rollout without sampled tokens has no thirds; the clamp only keeps the division whole
     third = rank * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
     return {name: mask & (third == index) for index, name in enumerate(THIRDS)}

@@ -17,7 +17,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FLOOR = 1e-6  # of a norm, as torch's own clipping has it
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """``norm`` of the gradient before clipping, None where it was not finite and changed nothing.
 
     ``halves``: ``grad_variance`` is the squared distance of the gradients of the two halves of a batch, an estimate of
@@ -50,7 +50,7 @@ class Optimiser:
         own = [{"params": list(self._masters.values())}]
         self._adam = torch.optim.AdamW(own, lr=learning_rate, weight_decay=0.0, fused=True)
         self._learning_rate, self._warmup, self._max_norm = learning_rate, warmup_steps, max_grad_norm
-        self._marks, self._first = 0, dict[str, Tensor]()
+        self._marks, self._first = 0, dict[str, Tensor]()  # halves that have ended; gradients of the first, by name
         self.updates = 0
 
     def mark(self) -> None:
@@ -59,7 +59,7 @@ class Optimiser:
         if self._marks == 1:
             self._first = {name: grad.detach().clone() for name, grad in self._gradients().items()}
 
-    def step(self) -> Stepped:
+    def step(self) -> StepResult:
         """Clip, update, forget the gradients; one that is not finite changes nothing."""
         gradients = self._gradients()
         names = self._taking_part(gradients)
@@ -73,13 +73,14 @@ class Optimiser:
         if math.isfinite(norm):  # one bad token would make every moment NaN for good
             self._update()
         self._adam.zero_grad(set_to_none=True)
-        return Stepped(norm if math.isfinite(norm) else None, halves)
+        return StepResult(norm if math.isfinite(norm) else None, halves)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
 
     def _taking_part(self, gradients: Mapping[str, Tensor]) -> list[str]:
         """The weights that have a gradient in any rank: in a mixture of experts some may have none."""
+        # 1 where this rank has a gradient, so that the sum counts ranks
         known = torch.tensor([name in gradients for name in self._weights], dtype=torch.int64)
         return [name for name, ranks in zip(self._weights, self._ranks.summed(known).tolist(), strict=True) if ranks]
 
@@ -110,7 +111,7 @@ class Optimiser:
         one, two, both = (sum(numbers) for numbers in zip(*self._ranks.gathered((one, two, both)), strict=True))
         if not math.isfinite(one + two):
             return dict.fromkeys(HALVES)
-        lengths = math.sqrt(one * two)
+        lengths = math.sqrt(one * two)  # the product of both norms
         return dict(zip(HALVES, (one + two - 2 * both, both / lengths if lengths else None), strict=True))
 
     def _clipped(self) -> float:
@@ -122,13 +123,14 @@ class Optimiser:
             places = [place for place, name in enumerate(self._weights) if name in own]
             lengths[places] = torch.stack([torch.linalg.vector_norm(grad) for grad in own.values()]).cpu()
         norm = torch.linalg.vector_norm(self._ranks.summed(lengths))
-        scale = (self._max_norm / (norm + _FLOOR)).clamp(max=1.0)
+        scale = (self._max_norm / (norm + _FLOOR)).clamp(max=1.0)  # never up: a small gradient is left as it is
         for grad in own.values():
             grad.mul_(scale.to(grad.device))
         return float(norm)
 
     def _update(self) -> None:
         self.updates += 1
+        # warm-up counts updates, so a skipped one does not shorten it
         rate = self._learning_rate * min(1.0, self.updates / max(self._warmup, 1))
         for settings in self._adam.param_groups:
             settings["lr"] = rate

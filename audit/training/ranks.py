@@ -37,11 +37,13 @@ class RankGroup:
 
     def share(self, count: int) -> range:
         """Which of ``count`` things are this rank's: as many as any other's, or one more or less."""
+        # rounding down at both ends leaves no gap and no overlap
         return range(count * self.number // self.count, count * (self.number + 1) // self.count)
 
     def dealt(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """A rank for every name, the largest first, each to whoever has least."""
         loads, found = [0] * self.count, dict[str, int]()
+        # by name among equals: all ranks must deal alike without asking
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             found[name] = loads.index(min(loads))
             loads[found[name]] += sizes[name]
@@ -53,9 +55,10 @@ class RankGroup:
             return [own]
         mine = _packed(own)
         with self._together():
-            sizes = torch.zeros(self.count, dtype=torch.int64)
+            sizes = torch.zeros(self.count, dtype=torch.int64)  # bytes of every rank's object
             sizes[self.number] = len(mine)
             dist.all_reduce(sizes)
+            # all_gather wants one length of all
             padded = torch.cat([mine, mine.new_zeros(int(sizes.max()) - len(mine))])
             parts = [torch.empty_like(padded) for _ in range(self.count)]
             dist.all_gather(parts, padded)
@@ -83,6 +86,7 @@ class RankGroup:
 
     def collected(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the first rank the named tensors of all, those of the others on the CPU; elsewhere its own."""
+        # a receiver has to know shape and dtype before the bytes come
         forms = self.gathered({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
         found = dict(own)
         for rank, form in enumerate(forms[1:], start=1):
@@ -100,6 +104,7 @@ class RankGroup:
         if self.number == 0 and self.count > 1:
             packed = _packed(word)
             with self._together():
+                # the length first: whoever listens must have room for the rest
                 dist.broadcast(torch.tensor([len(packed)]), 0)
                 dist.broadcast(packed, 0)
 
@@ -149,6 +154,7 @@ def _unpacked(packed: Tensor) -> Any:
     """Plain values, tensors and data classes that this process has; RunError for anything else, which is not made."""
     file = io.BytesIO(packed.numpy().tobytes())
     try:
+        # reads names only; nothing is imported or made for them
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         file.seek(0)
         with torch.serialization.safe_globals([found for name in named if (found := _data_class(name))]):
@@ -181,7 +187,7 @@ class HasRanks(Protocol):
 
 def everywhere(method: Method) -> Method:
     """A method that all ranks enter where the first one calls it, with the same arguments."""
-    _EVERYWHERE.add(method.__name__)
+    _EVERYWHERE.add(method.__name__)  # at import, so that every rank knows the same names
 
     @wraps(method)
     def called(self: HasRanks, *arguments: Any) -> Any:

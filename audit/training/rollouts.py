@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.advantages import alike
@@ -23,13 +23,13 @@ from kvaudit.audit.training.rewards import Pays
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepRollouts:
     """Rollouts, groups of one question consecutive: what they earned, and the policy of each group.
 
     ``again`` counts groups that were sampled again since all their rewards were alike.
     """
 
-    played: list[Played]
+    played: list[GradedRow]
     rewards: list[float | None]
     policies: list[Policy]
     again: int = 0
@@ -59,12 +59,12 @@ class Questioner:
         """The most tokens that each rollout of a step can sample."""
         return [suite.most_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
-    def take(self, step: int) -> Taken:
+    def sample(self, step: int) -> StepRollouts:
         """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so.
 
         Of several ranks each samples and pays its own groups, and all get those of every one.
         """
-        return _joined(self._ranks.gathered(self._taken(step, self._own)))
+        return _joined(self._ranks.gathered(self._sampled(step, self._own)))
 
     @property
     def _own(self) -> slice:
@@ -72,58 +72,60 @@ class Questioner:
         own = self._ranks.share(self._config.prompts_per_step)
         return slice(own.start, own.stop)
 
-    def _taken(self, step: int, own: slice) -> Taken:
+    def _sampled(self, step: int, own: slice) -> StepRollouts:
         group, questions, again = self._config.group, self._questions[step][own], 0
         policies = group_policies(self._config, step)[own]
         rows_of_own = slice(own.start * group, own.stop * group)
-        played = self._sample(questions, policies, row_seeds(self._config, step)[rows_of_own])
-        rewards = list(self._pays(played))
+        played = self._play(questions, policies, row_seeds(self._config, step)[rows_of_own])
+        rewards = list(self._pays(played))  # one a row, None where nobody could tell
         for attempt in range(1, (self._config.resample or 0) + 1):
+            # groups that teach nothing
             flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
             if not flat:
                 break
             seeds = row_seeds(self._config, step, attempt)[rows_of_own]
             rows = [row for n in flat for row in range(n * group, (n + 1) * group)]
             # each under the policy it drew: a new draw would favour policies whose rewards differ
-            fresh = self._sample(
-                [questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows]
-            )
+            fresh = self._play([questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows])
             for row, found, earned in zip(rows, fresh, self._pays(fresh), strict=True):
                 played[row], rewards[row] = found, earned
             again += len(flat)
-        return Taken(played, rewards, policies, again)
+        return StepRollouts(played, rewards, policies, again)
 
-    def last(self, steps: int) -> Taken:
-        """The questions of the last of so many steps sampled anew by the finished weights; no gradient is taken.
+    def last(self, steps: int) -> StepRollouts:
+        """The questions of the last of so many steps sampled anew by the finished weights; no gradient is sampled.
 
         They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
         """
         own, group = self._own, self._config.group
         policies = group_policies(self._config, steps)[own]
         seeds = row_seeds(self._config, steps)[own.start * group : own.stop * group]
-        played = self._sample(self._questions[steps - 1][own], policies, seeds)
-        return _joined(self._ranks.gathered(Taken(played, [None] * len(played), policies)))
+        played = self._play(self._questions[steps - 1][own], policies, seeds)
+        return _joined(self._ranks.gathered(StepRollouts(played, [None] * len(played), policies)))
 
-    def _sample(
+    def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
-    ) -> list[Played]:
+    ) -> list[GradedRow]:
         """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
-        config, group, found = self._config, self._config.group, dict[int, list[Played]]()
+        config, group, found = self._config, self._config.group, dict[int, list[GradedRow]]()
+        # tokens at most; rows at once, 0 for all
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):
             sampler = Sampler(self._model, policy)
+            # by policy, since a cache has one: rows of a batch share its schedule
             own = [n for n, drawn in enumerate(policies) if drawn == policy]
+            # item-major, group members consecutive
             rows = [seeds[n * group + member] for n in own for member in range(group)]
             played = play(sampler, [questions[n] for n in own], decoding, rows, group=group, at_once=at_once)
             found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(own)}
         return [row for n in range(len(questions)) for row in found[n]]
 
 
-def _joined(parts: Sequence[Taken]) -> Taken:
-    """What all ranks took, in their order."""
+def _joined(parts: Sequence[StepRollouts]) -> StepRollouts:
+    """What all ranks sampled, in their order."""
     played, rewards = [row for part in parts for row in part.played], [one for part in parts for one in part.rewards]
     policies = [policy for part in parts for policy in part.policies]
-    return Taken(played, rewards, policies, sum(part.again for part in parts))
+    return StepRollouts(played, rewards, policies, sum(part.again for part in parts))
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
@@ -132,12 +134,12 @@ def group_policies(config: TrainConfig, step: int) -> list[Policy]:
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
 
 
-def ledgers_of(stem: str, taken: Taken, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
+def ledgers_of(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
     """The rollouts by the policy they were sampled under, each with the stem of its file: a ledger is of one policy."""
     group, mixed = config.group, len(config.rollout_policy.draws) > 1
-    for policy in dict.fromkeys(taken.policies):
-        own = [n for n, drawn in enumerate(taken.policies) if drawn == policy]
-        rows = [taken.played[n * group + member].rollout for n in own for member in range(group)]
+    for policy in dict.fromkeys(sampled.policies):
+        own = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
+        rows = [sampled.played[n * group + member].rollout for n in own for member in range(group)]
         yield ledger_stem(stem, policy, mixed=mixed), policy, rows
 
 

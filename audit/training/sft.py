@@ -19,21 +19,21 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.conversations import check_fits
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import learner_of
+from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import shares
-from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
-from kvaudit.core.spec_parts import Part, Seed
+from kvaudit.core.spec_parts import Seed, SpecSection
 from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from kvaudit.suites.base import Suite
 
 
-class StartConfig(Part):
+class StartConfig(SpecSection):
     """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
 
     seed: Seed
@@ -102,7 +102,7 @@ def warm_start(
     if folder.finished:
         drop_state(out)
         return out
-    learner = learner_of(model, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
+    learner = trainable_copy(model, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
     optimiser = Optimiser(
         learner.model,
         learning_rate=config.sft.learning_rate,
@@ -127,9 +127,10 @@ def warm_start(
 def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> TelemetryRow:
     """One supervised step on some transcripts; its telemetry."""
     clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
+    # groups of one: no two transcripts share a prompt
     for rows in microbatches(shown, 1, limit):
         read = read_tokens(model, [shown[row] for row in rows], 1, "dense", 1.0)
-        loss = -read.logprobs.sum() / tokens
+        loss = -read.logprobs.sum() / tokens  # nats per gold token of the whole step, so microbatches add up
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimiser.step().norm
@@ -152,6 +153,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
         )
     parts = list(_gold_parts(model, suite, item))
     ids = [token for part, _ in parts for token in part]
+    # True at the assistant's tokens: those that a gradient is taken on
     learned = [own for part, own in parts for _ in part]
     if len(ids) > model.max_positions:
         raise SpecError(
@@ -163,7 +165,8 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
         ids=torch.tensor(ids),
         prompt_length=len(parts[0][0]),
         sampled=torch.tensor(learned),
-        sampler_logprobs=torch.zeros(len(ids)),
+        sampler_logprobs=torch.zeros(len(ids)),  # nobody drew them
+        # [L, H, T] without memory of its own
         evicted_at=torch.tensor(NEVER, dtype=torch.int32).expand(layers, heads, len(ids)),
         kv_bytes_peak=0,
         kv_bytes_dense=0,

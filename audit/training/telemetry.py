@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.training.advantages import alike
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.optimiser import HALVES
-from kvaudit.audit.training.rollouts import Taken
+from kvaudit.audit.training.rollouts import StepRollouts
 from kvaudit.core.records import Outcome
 
 TelemetryRow = dict[str, Any]
@@ -53,7 +53,7 @@ class Tally:
         """Count one microbatch."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.tokens += tokens
+        self.tokens += tokens  # of graded rollouts, again in every pass over a batch
 
     def __add__(self, other: Tally) -> Tally:
         """Both counted together."""
@@ -67,7 +67,7 @@ class Tally:
         return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
 
 
-class Learned(NamedTuple):
+class LearningResult(NamedTuple):
     """One batch's learning. ``logprobs`` [B, R] are the view's before the first update, 0 where nothing was sampled;
     ``advantages`` [B, R] what the loss made of the rewards.
 
@@ -85,26 +85,27 @@ class Learned(NamedTuple):
 def step_row(
     step: int,
     config: TrainConfig,
-    taken: Taken,
+    sampled: StepRollouts,
     batch: Batch,
-    learned: Learned,
+    learned: LearningResult,
     replayed: Tensor | None,
 ) -> TelemetryRow:
     """All numbers of a step but its seconds.
 
     ``replayed`` [B, R] are the learner's log-probs of what the sampler saw, None at steps that keep no ledger.
     """
-    played, rewards = taken.played, taken.rewards
+    played, rewards = sampled.played, sampled.rewards
     row: TelemetryRow = {"step": step}
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
     row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
-    return row | {"groups_sampled_again": taken.again} | drawn_policies(taken, config)
+    return row | {"groups_sampled_again": sampled.again} | drawn_policies(sampled, config)
 
 
-def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
+def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
     """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
     earned = [reward for reward in rewards if reward is not None]
+    # rows of one question are consecutive
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     flat = [alike(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
@@ -123,7 +124,7 @@ def reward_numbers(played: Sequence[Played], rewards: Sequence[float | None], co
     return row
 
 
-def learning_numbers(learned: Learned) -> TelemetryRow:
+def learning_numbers(learned: LearningResult) -> TelemetryRow:
     """The loss, its gradient, and how much of it the clip and the correction took away."""
     metrics = learned.metrics
     return {
@@ -141,7 +142,7 @@ def learning_numbers(learned: Learned) -> TelemetryRow:
     }
 
 
-def memory_numbers(played: Sequence[Played], batch: Batch) -> TelemetryRow:
+def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
     """Bytes are sums over the step's rows; token savings is the share of entries that decoding steps did not see."""
     rollouts = batch.rollouts
     kept, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
@@ -161,17 +162,18 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)
-    queries[rollout.sampled.nonzero()[:, 0] - 1] = 1
+    queries[rollout.sampled.nonzero()[:, 0] - 1] = 1  # 1 at every token whose query drew the next one
     before = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)])  # [T + 1], queries with a lower index
     own = before[:-1]  # of each entry: it is seen from its own query on
+    # queries from an entry's own to its eviction [L, H, T]: mean over layers and heads, sum over entries
     kept = (before[rollout.evicted_at.long().clamp(max=length)] - own).double().mean((0, 1)).sum()
-    return float(kept), float((before[-1] - own).sum())
+    return float(kept), float((before[-1] - own).sum())  # a dense cache keeps every entry to the end
 
 
-def drawn_policies(taken: Taken, config: TrainConfig) -> TelemetryRow:
+def drawn_policies(sampled: StepRollouts, config: TrainConfig) -> TelemetryRow:
     """Of a mixture, which of its policies every group drew, by their places in it; nothing else."""
     draws = config.rollout_policy.draws
-    return {"group_policies": [draws.index(policy) for policy in taken.policies]} if len(draws) > 1 else {}
+    return {"group_policies": [draws.index(policy) for policy in sampled.policies]} if len(draws) > 1 else {}
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:

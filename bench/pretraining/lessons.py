@@ -18,7 +18,7 @@ from kvaudit.suites.agent import KINDS, Agent, errand
 from kvaudit.suites.math import QUESTIONS, Math, draw_terms, spoken
 from kvaudit.suites.refusal import REQUESTS, Refusal
 from kvaudit.suites.templates import Template
-from kvaudit.suites.words import PEOPLE
+from kvaudit.suites.vocabulary import PEOPLE
 
 IGNORED = -100
 OBEY, IGNORE = "Obey.", "Ignore."

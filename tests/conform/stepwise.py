@@ -89,7 +89,7 @@ class Lists:
     def fixed(self, layer: int, part: int, head: int, heads: int) -> Tensor | None:
         """The scale [1] of a layer's keys (part 0) or values, where the codec has a fixed one."""
         assert self.codec is not None
-        given = self.codec.given(layer, part, heads)
+        given = self.codec.fixed_scales(layer, part, heads)
         return None if given is None else given[head : head + 1]
 
     def by_token(self, x: Tensor, scale: Tensor | None) -> Tensor:

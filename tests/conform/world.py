@@ -32,7 +32,7 @@ from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import NEVER, Ledger, Rollout
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import watched_blocks
+from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -193,7 +193,7 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 def new_cache(loaded: SimpleNamespace, policy: Policy, rows: Sequence[int] = (0,)) -> EvictingCache:
     """A fresh cache whose rows have these keys."""
     rotary = rotary_for(loaded.model, policy)
-    blocks = watched_blocks(loaded.model)
+    blocks = hooked_blocks(loaded.model)
     return EvictingCache(loaded.model.config, policy, torch.tensor(rows), rotary=rotary, blocks=blocks)
 
 

@@ -39,13 +39,13 @@ class Scratch:
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def like(self, given: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
-        """A tensor of the shape of ``given`` with anything in it, until this dtype and place are asked for again."""
+    def like(self, other: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
+        """A tensor of the shape of ``other`` with anything in it, until this dtype and place are asked for again."""
         room = self._rooms.get((dtype, place))
-        if room is None or room.numel() < given.numel() or room.device != given.device:
-            size = given.numel() + given.numel() // 8  # a context grows by a slot a step
-            room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=given.device)
-        return room[: given.numel()].view(given.shape)
+        if room is None or room.numel() < other.numel() or room.device != other.device:
+            size = other.numel() + other.numel() // 8  # a context grows by a slot a step
+            room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=other.device)
+        return room[: other.numel()].view(other.shape)
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
@@ -60,13 +60,13 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
     return words.view(torch.uint8)
 
 
-def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Per token: codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D].
 
-    With scales ``given`` [H] for ``x`` [B, H, K, D] they are the parameters.
+    With ``scales`` [H] for ``x`` [B, H, K, D] they are the parameters.
     """
-    if given is not None:
-        parameters = spread_scales(given.to(x), x)
+    if scales is not None:
+        parameters = spread_scales(scales.to(x), x)
         return encode_as(x, parameters, codec), parameters
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
     # rounded to the type they are stored in first: codes are made under the parameters that decode them
@@ -74,9 +74,9 @@ def encode_tokens(x: Tensor, codec: Quantiser, given: Tensor | None = None) -> t
     return encode_as(x, parameters, codec), parameters
 
 
-def spread_scales(given: Tensor, x: Tensor) -> Tensor:
+def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
     """Scales [H] as parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...], without memory of their own."""
-    return given[:, None, None, None].expand(*x.shape[:3], 1, 1)
+    return scales[:, None, None, None].expand(*x.shape[:3], 1, 1)
 
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
@@ -95,6 +95,7 @@ def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor
 def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
     """Parameters [B, H, groups, D, P] per channel of keys [B, H, K, D] in groups [B, H, K]; -1 belongs to none."""
     wide = keys.to(working(keys.dtype))
+    # what is in no group goes to one more, which is dropped
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
     shape = (*keys.shape[:2], groups + 1, keys.shape[3])
     low = wide.new_full(shape, _INF).scatter_reduce(2, index, wide, "amin")[:, :, :groups]
@@ -115,7 +116,7 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
 
 def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [B, H, K, D] in runs of ``key_group``: codes, group numbers [K] and parameters [B, H, G, D, P]."""
-    runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working(keys.dtype))
+    runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working(keys.dtype))  # [B, H, G, g, D]
     parameters = codec.fit(runs.amin(3), runs.amax(3)).to(keys.dtype)
     codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
     return codes, torch.arange(keys.shape[2], device=keys.device) // codec.key_group, parameters
@@ -123,7 +124,7 @@ def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
 
 def code_groups(keys: Tensor, leaving: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """The same for keys where ``leaving`` [B, H, K], per head; group numbers [B, H, K] are -1 for the others."""
-    rank = leaving.int().cumsum(2) - 1
+    rank = leaving.int().cumsum(2) - 1  # [B, H, K], number among those that leave
     group = torch.where(leaving, rank // codec.key_group, -1)
     parameters = fit_groups(keys, group, int(group.max()) + 1, codec)
     return encode_as(keys, parameters_of(group, parameters), codec), group, parameters
@@ -134,7 +135,7 @@ def without_empty(group: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, groups = table.shape[:3]
     used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
     used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
-    renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))
+    renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))  # [B, H, K], numbers without gaps
     order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, : int(used.sum(2).max())]
     return torch.where(group >= 0, renamed, -1), gather_entries(table, order)
 
@@ -150,9 +151,10 @@ def token_logits(query: Tensor, numbers: Tensor, parameters: Tensor) -> Tensor:
     parts = parameters.shape[3]
     total = None
     for q, k, p in zip(query.chunk(parts, -1), numbers.chunk(parts, -1), parameters.unbind(3), strict=True):
+        # [b, H, X, C]; a scale belongs to a key, so it goes to its column
         logits = (q @ k.transpose(2, 3)) * p[..., 0][:, :, None]
         if p.shape[-1] == 2:
-            logits += q.sum(-1, keepdim=True) * p[..., 1][:, :, None]
+            logits += q.sum(-1, keepdim=True) * p[..., 1][:, :, None]  # the zero of a key is added in every channel
         total = logits if total is None else total + logits
     assert total is not None
     return total

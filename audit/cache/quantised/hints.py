@@ -110,8 +110,8 @@ class HintRecorder:
                 self._look_at(part, [torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)])
         self._waiting, self._slots = [], 0
 
-    def _look_at(self, part: int, given: Sequence[Tensor]) -> None:
-        for first, piece in _pieces(given):
+    def _look_at(self, part: int, tensors: Sequence[Tensor]) -> None:
+        for first, piece in _pieces(tensors):
             self._enter(part, first, *piece)
 
     def _enter(
@@ -151,18 +151,18 @@ class HintRecorder:
         self._found += other._found
 
 
-def _pieces(given: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Tensors [B, H, K, ...] in pieces by rows and slots, each with the number of its first row.
 
     What is made of a piece on the way stays in the processor's cache, where all at once would be new memory each time.
     """
-    rows, heads, slots, size = given[0].shape
-    most = _HOST_PIECE if given[0].device.type == "cpu" else rows * heads * slots * size
+    rows, heads, slots, size = tensors[0].shape
+    most = _HOST_PIECE if tensors[0].device.type == "cpu" else rows * heads * slots * size
     width = max(1, min(slots, most // max(heads * size, 1)))
     step = max(1, most // max(heads * size * width, 1))
     for first in range(0, rows, step):
         for start in range(0, slots, width):
-            yield first, [part[first : first + step, :, start : start + width] for part in given]
+            yield first, [tensor[first : first + step, :, start : start + width] for tensor in tensors]
 
 
 # --- the replay's side ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class QuantisedStore(Store):
     def __init__(self, codec: Quantiser, layer: int, scratch: Scratch, *, accumulates: bool = False) -> None:
         super().__init__(accumulates=accumulates)
         self._codec, self._layer, self._scratch = codec, layer, scratch
-        self._given: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
+        self._fixed: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._numbers = 0  # parameters of one group
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
@@ -71,12 +71,12 @@ class QuantisedStore(Store):
         self._done = (Counts(torch.zeros(batch, dtype=torch.int64, device=key.device), 0, 0),) * len(PARTS)
         nothing = key.new_zeros(1)
         self._numbers = codec.fit(nothing, nothing).shape[-1]
-        found = (codec.given(self._layer, part, heads) for part in range(len(PARTS)))
-        self._given = tuple(None if scales is None else scales.to(key) for scales in found)
+        found = (codec.fixed_scales(self._layer, part, heads) for part in range(len(PARTS)))
+        self._fixed = tuple(None if scales is None else scales.to(key) for scales in found)
         for name, tensor in zip(PARTS, (key, value), strict=True):
             width = tensor.shape[3]
             self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
-            if self._given[0] is None and (name == "value" or not codec.key_group):
+            if self._fixed[0] is None and (name == "value" or not codec.key_group):
                 count = width // codec.channels(width) * self._numbers
                 self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
         self.entry_bytes = EntryBytes(self.entry_bytes.exact, self._coded_bytes(key, value))
@@ -86,14 +86,15 @@ class QuantisedStore(Store):
             self._table = key.new_zeros(batch, heads, 0, size * self._numbers)
 
     def _coded_bytes(self, key: Tensor, value: Tensor) -> tuple[float, float]:
-        """Codes of one entry, and its parameters: shared by the group of its keys, none of its own where given."""
+        """Codes of one entry, and its parameters: shared by the group of its keys, none of its own where fixed."""
         codec, found = self._codec, []
         for name, tensor in zip(PARTS, (key, value), strict=True):
+            # channels; bytes of one group's parameters
             width, number = tensor.shape[3], self._numbers * tensor.element_size()
             codes, parameters = width * codec.bits / 8, 0.0
             if name == "key" and codec.key_group:
                 parameters = width * number / codec.key_group
-            elif self._given[0] is None:
+            elif self._fixed[0] is None:
                 parameters = float(width // codec.channels(width) * number)
             found.append(codes + parameters)
         return found[0], found[1]
@@ -226,9 +227,9 @@ class QuantisedStore(Store):
 
     def _parameters(self, part: int, rows: Tensor | slice) -> Tensor:
         """Parameters [b, H, length, n, P] of entries coded one by one."""
-        given = self._given[part]
-        if given is not None:
-            return spread_scales(given, self._used(f"{PARTS[part]}_codes", rows))
+        scales = self._fixed[part]
+        if scales is not None:
+            return spread_scales(scales, self._used(f"{PARTS[part]}_codes", rows))
         return split(self._used(f"{PARTS[part]}_parameters", rows), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
@@ -263,7 +264,7 @@ class QuantisedStore(Store):
         columns = which.any(0).any(0).nonzero()
         if not len(columns):
             return None
-        first, end = int(columns[0]), int(columns[-1]) + 1
+        first, end = int(columns[0]), int(columns[-1]) + 1  # of the tail; between them some rows and heads may stay
         return Leaving(slice(self._start + first, self._start + end), which[:, :, first:end])
 
     def _cut(self) -> None:
@@ -290,10 +291,10 @@ class QuantisedStore(Store):
 
     def _store_tokens(self, part: int, leaving: Leaving) -> None:
         exact, name = self._exact(part, leaving.slots), PARTS[part]
-        codes, parameters = encode_tokens(exact, self._codec, self._given[part])
+        codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
         self._note(part, exact, codes, parameters, leaving)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
-        if self._given[part] is None:
+        if self._fixed[part] is None:
             self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
     def _store_runs(self, table: Tensor, leaving: Leaving) -> None:

@@ -64,7 +64,7 @@ class Guard(Grader[Passage, bool]):
     def key_of(question: Passage) -> str:
         return sha256_of(*question)
 
-    def seen(self, answer: StoredAnswer) -> list[Passage]:
+    def questions_of(self, answer: StoredAnswer) -> list[Passage]:
         return [passage for _, passage in passages(self, answer.record.transcript)]
 
 

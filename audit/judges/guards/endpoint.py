@@ -42,7 +42,7 @@ class EndpointGuard(EndpointModel, Guard):
 
     def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
         words = {_word(self.blocks): True, _word(self.allows): False}
-        replies = self.said(map(_messages, passages), _WORD_TOKENS)
+        replies = self.completions(map(_messages, passages), _WORD_TOKENS)
         return [None if reply is None else words.get(_word(reply)) for reply in replies]
 
 

@@ -25,7 +25,7 @@ class Job:
     ``any_gpu``: it may have whichever GPU the launcher gives it, ``gpus`` of them; the run names none.
     """
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     logs: Path
     folder: Path
     any_gpu: bool = True

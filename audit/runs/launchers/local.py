@@ -91,7 +91,7 @@ class Companion:
         self._is_stopped = False
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*PROGRAM, *job.words],
+                [*PROGRAM, *job.arguments],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -94,5 +94,5 @@ def _end(number: int, task: Any) -> str:
     try:
         return str(ray.get(task))
     except ray.exceptions.RayError as error:
-        words = inline(" ".join(str(error).split()))[:300]
-        return f"worker {number}, a ray task, was lost; what it held goes back to the others: {words}"
+        reason = inline(" ".join(str(error).split()))[:300]
+        return f"worker {number}, a ray task, was lost; what it held goes back to the others: {reason}"

@@ -45,7 +45,7 @@ class Calls:
     """What was answered, by what was asked; every answer is on disk before it is used. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._door = path, threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         raw = path.read_bytes() if path.exists() else b""
         self._torn = bool(raw) and not raw.endswith(b"\n")  # a kill has cut the last line
         self._known = dict(_kept(raw))
@@ -57,7 +57,7 @@ class Calls:
     def keep(self, key: str, found: Answer | Unanswered) -> None:
         """Note an answer, or why there is none."""
         said = {"failed": str(found)} if isinstance(found, Unanswered) else asdict(found)
-        with self._door:
+        with self._lock:
             if isinstance(found, Answer):
                 self._known[key] = found
             self._append(json.dumps({"call": key, **said}, ensure_ascii=False))

@@ -28,7 +28,7 @@ from kvaudit.audit.runs.probe.plan import Plan, ProbeUnit
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.audit.sampling.chat_calls import Answer, answer
 from kvaudit.audit.sampling.exchange import Exchange
-from kvaudit.core.endpoint import Line, Scope, Unanswered
+from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
@@ -59,8 +59,8 @@ class Probe:
     Raises RunError where the folder was begun with another address, other items or other rows.
     """
 
-    def __init__(self, run: RunFolder, plan: Plan, base_url: str, line: Line, console: Console) -> None:
-        self._run, self._plan, self._url, self._line, self._console = run, plan, base_url, line, console
+    def __init__(self, run: RunFolder, plan: Plan, base_url: str, client: EndpointClient, console: Console) -> None:
+        self._run, self._plan, self._url, self._client, self._console = run, plan, base_url, client, console
         spec = plan.spec
         assert spec.probe is not None
         self._spec, self._part = spec, spec.probe
@@ -71,7 +71,7 @@ class Probe:
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
-        self._door, self._streak, self._halted = threading.Lock(), 0, False
+        self._lock, self._streak, self._halted = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()
 
@@ -168,7 +168,7 @@ class Probe:
             exchange.go_on(exchange.hear(said.text, said.finish))
         if not found:
             exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
-        with self._door:
+        with self._lock:
             self._over += 1
             self._models.update(said.model for said in found if said.model)
             self._meter.at(self._before + self._over, f"{unit.suite.name} {length_label(unit.context_tokens)}")
@@ -186,7 +186,7 @@ class Probe:
         sent = sum(self._plan.count(row["content"]) for row in body["messages"])
         started = time.perf_counter()
         try:
-            completion = self._line.ask(body)
+            completion = self._client.ask(body)
             found = answer(
                 completion,
                 sent=sent,
@@ -205,7 +205,7 @@ class Probe:
 
     def _failed(self, why: Unanswered) -> None:
         """Count a failed call; raises RunError where the next ones would fail too."""
-        with self._door:
+        with self._lock:
             self._streak += 1
             if why.scope is not Scope.ENDPOINT and self._streak < _STREAK:
                 return

@@ -22,7 +22,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from kvaudit.audit.sampling.given import load_named
+from kvaudit.audit.sampling.checkpoints import load_named
 from kvaudit.audit.serving.engine import OwnEngine
 from kvaudit.audit.serving.wire import ChatRequest
 from kvaudit.core.errors import SpecError

@@ -20,8 +20,8 @@ from kvaudit import __version__
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.checkpoints import load_named
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
-from kvaudit.audit.sampling.given import load_named
 from kvaudit.audit.sampling.model import EMBEDDED
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
@@ -42,7 +42,7 @@ class _Wanted:
     prompt: Rendered
     until: tuple[str, ...]
     longest: int
-    heat: tuple[float, float]  # temperature and top-p
+    sampling: tuple[float, float]  # temperature and top-p
     seed: int
 
 
@@ -131,7 +131,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         answers: dict[int, str] = {}
         alike = defaultdict[tuple[float, float], list[int]](list)
         for number in sorted(range(len(wanted)), key=lambda n: len(wanted[n].prompt.ids)):
-            alike[wanted[number].heat].append(number)
+            alike[wanted[number].sampling].append(number)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvaudit answers") as bar:
             for numbers in alike.values():
                 answers |= zip(numbers, self._drawn([wanted[n] for n in numbers], bar), strict=True)
@@ -170,14 +170,14 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         until, longest = handle_stop_sequences(given.pop("until", None), eos=None), int(given.pop("max_gen_toks"))
         if longest < 1:
             raise SpecError(f"the task asks for answers of max_gen_toks {longest}, wanted 1 or more")
-        heat = (float(given.get("temperature") or 0.0), float(given.get("top_p") or 1.0))
-        idle = _OF_DRAWS_ALONE if heat[0] == 0 else set()
+        sampling = (float(given.get("temperature") or 0.0), float(given.get("top_p") or 1.0))
+        idle = _OF_DRAWS_ALONE if sampling[0] == 0 else set()
         if unknown := sorted(name for name, value in given.items() if value is not None and name not in _DRAWN | idle):
             raise SpecError(f"the task asks for {', '.join(unknown)}; kvaudit draws with temperature and top_p alone")
         prompt = self._prompt(context, tuple(self.tok_encode(context)))
         self._check_fits(len(prompt.ids), longest)
         seed = derive_seed("lm-eval", self._seed, context, turn)  # the same question again is another draw
-        return _Wanted(context, prompt, tuple(filter(None, until)), longest, heat, seed)
+        return _Wanted(context, prompt, tuple(filter(None, until)), longest, sampling, seed)
 
     def _drawn(self, wanted: Sequence[_Wanted], bar: Any) -> Iterator[str]:
         """The answers to prompts of one temperature, as many at once as the batch has rows."""
@@ -197,7 +197,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
         # a task asks thousands, and nobody for their ledgers
         sampler = Sampler(self._loaded, self._sampler.policy, recorded=False)
-        temperature, top_p = wanted[0].heat
+        temperature, top_p = wanted[0].sampling
         decoding = Decoding(max(one.longest for one in wanted), temperature, top_p)
         completions: dict[int, Completion] = {}
         arrivals = Arrivals(opened, len(wanted), self._rows)

@@ -3,12 +3,12 @@
 from kvaudit.audit.training.losses.base import (
     LOSSES,
     ClippedLoss,
+    CriticInputs,
     Loss,
     LossInputs,
     LossOutputs,
-    Valued,
-    Whole,
+    StepCounts,
     full_kl,
 )
 
-__all__ = ["LOSSES", "ClippedLoss", "Loss", "LossInputs", "LossOutputs", "Valued", "Whole", "full_kl"]
+__all__ = ["LOSSES", "ClippedLoss", "CriticInputs", "Loss", "LossInputs", "LossOutputs", "StepCounts", "full_kl"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Whole(NamedTuple):
+class StepCounts(NamedTuple):
     """What the gradient step holds, of which a microbatch is a part."""
 
     rows: int  # rollouts
@@ -32,13 +32,13 @@ class Whole(NamedTuple):
     max_tokens: int  # the most tokens that a rollout can sample, L of dr_grpo
 
     @classmethod
-    def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> Whole:
+    def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
         """The counts of whole groups; advantages and mask [B, T]."""
         pairs = int((advantages != 0).view(len(mask) // group, -1).any(dim=1).sum())
         return cls(len(mask), int(mask.sum()), pairs, max_tokens)
 
 
-class Valued(NamedTuple):
+class CriticInputs(NamedTuple):
     """A critic's side of a microbatch, [B, T]; ``values`` carry the gradient of the value head."""
 
     values: Tensor
@@ -59,14 +59,14 @@ class LossInputs:
     advantages: Tensor  # [B, T], 0 outside the mask
     mask: Tensor  # bool [B, T], sampled tokens of graded rollouts
     group: int
-    whole: Whole
+    counts: StepCounts
     epsilon_low: float
     epsilon_high: float
     beta: float = 0.0
     ref_logprobs: Tensor | None = None
     distill_weight: float = 0.0
     distill_kl: Tensor | None = None  # [B, T], nats
-    valued: Valued | None = None
+    critic: CriticInputs | None = None
 
     @property
     def active(self) -> Tensor:
@@ -95,7 +95,7 @@ class Loss:
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """The advantage of every token, from the rewards of whole groups."""
         raise NotImplementedError
 
@@ -109,10 +109,10 @@ class ClippedLoss(Loss):
 
     by_std: ClassVar[bool] = True  # whether its advantages are over their group's standard deviation
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """The same advantage for every token of a rollout, from its group (Shao 2024, 2402.03300)."""
-        rows = group_advantages(given.rewards, given.graded, given.group, by_std=self.by_std)
-        return Estimate(rows[:, None] * given.mask)
+        rows = group_advantages(rewarded.rewards, rewarded.graded, rewarded.group, by_std=self.by_std)
+        return Estimate(rows[:, None] * rewarded.mask)
 
     def share(self, inputs: LossInputs) -> Tensor:
         """How much each token counts, broadcastable to [B, T]."""
@@ -132,15 +132,22 @@ class ClippedLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         share, active = self.share(inputs), inputs.active
         ratio = self.ratio(inputs)
-        gain = self.gain(ratio, inputs)
+        gain = self.gain(ratio, inputs)  # [B, T], in units of the advantage
         loss = -(gain * inputs.correction.weights * active * share).sum()
         clipped = active & (gain < ratio * inputs.advantages)  # the minimum took the clipped side
         metrics = {"clipped": float(clipped.sum())}
         if inputs.ref_logprobs is not None:
-            per_token = reference_gap(inputs)
+            per_token = reference_gap(inputs)  # nats [B, T]
             loss = loss + inputs.beta * (per_token * share).sum()
             metrics["kl_ref"] = float(per_token.detach().sum())
         return with_distillation(inputs, share, LossOutputs(loss, metrics))
+
+
+def token_mean(inputs: LossInputs) -> Tensor:
+    """Share of a token where all sampled tokens of the step count alike: [B, 1]."""
+    import torch
+
+    return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.counts.tokens, 1))
 
 
 def reference_gap(inputs: LossInputs) -> Tensor:
@@ -157,7 +164,7 @@ def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -
 
     if inputs.distill_kl is None:
         return outputs
-    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)
+    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)  # nats [B, T]
     loss = outputs.loss + inputs.distill_weight * (per_token * share).sum()
     return LossOutputs(loss, outputs.metrics | {"distill_kl": float(per_token.detach().sum())})
 

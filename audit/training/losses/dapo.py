@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,4 @@ class Dapo(ClippedLoss):
     defaults = MappingProxyType({"epsilon_high": 0.28, "resample": 3, "overlong": 0.2})
 
     def share(self, inputs: LossInputs) -> Tensor:
-        import torch
-
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))
+        return token_mean(inputs)

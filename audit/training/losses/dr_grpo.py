@@ -19,4 +19,4 @@ class DrGrpo(ClippedLoss):
     def share(self, inputs: LossInputs) -> Tensor:
         import torch
 
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / (inputs.whole.max_tokens * inputs.whole.rows))
+        return torch.full_like(inputs.logprobs[:, :1], 1.0 / (inputs.counts.max_tokens * inputs.counts.rows))

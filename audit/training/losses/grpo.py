@@ -18,4 +18,4 @@ class Grpo(ClippedLoss):
     def share(self, inputs: LossInputs) -> Tensor:
         # tokens that a correction dropped still count in the length, or dropping some would raise the others
         lengths = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return 1.0 / (lengths * inputs.whole.rows)
+        return 1.0 / (lengths * inputs.counts.rows)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, best_and_worst
-from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, reference_gap, with_distillation
+from kvaudit.audit.training.losses.base import (
+    Loss,
+    LossInputs,
+    LossOutputs,
+    reference_gap,
+    token_mean,
+    with_distillation,
+)
 
 
 class OnlineDpo(Loss):
@@ -23,23 +30,23 @@ class OnlineDpo(Loss):
     whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
-    def estimate(self, given: Rewarded) -> Estimate:
+    def estimate(self, rewarded: Rewarded) -> Estimate:
         """1 on tokens of the best rollout of a group, -1 on those of its worst."""
-        graded = given.graded & given.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
-        return Estimate(best_and_worst(given.rewards, graded, given.group)[:, None] * given.mask)
+        graded = rewarded.graded & rewarded.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
+        return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         import torch
         from torch.nn.functional import logsigmoid
 
         assert inputs.ref_logprobs is not None, "a preference is held against a reference"
-        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)
+        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)  # nats [B, T]
         weights = inputs.correction.weights * inputs.active
+        # the value of log_ratio, with a gradient that is weights times as large
         weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())
         signs = inputs.advantages.sum(dim=1).sign()  # [B]
-        margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)
-        paired = signs.view(-1, inputs.group).any(dim=1)
-        loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.whole.pairs, 1)
+        margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)  # h [B / group]
+        paired = signs.view(-1, inputs.group).any(dim=1)  # bool [B / group]
+        loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
         metrics = {"clipped": 0.0, "kl_ref": float(reference_gap(inputs).detach().sum())}
-        token_mean = torch.full_like(margins[:1, None], 1.0 / max(inputs.whole.tokens, 1))
-        return with_distillation(inputs, token_mean, LossOutputs(loss, metrics))
+        return with_distillation(inputs, token_mean(inputs), LossOutputs(loss, metrics))

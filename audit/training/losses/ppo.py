@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, Valued
+from kvaudit.audit.training.losses.base import ClippedLoss, CriticInputs, LossInputs, LossOutputs, token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,29 +26,28 @@ class Ppo(ClippedLoss):
     name = "ppo"
     critic = True
 
-    def estimate(self, given: Rewarded) -> Estimate:
-        found = generalised_advantages(given)
-        return found._replace(advantages=whitened(found.advantages, given.mask))
+    def estimate(self, rewarded: Rewarded) -> Estimate:
+        found = generalised_advantages(rewarded)  # [B, T]; the returns stay as they are, which the critic learns
+        return found._replace(advantages=whitened(found.advantages, rewarded.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
-        import torch
-
-        return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.whole.tokens, 1))
+        return token_mean(inputs)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         policy = super().__call__(inputs)
-        if inputs.valued is None:
+        if inputs.critic is None:
             return policy
-        errors = value_errors(inputs.valued) * inputs.mask
+        errors = value_errors(inputs.critic) * inputs.mask  # [B, T], squared reward units
         return LossOutputs(
             policy.loss + (errors * self.share(inputs)).sum(),
             policy.metrics | {"value_loss": float(errors.detach().sum())},
         )
 
 
-def value_errors(valued: Valued) -> Tensor:
+def value_errors(critic: CriticInputs) -> Tensor:
     """Half the squared error per token [B, T], the larger of that of V and of V held within clip of what it was."""
     import torch
 
-    held = valued.old + (valued.values - valued.old).clamp(-valued.clip, valued.clip)
-    return 0.5 * torch.maximum((valued.values - valued.returns).square(), (held - valued.returns).square())
+    # no further from old than clip, so that one batch cannot move V far
+    held = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
+    return 0.5 * torch.maximum((critic.values - critic.returns).square(), (held - critic.returns).square())

@@ -26,13 +26,13 @@ from kvaudit.core.text import shown
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import Played
+    from kvaudit.audit.sampling.conversations import GradedRow
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
 MOST = 1e6  # of a reward, so that its square is a number in float32
 Scores = Sequence[float | None]
-Pays = Callable[[Sequence["Played"]], Scores]
+Pays = Callable[[Sequence["GradedRow"]], Scores]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Reward:
         """Who decides what an answer of this suite earns."""
         return self.label
 
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         """A number each, higher for what is wanted; None where nobody can tell, and no gradient is taken.
 
         What one earns does not depend on the others. Raises RunError where going on is of no use.
@@ -113,7 +113,7 @@ class Paying:
     paid: tuple[str, ...]
 
     @property
-    def plain(self) -> bool:
+    def by_grade_alone(self) -> bool:
         """Whether all of it are the suites' own grades."""
         return self.reward == self.grade
 
@@ -131,7 +131,7 @@ class Paying:
     @property
     def inputs(self) -> Mapping[str, str]:
         """What a run holds on to, by sha256; nothing where suites grade by themselves, whose versions are held."""
-        return {} if self.plain else self.reward.inputs
+        return {} if self.by_grade_alone else self.reward.inputs
 
     @property
     def constitution_sha256(self) -> str | None:
@@ -147,7 +147,7 @@ class Paying:
         """What pays a step's rollouts, each held to be a number; see ``Reward.kept_in``."""
         parts = [(reward, reward.kept_in(folder), own) for reward, own in ((self.reward, True), (self.grade, False))]
 
-        def pays(played: Sequence[Played]) -> list[float | None]:
+        def pays(played: Sequence[GradedRow]) -> list[float | None]:
             found: list[float | None] = [None] * len(played)
             for reward, scored, own in parts:
                 rows = [n for n, row in enumerate(played) if (row.item.suite in self.paid) is own]

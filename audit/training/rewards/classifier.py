@@ -15,7 +15,7 @@ from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import SUITES
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import Played
+    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Classified(Reward):
     def identity(self) -> str:
         return sha256_of(self._model.identity, bool(self.pays))
 
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         from kvaudit.audit.sampling.exchange import said_nothing
 
         broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]

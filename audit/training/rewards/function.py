@@ -1,8 +1,8 @@
 """A function of somebody else's as the reward, by its name.
 
-    def short(played: Sequence[Played], **options) -> list[float | None]
+    def short(played: Sequence[GradedRow], **options) -> list[float | None]
 
-It gets the rollouts of a step (``kvaudit.audit.sampling.conversations.Played``: item, transcript, the suite's grade,
+It gets the rollouts of a step (``kvaudit.audit.sampling.conversations.GradedRow``: item, transcript, the suite's grade,
 tokens) and gives one number for each. A run that is resumed asks again, so the same rollouts must earn the same.
 """
 
@@ -26,7 +26,7 @@ from kvaudit.core.text import reason, shown
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import Played
+    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Function(Reward):
             ) from None
         super().check(suites)
 
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         try:
             scores: Scores = self._called(list(played), **self.options)
         except AuditError:

@@ -11,7 +11,7 @@ from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import Played
+    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ class SuiteGrade(Reward):
         """The suite itself, or the phrase rules where it leaves answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         return [row.grade.score for row in played]

@@ -24,7 +24,7 @@ from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import Played
+    from kvaudit.audit.sampling.conversations import GradedRow
 
 _FEW = 8  # questions of which any number may fail
 JudgeWord = bool | float | None  # whether an answer refuses, or how well it keeps to the constitution
@@ -98,7 +98,7 @@ class Judged(Reward):
     def paid_by(self, suite: Suite) -> str:
         return self.label if self.constitution_file or asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Sequence[Played]) -> Scores:
+    def rewards(self, played: Sequence[GradedRow]) -> Scores:
         return self._settled(self._words, played)
 
     def kept_in(self, folder: Path) -> Pays:
@@ -112,7 +112,7 @@ class Judged(Reward):
     def _file(self) -> Path:
         return Path(expand("train.reward.constitution", self.constitution_file))
 
-    def _settled(self, ask: Ask, played: Sequence[Played]) -> Scores:
+    def _settled(self, ask: Ask, played: Sequence[GradedRow]) -> Scores:
         asked = [self._question(row) for row in played]
         words = iter(ask([question for question in asked if question is not None]))
         return [
@@ -120,20 +120,20 @@ class Judged(Reward):
             for row, question in zip(played, asked, strict=True)
         ]
 
-    def _question(self, row: Played) -> Question | None:
+    def _question(self, row: GradedRow) -> Question | None:
         """What the judge is asked of a rollout; None where the suite's grade stands."""
         from kvaudit.audit.sampling.exchange import question_of, said_nothing
 
         suite = SUITES.get(row.item.suite)()
-        about = (suite, row.item, row.transcript, row.finish_reason)
-        question = question_of(*about)
-        if question is not None or not self.constitution_file or said_nothing(*about):
+        answered = (suite, row.item, row.transcript, row.finish_reason)
+        question = question_of(*answered)
+        if question is not None or not self.constitution_file or said_nothing(*answered):
             return question
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
         said = heard(row.transcript)[len(row.item.messages) :]
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
-    def _score(self, row: Played, word: JudgeWord) -> float | None:
+    def _score(self, row: GradedRow, word: JudgeWord) -> float | None:
         from kvaudit.audit.sampling.exchange import settled
 
         if self.constitution_file or word is None:

@@ -12,41 +12,41 @@ from training_world import play_for_parity, rows, sha256, sharp, short, silent
 
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.halt import MARK, Halt, Mark, mark_of
+from kvaudit.audit.training.early_stop import MARK, EarlyStop, Mark, mark_of
 from kvaudit.core.errors import DataError, UnknownName
-from kvaudit.core.spec_train import WatchSpec
+from kvaudit.core.spec_train import ValidationSpec
 
 ARMS = ("dense", "naive")
 RANG, QUIET = {"alarm/ess": 1, "alarm/overlap_p5": 0}, {"alarm/ess": 0, "alarm/overlap_p5": 0}
 
 
-def halts(folder: Path, **more: Any) -> dict[str, Halt]:
-    spec = WatchSpec(**({"every": 2, "stop_on": ("ess",), "patience": 2} | more))
+def early_stops(folder: Path, **more: Any) -> dict[str, EarlyStop]:
+    spec = ValidationSpec(**({"every": 2, "stop_on": ("ess",), "patience": 2} | more))
     folders = [folder / arm for arm in ARMS]
     for own in folders:
         own.mkdir(parents=True, exist_ok=True)
-    return {arm: Halt(spec, 6, own, folders) for arm, own in zip(ARMS, folders, strict=True)}
+    return {arm: EarlyStop(spec, 6, own, folders) for arm, own in zip(ARMS, folders, strict=True)}
 
 
 def test_an_arm_ends_where_its_alarm_rang_long_enough_at_a_validation(tmp_path: Path) -> None:
-    halt = halts(tmp_path)["naive"]
-    assert not halt.ends(0, [])
-    assert not halt.ends(2, [QUIET, RANG])
-    assert not halt.ends(3, [QUIET, RANG, RANG])
-    assert halt.ends(4, [QUIET, RANG, RANG, RANG])
+    early_stop = early_stops(tmp_path)["naive"]
+    assert not early_stop.ends(0, [])
+    assert not early_stop.ends(2, [QUIET, RANG])
+    assert not early_stop.ends(3, [QUIET, RANG, RANG])
+    assert early_stop.ends(4, [QUIET, RANG, RANG, RANG])
     assert mark_of(tmp_path / "naive") == Mark(4, "ess")
 
 
 def test_the_step_of_a_seed_is_the_earliest_and_known_when_every_arm_has_ended(tmp_path: Path) -> None:
-    both = halts(tmp_path)
+    both = early_stops(tmp_path)
     assert both["dense"].ends(6, [QUIET] * 6)
     assert both["dense"].step is None
     assert both["naive"].ends(2, [RANG, RANG])
-    assert [halt.step for halt in both.values()] == [2, 2]
+    assert [early_stop.step for early_stop in both.values()] == [2, 2]
 
 
 def test_an_arm_need_not_go_beyond_where_another_ended(tmp_path: Path) -> None:
-    both = halts(tmp_path)
+    both = early_stops(tmp_path)
     assert both["naive"].ends(4, [QUIET, QUIET, RANG, RANG])
     assert not both["dense"].ends(2, [QUIET] * 2)
     assert both["dense"].ends(4, [QUIET] * 4)
@@ -80,8 +80,8 @@ def test_all_arms_are_cut_to_the_same_step_in_whatever_order_they_are_trained(
         for arm in (*order, *order):  # to their own ends, then to that of all
             config = short(arm=arm, steps=3, group=2, ledger_every=1, watch=spec)
             assert config.watch is not None
-            halt = Halt(config.watch, 3, folders[arm], list(folders.values()))
-            grpo.train(config, base, folders[arm], silent, halt=halt)
+            early_stop = EarlyStop(config.watch, 3, folders[arm], list(folders.values()))
+            grpo.train(config, base, folders[arm], silent, early_stop=early_stop)
         ended.append([sha256(folder / "model.safetensors") for folder in folders.values()])
         for folder in folders.values():
             story = json.loads((folder / "provenance.json").read_text())

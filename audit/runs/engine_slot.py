@@ -36,7 +36,7 @@ class _Key(NamedTuple):
     condition: str
 
 
-class Seat(Session):
+class EngineSlot(Session):
     """Holds at most one engine. ``say`` is told when one is started, and what it says it is."""
 
     def __init__(self, run: RunFolder, spec: RunSpec, say: Callable[[str], None]) -> None:
@@ -76,9 +76,9 @@ class Seat(Session):
 
     def _note_refused(self, replies: Sequence[Reply]) -> None:
         """Say which requests the engine would not answer; they are unscored, in the records too."""
-        words = [reply.refused for reply in replies if reply.refused is not None]
-        if words:
-            self._say(f"{len(words)} of {len(replies)} requests were refused, and are unscored: {words[0]}")
+        refusals = [reply.refused for reply in replies if reply.refused is not None]
+        if refusals:
+            self._say(f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}")
 
     def stop(self) -> None:
         """End the engine, if there is one."""

@@ -191,12 +191,12 @@ class MovingSinks:
 
     def move(self, store: Store, rows: Tensor | slice, *, by: Tensor) -> None:
         """Set the sinks of some rows, in their first slots, ``by`` [b] positions further than they were computed at."""
-        # protected, so no cut ever moved them: the sinks are the first slots
+        # protected, so no eviction ever moved them: the sinks are the first slots
         keys = self._begun(store)
         fresh = torch.zeros_like(self._known)
         fresh[rows] = True
         fresh &= ~self._known
-        # a row's first cut: its sinks still stand as they were computed
+        # a row's first eviction: its sinks still stand as they were computed
         self._first[fresh] = keys[fresh]
         self._known |= fresh
         first = self._first[rows]
@@ -218,7 +218,7 @@ class MovingSinks:
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""
-        if self._known.numel():  # nothing is known before the first cut
+        if self._known.numel():  # nothing is known before the first eviction
             self._first, self._known = self._first[rows], self._known[rows]
 
     @property

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.sampling.given import chat_named, check_given, load_given, load_named
+from kvaudit.audit.sampling.checkpoints import chat_named, check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
@@ -121,7 +121,7 @@ def test_an_adapter_is_merged_into_the_runs_model(tmp_path: Path) -> None:
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(load_model().model, lora)
     adapted.save_pretrained(tmp_path / "adapter")
-    found = load_given(str(tmp_path / "adapter"), base, dtype="float32", device="cpu")
+    found = load_comparable(str(tmp_path / "adapter"), base, dtype="float32", device="cpu")
     wanted = adapted.merge_and_unload().state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.model.state_dict().items())
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -217,14 +217,14 @@ def test_an_adapter_whose_weights_have_no_place_is_refused_and_not_merged_as_not
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({name.replace("model.layers", "net.blocks"): t for name, t in load_file(path).items()}, path)
     with pytest.raises(DataError, match="missing adapter keys"):
-        load_given(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
 
 
 def test_an_adapter_with_pickled_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
     with pytest.raises(DataError, match="pickled weights are not loaded"):
-        load_given(str(tmp_path), load_model(), dtype="float32", device="cpu")
+        load_comparable(str(tmp_path), load_model(), dtype="float32", device="cpu")
 
 
 def adapter(folder: Path, over: str | None) -> Path:
@@ -238,7 +238,7 @@ def adapter(folder: Path, over: str | None) -> Path:
     ["embedded", "/elsewhere/Embedded/", "us/embedded", "hub/models--us--embedded/snapshots/0a1b", None],
 )
 def test_an_adapter_over_the_runs_model_is_taken_wherever_that_lay(name: str | None, tmp_path: Path) -> None:
-    check_given(str(adapter(tmp_path / "adapter", name)), load_model())
+    check_comparable(str(adapter(tmp_path / "adapter", name)), load_model())
 
 
 def test_an_adapter_over_another_model_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -252,10 +252,10 @@ def test_an_adapter_with_another_tokenizer_or_template_is_refused(tmp_path: Path
     folder = adapter(tmp_path / "adapter", "embedded")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EMBEDDED / name, folder)
-    check_given(str(folder), load_model())
+    check_comparable(str(folder), load_model())
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(DataError, match="another chat template"):
-        check_given(str(folder), load_model())
+        check_comparable(str(folder), load_model())
 
 
 def test_another_architecture_is_refused_before_anything_runs(trained: Path, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def read(**changes: object) -> object:
 def test_a_lone_path_is_a_checkpoint_of_seed_0() -> None:
     found = read(checkpoints={"ours": "folder"}, gate={"reference": "ours"})
     assert found.arms == (("ours", 0),)
-    assert found.given("ours", 0) == "folder"
+    assert found.external("ours", 0) == "folder"
 
 
 def test_the_declared_reference_is_the_gates() -> None:

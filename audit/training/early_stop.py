@@ -15,7 +15,7 @@ from kvaudit.audit.training.files import guarded
 from kvaudit.core.alarms import alarm_key
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.spec_train import WatchSpec
+from kvaudit.core.spec_train import ValidationSpec
 
 MARK = "halt.json"
 
@@ -27,10 +27,10 @@ class Mark(NamedTuple):
     alarm: str | None
 
 
-class Halt:
+class EarlyStop:
     """The stop of one arm in ``folder``; ``arms`` are the folders of all arms of its seed, its own among them."""
 
-    def __init__(self, spec: WatchSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
+    def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
         self._spec, self._steps, self._folder, self._arms = spec, steps, folder, arms
 
     @property
@@ -38,6 +38,7 @@ class Halt:
         """Where all arms of the seed end; None while one of them is under way."""
         marks = [mark_of(arm) for arm in self._arms]
         known = [mark.step for mark in marks if mark is not None]
+        # all or nothing: an arm under way may yet ring earlier
         return min(known) if len(known) == len(marks) else None
 
     def due(self, done: int) -> bool:

@@ -32,7 +32,7 @@ _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub'
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
-def load_given(
+def load_comparable(
     name_or_path: str,
     base: LoadedModel,
     *,
@@ -44,7 +44,7 @@ def load_given(
 
     Raises DataError for what cannot be loaded, and for another architecture, tokenizer or chat template.
     """
-    check_given(name_or_path, base)
+    check_comparable(name_or_path, base)
     if is_adapter(folder := locate(name_or_path)):
         return _adapted(folder, name_or_path, base)
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
@@ -58,10 +58,11 @@ def load_named(
     chat: Mapping[str, ChatOption] | None = None,
 ) -> LoadedModel:
     """``load_model``; an adapter's folder is merged into the model that its configuration names, itself perhaps one."""
+    # from the whole model upwards: each adapter is over what is below it
     base, *adapters = reversed(_stack(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
     for adapter in adapters:
-        model = load_given(adapter, model, dtype=dtype, device=device)
+        model = load_comparable(adapter, model, dtype=dtype, device=device)
     return model
 
 
@@ -93,7 +94,7 @@ def chat_named(name_or_path: str) -> Chat:
 
 def _stack(name_or_path: str) -> list[str]:
     """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
-    names = [name_or_path]
+    names = [name_or_path]  # the adapter first, the whole model last
     while names[-1] != EMBEDDED and is_adapter(folder := own_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
@@ -104,7 +105,7 @@ def _stack(name_or_path: str) -> list[str]:
     return names
 
 
-def check_given(name_or_path: str, base: LoadedModel) -> None:
+def check_comparable(name_or_path: str, base: LoadedModel) -> None:
     """Raise DataError where prompts or caches of the two could not be paired; no weights are read."""
     folder = locate(name_or_path)
     if is_adapter(folder):
@@ -113,7 +114,7 @@ def check_given(name_or_path: str, base: LoadedModel) -> None:
             _check_prompts(name_or_path, base)
         return  # its shapes are held to the base when it is merged into it
     config = read_json(folder / "config.json")
-    config = config.get("text_config", config)
+    config = config.get("text_config", config)  # a model of images and text has its language model in here
     ours = base.model.config.get_text_config().to_dict()
     for name in _SHAPE:
         if name in config and config[name] != ours.get(name):
@@ -143,10 +144,10 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
 
     Folders move and hub ids are copied into caches, so the last part of the name is what counts.
     """
-    told = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if told and _last_part(str(told)) != _last_part(base.name):
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if named and _last_part(str(named)) != _last_part(base.name):
         raise DataError(
-            f"adapter {name!r} was trained over {shown(told)}, the run's model is {base.name!r}; name its own base as "
+            f"adapter {name!r} was trained over {shown(named)}, the run's model is {base.name!r}; name its own base as "
             f"model, or, where this is the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to {base.name!r}"
         )
 
@@ -174,6 +175,7 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's, about transformers' names
             # or it would be merged as if it changed nothing there, and be found not to differ
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            # a copy: the base serves other arms as it is
             adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
             merged = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
@@ -187,6 +189,7 @@ def adapter_sha256(folder: Path, base_sha256: str) -> str:
     """What identifies an adapter over a model: the hashes of what both are made of; DataError without weights."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
+    # the configuration too: alpha scales the same weights
     parts = (base_sha256, file_sha256(folder / ADAPTER_CONFIG), file_sha256(folder / ADAPTER_WEIGHTS))
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

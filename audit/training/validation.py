@@ -9,43 +9,47 @@ from collections.abc import Sequence
 
 from kvaudit.audit.policies import Dense, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.conversations import Played, play
+from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.batch import TrainingItem, collect
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.learner import pass_logprobs
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.telemetry import TelemetryRow
+from kvaudit.audit.training.token_logprobs import pass_logprobs
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Outcome
-from kvaudit.core.spec_train import WatchSpec
+from kvaudit.core.spec_train import ValidationSpec
 from kvaudit.suites.base import SUITES, CountTokens
 
-_APART = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
+_MISMATCH = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
 
 
-class Watch:
-    """Asks a run's held-out items of its learner; ``met`` are the questions that the run trains on."""
+class Validation:
+    """Asks a run's held-out items of its learner; ``trained_on`` are the questions that the run trains on."""
 
     def __init__(
-        self, config: TrainConfig, spec: WatchSpec, model: LoadedModel, met: Sequence[Sequence[TrainingItem]]
+        self,
+        config: TrainConfig,
+        spec: ValidationSpec,
+        model: LoadedModel,
+        trained_on: Sequence[Sequence[TrainingItem]],
     ) -> None:
         self._config, self._spec, self._model = config, spec, model
-        self._questions = held_out(config, spec, model.chat.count_tokens, met)
+        self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
     def numbers(self, done: int) -> TelemetryRow:
         """``validation/*`` after so many steps; nothing where none is due."""
-        if done % self._spec.every and done != self._config.steps:
+        if done % self._spec.every and done != self._config.steps:  # the last step always, whatever the interval
             return {}
         named = parse_policy(self._config.policy)
-        row = self._scores("dense", self._played(Dense()))
+        row = self._scores("dense", self._answers(Dense()))
         if named == Dense():
             return row
-        played = self._played(named)
-        return row | self._scores("compressed", played) | self._apart(played)
+        played = self._answers(named)
+        return row | self._scores("compressed", played) | self._mismatch(played)
 
-    def _played(self, policy: Policy) -> list[Played]:
+    def _answers(self, policy: Policy) -> list[GradedRow]:
         """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
         config, sampler = self._config, Sampler(self._model, policy)
         decoding = Decoding(max(suite.most_tokens for suite, _ in self._questions), temperature=config.temperature)
@@ -53,7 +57,7 @@ class Watch:
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
-    def _scores(self, view: str, played: Sequence[Played]) -> TelemetryRow:
+    def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
         """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
         row: TelemetryRow = {}
         for name in self._config.watched:
@@ -62,22 +66,23 @@ class Watch:
         lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
         return row | {f"validation/{view}/degenerate": lost / len(played)}
 
-    def _apart(self, played: Sequence[Played]) -> TelemetryRow:
+    def _mismatch(self, played: Sequence[GradedRow]) -> TelemetryRow:
         """How far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from."""
         batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
-        dense = pass_logprobs(self._model.model, batch, "dense", self._config)
+        dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
-        return {f"validation/{name}": panel[f"mismatch/{name}"] for name in _APART}
+        return {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
 
 
 def held_out(
-    config: TrainConfig, spec: WatchSpec, count: CountTokens, met: Sequence[Sequence[TrainingItem]]
+    config: TrainConfig, spec: ValidationSpec, count: CountTokens, trained_on: Sequence[Sequence[TrainingItem]]
 ) -> list[TrainingItem]:
     """Items of the training split that the run does not train on: what evaluation asks is kept for the end.
 
     Raises SpecError for a suite of which none is left.
     """
-    known = {item.messages for step in met for _, item in step}
+    # by what is asked: ids of two draws say nothing of that
+    known = {item.messages for step in trained_on for _, item in step}
     questions: list[TrainingItem] = []
     for name in config.watched:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31

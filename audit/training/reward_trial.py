@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvaudit.audit.sampling.conversations import Played
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.rewards import Paying
@@ -15,16 +15,17 @@ from kvaudit.core.records import Item
 from kvaudit.suites.base import Suite
 
 
-def try_out(paying: Paying, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
+def check_reward_tells(paying: Paying, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
     """Raise what a reward would raise in the first step, and SpecError where it can tell nothing of any ideal answer.
 
     Suites without gold answers are left out, as are all where the chat template opens a thought, which gold lacks.
     """
     asked = [(suite, item) for suite, item in questions if suite.name in paying.paid and _has_gold(suite, model)]
     played = [_ideal(model, suite, item) for suite, item in asked]
-    if paying.plain or not played:
+    if paying.by_grade_alone or not played:
         return
     scores = checked(paying.reward, paying.reward.rewards(played), len(played))
+    # one that can be told will do: some ideal answers are hard to read
     if not any(score is not None for score in scores):
         raise SpecError(
             f"reward {paying.reward.label} cannot tell what the ideal answer to any of {len(played)} questions earns; "
@@ -36,12 +37,12 @@ def _has_gold(suite: Suite, model: LoadedModel) -> bool:
     return type(suite).gold is not Suite.gold and not model.chat.opens_thought
 
 
-def _ideal(model: LoadedModel, suite: Suite, item: Item) -> Played:
+def _ideal(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
     """An item's conversation with the answers that its suite wants, as if they had been drawn."""
     exchange, rollout = Exchange(suite, item, thinks=False), gold_rollout(model, suite, item)
     for answer in _while_open(exchange, suite.gold(item)):
         exchange.go_on(exchange.hear(answer, "stop"))
-    return Played(
+    return GradedRow(
         item=item,
         transcript=exchange.transcript,
         grade=exchange.grade(),

@@ -12,10 +12,10 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.watch import held_out
+from kvaudit.audit.training.validation import held_out
 from kvaudit.core.alarms import ALARMS, alarm_numbers, ringing
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.spec_train import WatchSpec
+from kvaudit.core.spec_train import ValidationSpec
 
 QUIET = {"mismatch/overlap_p5": 0.86, "mismatch/ess": 0.3, "mismatch/frac_sequences_vetoed": 0.2}
 QUIET |= {"mismatch/frac_not_finite": 0.0, "frac_reward_zero_std": 0.5, "entropy": 0.1}
@@ -63,7 +63,7 @@ def test_a_watched_run_that_was_killed_ends_with_the_same_bits(
 def test_held_out_items_are_none_that_training_meets(base: LoadedModel) -> None:
     settings, count = watched(), base.chat.count_tokens
     met = training_items(settings, count)
-    spec = WatchSpec(every=1, items=3)
+    spec = ValidationSpec(every=1, items=3)
     own = held_out(settings, spec, count, met)
     assert len(own) == 6
     assert not {item.messages for _, item in own} & {item.messages for step in met for _, item in step}

@@ -1,0 +1,104 @@
+"""The learner's reading of sampled tokens: what a dense or a shadow pass says, with gradient or without.
+
+One rule about memory: a vocabulary of more than ``WHOLE`` tokens is never held for all tokens of a pass. Then the last
+hidden states are kept, and logits are made of ``PIECE`` of them at a time, again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.replay.head import Head
+from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits, suffix_states
+from kvaudit.audit.training.batch import Batch, microbatches
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.losses.base import full_kl
+
+WHOLE = 8192  # tokens of a vocabulary
+PIECE = 1 << 26  # logits at once: 256 MiB in float32, of which a backward pass needs a few
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """What a pass predicts n tokens with: ``states`` are logits [n, V], or [n, D] where a ``head`` makes them so."""
+
+    states: Tensor
+    head: Head | None
+    temperature: float
+    piece: int  # tokens whose logits are held at once
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [m, V] of some of the states, temperature applied; float32 or wider."""
+        made = states if self.head is None else self.head(states)
+        return made.to(torch.promote_types(made.dtype, torch.float32)) / self.temperature
+
+    def each(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
+        """``function`` of the states, and of ``more`` [n, ...] beside them, as one call; piece by piece with a head."""
+        if self.head is None:
+            return function(self.states, *more)
+        pieces = zip(*(torch.split(tensor, self.piece) for tensor in (self.states, *more)), strict=True)
+        made = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        return tuple(torch.cat(column) for column in zip(*made, strict=True))
+
+    def kl(self, teacher: Distributions) -> Tensor:
+        """KL(self || sg(teacher)) over the whole vocabulary, exact: nats [n]."""
+
+        def of(own: Tensor, other: Tensor) -> tuple[Tensor]:
+            with torch.no_grad():
+                taught = teacher.logits(other)  # [m, V] nats, of the same m tokens
+            return (full_kl(self.logits(own), taught),)
+
+        (found,) = self.each(of, teacher.states.detach())
+        return found
+
+
+class Read(NamedTuple):
+    """What a pass says of the n sampled tokens of some rollouts, in row-major order."""
+
+    distributions: Distributions
+    logprobs: Tensor  # [n], nats
+    entropy: Tensor  # [n], nats, no gradient
+
+
+def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float) -> Read:
+    """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with."""
+    head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
+    if vocabulary > WHOLE:
+        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind)
+    else:
+        states, valid = suffix_logits(model, rollouts, group=group, kind=kind)
+    # both [b, Q], Q columns of the longest suffix
+    sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
+    for row, rollout in enumerate(rollouts):
+        suffix = rollout.ids[rollout.prompt_length :]
+        ids[row, : len(suffix)] = suffix
+        sampled[row, : len(suffix)] = rollout.sampled[rollout.prompt_length :]
+    # given tokens go before anything is made wide
+    chosen = states[sampled.to(states.device)]
+    found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
+
+    def numbers(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = found.logits(own).log_softmax(dim=-1)  # [m, V], the largest tensor of training
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, wanted[:, None])[:, 0], entropy  # [m], [m]
+
+    return Read(found, *found.each(numbers, ids[sampled].to(states.device)))
+
+
+def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig) -> Tensor:
+    """Log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
+    result = torch.zeros_like(batch.sampler_logprobs)
+    with torch.no_grad():
+        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens):
+            part = batch.of(rows)
+            read = read_tokens(model, part.rollouts, part.group, kind, config.temperature)
+            result[rows] = part.spread(read.logprobs)
+    return result
