@@ -75,15 +75,15 @@ REPORTS: dict[str, tuple[Design, dict[str, dict[str, str]]]] = {
     ),
     "all hold": (
         replace(BASE, wrong=wrong()),
-        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive with snapkv 96": SHIP}},
+        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive @ snapkv 96": SHIP}},
     ),
     "training fails": (
         replace(BASE, wrong=wrong(naive_none=0.3, naive_snap=0.3)),
-        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": NOT}, DEPLOYED: {"naive with snapkv 96": NOT}},
+        {SERVING: {"snapkv 96": SHIP}, TRAINING: {"naive": NOT}, DEPLOYED: {"naive @ snapkv 96": NOT}},
     ),
     "serving fails, training holds": (
         replace(BASE, wrong=wrong(dense_snap=0.3, naive_snap=0.3)),
-        {SERVING: {"snapkv 96": NOT}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive with snapkv 96": NOT}},
+        {SERVING: {"snapkv 96": NOT}, TRAINING: {"naive": SHIP}, DEPLOYED: {"naive @ snapkv 96": NOT}},
     ),
     "training alone is asked": (
         replace(BASE, wrong=wrong(), estimands=(ALIKE,)),
@@ -94,7 +94,7 @@ REPORTS: dict[str, tuple[Design, dict[str, dict[str, str]]]] = {
         {
             SERVING: {"snapkv 96": BROKEN},
             TRAINING: {"naive": BROKEN},
-            DEPLOYED: {"naive with snapkv 96": BROKEN},
+            DEPLOYED: {"naive @ snapkv 96": BROKEN},
         },
     ),
 }
@@ -120,15 +120,16 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 
 class Words(HTMLParser):
-    """What a page says before anything is opened: by class of what it stands in, without tables."""
+    """What a page says before anything is opened, without the grid and its signs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.text: list[str] = []
         self._hidden = 0
-        self._inside = False
+        self._inside = self._signs = False
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._signs = self._signs or (tag == "p" and "signs" in (dict(attrs).get("class") or ""))
         self._inside = self._inside or tag == "main"
         if tag == "div" and dict(attrs).get("class") == "folds":
             self._inside = False
@@ -136,9 +137,10 @@ class Words(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._hidden -= tag in ("table", "details", "style")
+        self._signs = self._signs and tag != "p"
 
     def handle_data(self, data: str) -> None:
-        if self._inside and not self._hidden:
+        if self._inside and not self._hidden and not self._signs:
             self.text += data.split()
 
 

@@ -97,7 +97,7 @@ def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(pass
     gate.write_text("format: 1\nprofile: release\n")
     done = call("gate", begun_with(passing, gate, tmp_path), "--gate", gate)
     assert done.exit_code == 4  # every suite was trained on
-    assert "read before relying on it: Gate; Rules; TRAINED" in " ".join(done.stdout.split())
+    assert "read first: Gate; Rules; TRAINED" in " ".join(done.stdout.split())
     run = tmp_path / "begun"
     text = page_text(page_of(decided(load_run(run))))
     sha = hashlib.sha256(gate.read_bytes()).hexdigest()
@@ -341,7 +341,7 @@ def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
     assert "MARGINS" not in call("gate", run).stdout  # a run from before they were kept says nothing
     story = json.loads((run / "provenance.json").read_text())
     (run / "provenance.json").write_text(json.dumps(story | {"default_margins": {"refusal": "safety"}}))
-    assert "relying on it: MARGINS not declared" in " ".join(call("gate", run).stdout.split())
+    assert "read first: MARGINS not declared" in " ".join(call("gate", run).stdout.split())
     assert call("report", run).exit_code == 0
     for page in ("report.html", "report.md", "summary.md"):
         assert line in (run / "report" / page).read_text().replace("\\", ""), page

@@ -45,12 +45,14 @@ _MORE = {
 class Subjects:
     """The subjects of one question that stand alike, the worst cell of them first in ``cells``.
 
-    ``why`` is what that cell says, in half a sentence; empty where nothing was lost.
+    ``why`` is what that cell says, in half a sentence, ``brief`` the same where room is short; both are empty where
+    nothing was lost.
     """
 
     status: Status
     subjects: tuple[str, ...]
     why: str
+    brief: str
     cells: tuple[Decision, ...]
 
     @property
@@ -102,7 +104,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
         if broken := decided.verdict.reasons:  # the comparison itself is none, so no cell of it may speak
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
             text = "" if found else inline(clip(f"{broken[0].code}: {broken[0].text}", _REASON))  # once is enough
-            groups = (Subjects(Status.INVALID, subjects, text, tuple(own)),)
+            groups = (Subjects(Status.INVALID, subjects, text, text, tuple(own)),)
         found.append(Answer(name, _asks(sides, name), groups))
     return tuple(found)
 
@@ -117,7 +119,7 @@ def question_of(sides: Comparison, d: Decision) -> str:
 def subject_of(sides: Comparison, d: Decision) -> str:
     """What could be shipped: a setting, an arm, or an arm with a setting."""
     setting = f"the worst of {len(d.policies)} settings" if d.estimand == WORST else sides.label(d.policy)
-    named = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} with {setting}"}
+    named = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
     return inline(named[question_of(sides, d)])
 
 
@@ -125,11 +127,11 @@ def _asks(sides: Comparison, question: str) -> str:
     """The question as somebody asks it."""
     reference = inline(sides.reference)
     if sides.mode == "serving":
-        return "May it be served with these settings instead of uncompressed?"
+        return "Serve it compressed?"
     return {
-        SERVING: f"May {reference} be served with these settings instead of uncompressed?",
-        TRAINING: f"Is each arm as aligned as {reference}, served alike?",
-        DEPLOYED: f"May an arm be deployed compressed instead of uncompressed {reference}?",
+        SERVING: f"Serve {reference} compressed?",
+        TRAINING: f"As aligned as {reference}?",
+        DEPLOYED: "Deploy the arm compressed?",
     }[question]
 
 
@@ -148,7 +150,7 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
         # the subject that the half sentence is about stands first
         first = subject_of(sides, deciding[0])
         ordered = (first, *(name for name in names if name != first))
-        yield Subjects(status, ordered, why(sides, deciding[0]), tuple(deciding))
+        yield Subjects(status, ordered, *why(sides, deciding[0]), tuple(deciding))
 
 
 def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, float]]:
@@ -163,16 +165,18 @@ def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, float]]:
     return key
 
 
-def why(sides: Comparison, d: Decision) -> str:
-    """What the deciding cell of a group says."""
+def why(sides: Comparison, d: Decision) -> tuple[str, str]:
+    """What the deciding cell of a group says, in full and in brief."""
     if d.status in PASSED and not d.waiver:
-        return ""
+        return "", ""
     if d.status is Status.NOT_MEASURABLE:
-        return f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
+        said = f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
+        return said, said
     if d.effect is None:
-        return inline(clip(d.reasons[0].text, _REASON)) if d.reasons else "no number"
-    said = moved(sides, d)
-    return f"{said}; {_MORE[d.larger]}" if d.larger else said
+        said = inline(clip(d.reasons[0].text, _REASON)) if d.reasons else "no number"
+        return said, said
+    said, brief = moved(sides, d), f"{what_counts(sides, d)} {before_after(sides, d)}, limit {_signed(sides, d)[0]}"
+    return (f"{said}; {_MORE[d.larger]}" if d.larger else said), brief
 
 
 def moved(sides: Comparison, d: Decision) -> str:

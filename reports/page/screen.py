@@ -38,7 +38,7 @@ class Screen:
 
     @property
     def words(self) -> int:
-        """How many words it has, beside the grid and the flips."""
+        """How many words it has, beside the grid with its signs and the flips."""
         said = [
             self.title,
             self.status.value,
@@ -48,7 +48,7 @@ class Screen:
         ]
         said += [*(f"{answer.asks} {answer.line}" for answer in self.answers), *self.instead]
         if self.before_relying:
-            said.append(f"Read before relying on it: {self.before_relying}")
+            said.append(f"Read first: {self.before_relying}")
         return sum(len(text.split()) for text in said)
 
 
@@ -69,9 +69,9 @@ def screen_of(findings: Findings) -> Screen:
 
 
 def _within(screen: Screen) -> Screen:
-    """The screen with reasons left out, those of the least grave first, until it keeps to ``MOST_WORDS``.
+    """The screen with its reasons in brief, then left out, until it keeps to ``MOST_WORDS``.
 
-    The first reason of every question goes last. What is left out stands in the grid.
+    The least grave go first, the first of every question last. What is left out stands in the grid.
     """
     found = [list(answer.groups) for answer in screen.answers]
     places = [(n, i) for i in range(max(map(len, found), default=0)) for n in range(len(found)) if i < len(found[n])]
@@ -80,10 +80,11 @@ def _within(screen: Screen) -> Screen:
         told = (replace(a, groups=tuple(groups)) for a, groups in zip(screen.answers, found, strict=True))
         return replace(screen, answers=tuple(told))
 
-    for n, i in reversed(places):
-        if with_groups().words <= MOST_WORDS:
-            break
-        found[n][i] = replace(found[n][i], why="")
+    for shorter in ("brief", ""):
+        for n, i in reversed(places):
+            if with_groups().words <= MOST_WORDS:
+                return with_groups()
+            found[n][i] = replace(found[n][i], why=found[n][i].brief if shorter else "")
     return with_groups()
 
 
@@ -125,7 +126,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("model", f"{_clipped(sides.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
         ("reference", f"{who} @ {_clipped(plain)}"),
-        ("engine", ", ".join(engines[:_LISTED]) if engines else "kvaudit's own cache"),
+        ("engine", ", ".join(engines[:_LISTED]) if engines else "kvaudit's cache"),
         ("asked", ", ".join(asked[:_LISTED]) + more + seeds),
     ]
 

@@ -95,7 +95,7 @@ def _last_lines(findings: Findings, before_relying: str, cost: BesideFindings) -
     if cost.unseen:
         yield f"not asked: {'; '.join(cost.unseen)}"
     if before_relying:
-        yield f"read before relying on it: {before_relying}"
+        yield f"read first: {before_relying}"
 
 
 def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:

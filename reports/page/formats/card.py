@@ -62,7 +62,7 @@ def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
     if owed := [one.title for one in told.owed if one.rows]:
         yield f"In disclosure.json too: {escape('; '.join(owed))}."
     if screen.before_relying:
-        yield f"Read before relying on it: {escape(screen.before_relying)}."
+        yield f"Read first: {escape(screen.before_relying)}."
     yield (
         f"Other suites, lengths and settings: not evaluated. Every fact: disclosure.json. kvaudit "
         f"{_word(told.run['kvaudit'])}, spec {_word(told.run['spec_sha256'])[:12]}."
