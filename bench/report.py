@@ -53,14 +53,12 @@ def main() -> None:
 def measured(run: str) -> None:
     """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
     from kvaudit.reports import run as way
-    from kvaudit.reports.analysis import analyse
     from kvaudit.reports.page import formats
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    timed = [(way, name) for name in ("load_run", "drift_of", "decide", "largest_losses")]
-    for module, name in (*timed, (analyse, "analyse")):
-        setattr(module, name, _timed(name, getattr(module, name), stages))
+    for name in ("load_run", "drift_of", "decide", "computed"):
+        setattr(way, name, _timed(name, getattr(way, name), stages))
     found = formats.formats()
     formats.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}
     report = way.write_report(Path(run))

@@ -216,8 +216,7 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
 
 def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Path) -> None:
     assert lines(tmp_path, 0.2) == [
-        "FAIL (exit 3): model embedded (1d51f70f), date 2026-01-02, reference itself @ none, engine kvaudit's "
-        "cache",
+        "FAIL (exit 3): model embedded (1d51f70f), date 2026-01-02, reference itself @ none, engine kvaudit's cache",
         "serving: Do not ship snapkv 96 (refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3).",
         "  ✗ snapkv 96: refusal score 90.6 → 64.1 % of 128, limit -5, up to -34.3 (lost 34, gained 0; in another order "
         "3 of 24 change, 0 uncompressed): worse, by more than the limit",

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from reports_synthetic import Design, build, policy
 
+from kvaudit.core.errors import RunError
 from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
 from kvaudit.core.provenance import seal_of
 from kvaudit.reports.drift.comparison import Reason
@@ -25,7 +26,7 @@ from kvaudit.reports.page.screen import MOST_WORDS
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decided, with_details, write_report
 
 SNAP, HARSH = policy("snapkv", 96), policy("h2o", 64)
 ASKED = (SERVING, ALIKE, DEPLOYED)
@@ -248,3 +249,24 @@ def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: st
     assert len(seen_first(html)) <= MOST_WORDS
     assert not re.search(r"(?<!\\)<script", formats()["report.md"](page))
     assert not [row for row in contrasts_csv(found).splitlines() if re.search(r"(^|,)[=@]", row)]
+
+
+def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", replace(SERVED, wrong=wrong()))
+    (run / "report").write_text("mine")
+    with pytest.raises(RunError, match=r"report' is a file, and the report's folder belongs there; move it away$"):
+        write_report(run)
+    assert (run / "report").read_text() == "mine"
+
+
+def test_half_a_run_says_to_resume_first(reported: Any) -> None:
+    (group,) = answers(reported("not valid"))[0].groups
+    assert group.why.startswith("INCOMPLETE: resume this run first, it is not whole: planned units missing: 1 of 8")
+
+
+def test_a_run_of_one_setting_answers_that_nothing_was_asked(tmp_path: Path) -> None:
+    found = decided(load_run(build(tmp_path / "run", replace(SERVED, policies=("none",), wrong=wrong()))))
+    (answer,) = answers(found)
+    assert answer.line == ("Not valid base (NOTHING: no cell to gate: one arm under one policy cannot be compared).")
+    assert grid_of(found).rows == ()
+    assert "not valid" in formats()["report.html"](page_of(found))

@@ -265,7 +265,7 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         missing = sum(abs(unit.rows - found[unit]) for unit in short)
         parts.append(f"rows missing or too many: {missing} ({some(names)})")
     if parts:
-        yield Reason("INCOMPLETE", "; ".join(parts) + ": resume the run to complete it")
+        yield Reason("INCOMPLETE", f"resume this run first, it is not whole: {'; '.join(parts)}")
 
 
 def some(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import Facet, facet_of
-from kvaudit.core.text import at_length, clip, inline, length_label
+from kvaudit.core.text import at_length, inline, length_label
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
@@ -101,9 +101,11 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
     for name in QUESTIONS if sides.mode == "training" else (SERVING,):
         own = [d for d in gated if question_of(sides, d) == name]
         groups = tuple(_groups(sides, own))
-        if broken := decided.verdict.reasons:  # the comparison itself is none, so no cell of it may speak
+        if (broken := decided.verdict.reasons) and (own or not gated):
+            # the comparison itself is none, so no cell of it may speak; why is said once
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
-            text = "" if found else inline(clip(f"{broken[0].code}: {broken[0].text}", _REASON))  # once is enough
+            told = any(answer.groups for answer in found)
+            text = "" if told else _short(f"{broken[0].code}: {broken[0].text}")
             groups = (Subjects(Status.INVALID, subjects, text, text, tuple(own)),)
         found.append(Answer(name, _asks(sides, name), groups))
     return tuple(found)
@@ -173,10 +175,15 @@ def why(sides: Comparison, d: Decision) -> tuple[str, str]:
         said = f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
         return said, said
     if d.effect is None:
-        said = inline(clip(d.reasons[0].text, _REASON)) if d.reasons else "no number"
+        said = _short(d.reasons[0].text) if d.reasons else "no number"
         return said, said
     said, brief = moved(sides, d), f"{what_counts(sides, d)} {before_after(sides, d)}, limit {_signed(sides, d)[0]}"
     return (f"{said}; {_MORE[d.larger]}" if d.larger else said), brief
+
+
+def _short(text: str) -> str:
+    """The beginning of a reason, which says what to do."""
+    return inline(text if len(text) <= _REASON else f"{text[: _REASON - 1]}…")
 
 
 def moved(sides: Comparison, d: Decision) -> str:

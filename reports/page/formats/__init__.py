@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
+from kvaudit.core.errors import RunError
 from kvaudit.core.files import write_output
 from kvaudit.reports.layout.rows import CONTRASTS, contrasts_csv
 from kvaudit.reports.page.page import Page
@@ -26,6 +27,8 @@ def write_pages(folder: Path, page: Page) -> None:
 
     Raises RunError where the folder takes none.
     """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{str(folder)!r} is a file, and the report's folder belongs there; move it away")
     for name, render in formats().items():
         write_output(folder / name, render(page))
     write_output(folder / CONTRASTS, contrasts_csv(page.findings))
