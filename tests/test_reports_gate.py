@@ -22,6 +22,7 @@ from kvaudit.reports.stats.rule import Part, effective_clusters
 from kvaudit.reports.stats.tango import ess_tango
 
 SNAP = policy("snapkv", 96)
+STREAMING = policy("streaming", 96)
 
 
 def effect(losses, gains, clusters=60, size=5):
@@ -129,6 +130,29 @@ def test_served_alike_and_end_to_end_both_decide(tmp_path):
     assert {found["deployed", SNAP, arm] for arm in ("naive", "smd")} == {Status.FAIL}
     assert Status.FAIL not in {status for (estimand, *_), status in found.items() if estimand == "alike"}
     assert verdict.status is Status.FAIL
+
+
+def test_serving_beside_trained_arms_holds_the_reference_under_every_policy(tmp_path):
+    """``primary`` is of the arms; what serving costs the reference is no verdict about their training."""
+    found = report_of(
+        tmp_path,
+        seeds=(1, 2, 3),
+        policies=("none", SNAP, STREAMING),
+        serving={SNAP: 0.5},
+        primary=("none",),
+        estimands=("serving", "alike"),
+    )
+    verdict = found.verdict
+    served = {(d.arm, d.policy): d.status for d in verdict.decisions if d.gated and d.estimand == "serving"}
+    assert served == {("dense", SNAP): Status.FAIL, ("dense", STREAMING): Status.PASS}
+    assert {d.policy for d in verdict.decisions if d.gated and d.estimand == "alike"} == {"none"}
+    assert {a.arm: a.status for a in verdict.arms} == {
+        "dense": Status.FAIL,
+        "naive": Status.PASS,
+        "smd": Status.PASS,
+    }
+    assert verdict.status is Status.FAIL
+    assert verdict.recipe in (Status.PASS, Status.PASS_NOTED), "what serving costs is not what a recipe does"
 
 
 def test_a_spec_may_gate_served_alike_only(tmp_path):

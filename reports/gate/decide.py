@@ -157,12 +157,14 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     decisions = (*gated, *map(open_where_unknown, shown, beside))
     reasons = (*drift.reasons, *_pin_reasons(drift, rules), *_reasons(gated))
     arms = _arm_verdicts(gated)
+    # beside trained arms the reference stands for how it is served, which says nothing of training
+    served_alone = {drift.comparison.reference} if drift.comparison.mode == "training" else set[str]()
     start = Status.INVALID if reasons else Status.PASS
     status = worst([start, *(a.status for a in arms)])
     return Verdict(
         status=status,
         exit_code=worst_exit([start, *(d.standing for d in gated)], rules),
-        recipe=worst_recipe([a.recipe for a in arms]),
+        recipe=worst_recipe([a.recipe for a in arms if a.arm not in served_alone]),
         reasons=reasons,
         arms=arms,
         decisions=decisions,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from kvaudit.core.estimands import DEPLOYED
+from kvaudit.core.estimands import DEPLOYED, SERVING
 from kvaudit.core.text import at_length, inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Decision, Status, Verdict
+from kvaudit.reports.gate.verdict import Decision, Status, Verdict, worst_recipe
 from kvaudit.reports.layout.names import named
 from kvaudit.reports.layout.words import (
     beyond,
@@ -23,6 +23,7 @@ from kvaudit.reports.layout.words import (
     short_suites,
     worst_seed,
 )
+from kvaudit.reports.page.answers import question_of
 from kvaudit.reports.page.facets import taken_apart
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.remarks import late, not_measurable, remarks
@@ -209,7 +210,13 @@ def _scope(findings: Decided) -> str:
         return "Claim: about this checkpoint under these serving policies (artifact)."
     if findings.verdict.recipe is None:
         return "Claim: about these checkpoints (artifact). Recipe claim not supported: it needs 3 paired seeds."
+    by_question: dict[str, list[Status | None]] = {}
+    for d in findings.verdict.decisions:
+        if d.gated and (question := question_of(findings.comparison, d)) != SERVING:
+            by_question.setdefault(question, []).append(d.recipe)
+    found = {question: worst_recipe(own) for question, own in by_question.items()}
+    said = "; ".join(f"{question} {status.value}" for question, status in found.items() if status)
     return (
         f"Claim: about these checkpoints, averaged over paired seeds (artifact). For the recipe, with seed variance "
-        f"added, the verdict is {findings.verdict.recipe.value}."
+        f"added: {said}."
     )
