@@ -260,16 +260,20 @@ class Record:
             raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")
         if strange := sorted(set(facets) - set(FACETS)):
             raise DataError(f"record holds a facet {strange[0][:40]!r}, known are {', '.join(FACETS)}")
-        score = row["score"]
-        if (score is None) != (row["outcome"] is Outcome.UNSCORED):
-            raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
-        if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
-            raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
-        if score is not None and not 0 <= score <= 1:
-            raise OffScale(score)
-        if score is not None and score == CONTRADICTED.get(row["outcome"]):
-            raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
+        _check_score(row)
         return cls(**row)
+
+
+def _check_score(row: Mapping[str, Any]) -> None:
+    score = row["score"]
+    if (score is None) != (row["outcome"] is Outcome.UNSCORED):
+        raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
+    if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
+        raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+    if score is not None and not 0 <= score <= 1:
+        raise OffScale(score)
+    if score is not None and score == CONTRADICTED.get(row["outcome"]):
+        raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
 
 
 def _graded(item: Item, grade: Grade) -> dict[str, Any]:
