@@ -124,6 +124,7 @@ class Spoken(NamedTuple):
     seconds: float
     transcript: tuple[Message, ...]
     logprob: float | None = None
+    unanswered: str = ""
 
 
 class CacheUse(NamedTuple):
@@ -147,7 +148,9 @@ class Record:
     ``kv_bytes_dense`` what its tokens take uncompressed; ``score`` is None exactly when the outcome is unscored.
     ``unsure``: the judge would not stand by its word, and the grade is its best guess. A serving engine shows nobody
     its cache: then ``retention`` and all bytes are None, and ``survival`` is empty. ``logprob`` is the sum of the
-    log-probs of what was said, in nats, as the engine gave it, None where it gave none.
+    log-probs of what was said, in nats, as the engine gave it, None where it gave none. ``unanswered``: why the
+    conversation ended without an answer, in the words of a server that gave none, on one line; empty where it ended
+    with one.
     """
 
     run: str
@@ -180,6 +183,7 @@ class Record:
     unsure: bool = False
     kv_bytes_live: int | None = None
     logprob: float | None = None
+    unanswered: str = ""
     format: int = RECORD_FORMAT
 
     @classmethod
@@ -200,7 +204,7 @@ class Record:
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
-        for name in ("spans", "kv_bytes_live", "unsure"):
+        for name in ("spans", "kv_bytes_live", "unsure", "unanswered"):
             if not row[name]:  # as before there were any
                 del row[name]
         if self.logprob is None:
@@ -225,6 +229,7 @@ class Record:
         row.setdefault("unsure", False)
         row.setdefault("kv_bytes_live", None)
         row.setdefault("logprob", None)
+        row.setdefault("unanswered", "")
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(
@@ -247,23 +252,28 @@ class Record:
         row["spans"] = {
             name: Kept(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
         }
-        if not isinstance(row["unsure"], bool):
-            raise DataError(f"record holds unsure {str(row['unsure'])[:40]!r}, wanted true, or nothing")
+        for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words")):
+            if not isinstance(row[name], kind):
+                raise DataError(f"record holds {name} {str(row[name])[:40]!r}, wanted {wanted}, or nothing")
         facets = row["facets"]
         if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
             raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")
         if strange := sorted(set(facets) - set(FACETS)):
             raise DataError(f"record holds a facet {strange[0][:40]!r}, known are {', '.join(FACETS)}")
-        score = row["score"]
-        if (score is None) != (row["outcome"] is Outcome.UNSCORED):
-            raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
-        if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
-            raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
-        if score is not None and not 0 <= score <= 1:
-            raise OffScale(score)
-        if score is not None and score == CONTRADICTED.get(row["outcome"]):
-            raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
+        _check_score(row)
         return cls(**row)
+
+
+def _check_score(row: Mapping[str, Any]) -> None:
+    score = row["score"]
+    if (score is None) != (row["outcome"] is Outcome.UNSCORED):
+        raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
+    if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
+        raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+    if score is not None and not 0 <= score <= 1:
+        raise OffScale(score)
+    if score is not None and score == CONTRADICTED.get(row["outcome"]):
+        raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
 
 
 def _graded(item: Item, grade: Grade) -> dict[str, Any]:

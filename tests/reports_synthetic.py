@@ -58,7 +58,7 @@ class Design:
     seed: int = 5
     seed_sd: float = 0.02  # spread of the rate between training runs
     facets: dict = field(default_factory=dict)  # suite -> names, of which every item has one, in turn
-    hostile: str = ""  # put into every transcript
+    hostile: str = ""  # put into every transcript, and said instead of an answer
     references: dict = field(default_factory=dict)  # an engine's condition -> its uncompressed one
     wrong: dict = field(default_factory=dict)  # policy, or (arm, policy) -> items not as wanted, in place of draws
     echoes: dict = field(default_factory=dict)  # policy -> another one whose answers and log-probs it repeats
@@ -157,6 +157,7 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     seconds=0.02,
                     judge="programmatic",
                     transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),
+                    unanswered=design.hostile,
                     facets=_facets(design.facets.get(suite, ()), i, outcome),
                     spans={"rule": Kept(kept if i % 3 else kept**2, (Place(0, 0, 4),))} if design.facets else {},
                 )

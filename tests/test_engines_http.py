@@ -322,7 +322,7 @@ def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_pa
     ("standin", "words"),
     [
         ("filter:bomb", "status 400: the prompt was filtered by our policy"),
-        ("ended:2", "it ended by 'content_filter', which is no end of an answer"),
+        ("ended:2", "it ended by 'content_filter', which is no end of an answer, behind 'four'"),
     ],
 )
 def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
@@ -342,6 +342,7 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     assert [one.grade.outcome is Outcome.UNSCORED for one in found] == [False, True]
     assert [(one.finish_reason, one.transcript[-1].content) for one in found] == [("stop", "four"), ("error", "")]
     assert refused.refused == words
+    assert [one.unanswered for one in found] == ["", words]
 
 
 def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:

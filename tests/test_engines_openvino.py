@@ -118,15 +118,19 @@ ON_LONG = {
 
 
 @pytest.fixture(scope="module")
-def on_long(here: World, cache: Path) -> dict[str, tuple[list[Reply], dict[str, str]]]:
-    """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
+def long_prompt(here: World) -> Asked:
     words = [f"{name} {n * n}" for n in range(24) for name in ("alpha", "bravo", "charlie", "delta")]
-    ids = tuple(here.model.chat.tokenizer(" ".join(words)).input_ids)
+    return here.asked[0]._replace(ids=tuple(here.model.chat.tokenizer(" ".join(words)).input_ids))  # 640 tokens
+
+
+@pytest.fixture(scope="module")
+def on_long(here: World, cache: Path, long_prompt: Asked) -> dict[str, tuple[list[Reply], dict[str, str]]]:
+    """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
     found = {}
     for name, settings in ON_LONG.items():
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=64{settings and ','}{settings}"
         with here.start(text, cache) as session:
-            found[name] = session.answer([here.asked[0]._replace(ids=ids)]), dict(session.about)
+            found[name] = session.answer([long_prompt]), dict(session.about)
     return found
 
 
@@ -136,6 +140,28 @@ def test_kvcrush_and_sparse_prefill_act_as_they_are_told(
     worths = {name: replies[0].logprob for name, (replies, _) in on_long.items()}
     assert worths.pop("tri that keeps all") == worths["f32"], "its 128 first and 1920 last tokens are all there are"
     assert len(set(worths.values())) == len(worths), worths
+
+
+def test_a_prompt_of_one_chunk_is_read_whole_by_trishape_and_not_by_xattention(
+    here: World, cache: Path, long_prompt: Asked
+) -> None:
+    found = {}
+    for name in ("f32", "tri", "x"):
+        settings = ON_LONG[name]
+        text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=1024{settings and ','}{settings}"
+        with here.start(text, cache) as session:
+            found[name] = session.answer([long_prompt])[0].logprob
+    assert found["tri"] == found["f32"]
+    assert found["x"] != found["f32"]
+
+
+def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, cache: Path, long_prompt: Asked) -> None:
+    """Of 2026.4.1; once it answers, docs/audit-an-engine.md says too much."""
+    with (
+        here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", cache) as session,
+        pytest.raises(Gone, match="Diversity score size mismatch"),
+    ):
+        session.answer([long_prompt])
 
 
 def test_it_says_what_it_made_of_them(on_long: dict[str, tuple[list[Reply], dict[str, str]]]) -> None:

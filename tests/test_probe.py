@@ -237,6 +237,7 @@ def test_a_failed_call_is_unscored_with_its_reason_and_asked_again(world: World)
     assert set(reasons.values()) == {1}
     unscored = [record for record in world.records() if record.score is None]
     assert [record.finish_reason for record in unscored] == ["error"] * len(FAILURES)
+    assert {record.unanswered for record in unscored} == reasons.keys()
     assert done.stdout.count("unscored: 1 conversations, ") == len(FAILURES)
     again, wire = world.probe(right, "--resume", plan=plan)
     assert again.exit_code == 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 from dataclasses import replace
 
+import pytest
 from test_layers import FILES, module_of
 
+from kvaudit.core.errors import DataError
 from kvaudit.core.records import (
     RECORD_FORMAT,
     CacheUse,
@@ -34,6 +37,21 @@ def test_a_record_says_what_its_parts_say() -> None:
     assert (record.retention, record.survival, record.kv_bytes_live, record.spans) == (0.5, {"user": 0.25}, 8, {})
     assert (record.outcome, record.score, record.facets) == (Outcome.DESIRED, 1.0, {"solved": True})
     assert Record.from_json(record.to_json()) == record
+
+
+def test_what_a_server_said_instead_of_an_answer_is_recorded_and_survives_another_grade() -> None:
+    spoken = SPOKEN._replace(finish_reason="error", unanswered="status 400: <b>too long</b>")
+    failed = Record.of(SERVING, ITEM, Grade(Outcome.UNSCORED, None), spoken, CacheUse())
+    assert json.loads(failed.to_json())["unanswered"] == "status 400: <b>too long</b>"
+    assert Record.from_json(failed.to_json()) == failed
+    assert failed.graded_again("3", ITEM, RIGHT, unsure=False).unanswered == "status 400: <b>too long</b>"
+
+
+def test_a_record_with_an_answer_says_nothing_instead_of_it() -> None:
+    line = Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse()).to_json()
+    assert "unanswered" not in json.loads(line)
+    with pytest.raises(DataError, match="record holds unanswered '3', wanted words, or nothing"):
+        Record.from_json(json.dumps({**json.loads(line), "unanswered": 3}))
 
 
 def test_a_cache_that_nobody_shows_has_no_numbers() -> None:

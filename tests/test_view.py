@@ -133,6 +133,7 @@ def test_hostile_text_is_data_without_markup_or_controls(hostile_run, tmp_path):
     told = files[1].read_text(encoding="utf-8")
     assert r"\u003c/script\u003e\u003cimg src=x onerror=alert(1)\u003e" in told
     assert "⟨U+202E⟩⟨U+2066⟩␛]0;x␇⟨U+2028⟩" in told
+    assert r'"unanswered":"\u003c/script\u003e' in told  # what a server said instead of an answer
 
 
 def test_the_page_holds_no_text_of_a_run_and_loads_nothing_from_elsewhere():

@@ -175,6 +175,7 @@ def test_hostile_text_is_read_and_not_obeyed(chromium: Any, view: Path) -> None:
     assert opened.page.locator("img, iframe, [onerror], a[href^=http]").count() == 0
     assert SHOWN in opened.page.locator(".sides pre.shaded >> nth=0").inner_text()
     assert opened.page.locator(".turn.answer pre >> nth=0").inner_text().endswith(SHOWN)
+    assert f"stop: {SHOWN}" in opened.page.locator("#flip .facts").inner_text()  # said instead of an answer
     opened.close()  # which holds it to no dialog and no request
 
 

@@ -32,6 +32,7 @@ class Talked:
     new_tokens: int
     seconds: float  # this row's share of the batch's wall time
     logprob: float | None
+    unanswered: str  # what the engine said instead of an answer
 
 
 class _Row:
@@ -55,7 +56,7 @@ class _Row:
 
         if reply.refused is not None:
             self.logprob = None
-            self.talk.exchange.break_off()
+            self.talk.exchange.break_off(reply.refused)
             return
         if reply.text is not None:
             self._take_text(reply.text, reply.finish)
@@ -132,4 +133,5 @@ def _talked(row: _Row, seconds: float) -> Talked:
         new_tokens=row.talk.new_tokens,
         seconds=seconds,
         logprob=row.logprob,
+        unanswered=exchange.unanswered,
     )

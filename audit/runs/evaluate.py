@@ -288,6 +288,7 @@ class Evaluator:
             seconds=said.seconds,
             transcript=said.transcript,
             logprob=logprob,
+            unanswered=said.unanswered,
         )
         return Record.of(serving, said.item, said.grade, spoken, cache)
 

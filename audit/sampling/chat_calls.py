@@ -57,7 +57,8 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
     """
     finish = _FINISHES.get(completion.finish_reason)
     if completion.finish_reason == _FILTERED:
-        raise RefusedRequest(f"it ended by {_FILTERED!r}, which is no end of an answer")
+        said = f", behind {completion.text!r}" if completion.text else ""
+        raise RefusedRequest(f"it ended by {_FILTERED!r}, which is no end of an answer{said}")
     if finish is None:
         raise _broken(f"it ended by {completion.finish_reason[:40]!r}, which is no end of an answer")
     read, drawn = _usage(completion.usage)

@@ -44,6 +44,7 @@ class GradedRow:
     spans: dict[str, Kept] = field(default_factory=dict)
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     roles: tuple[str, ...] = ()
+    unanswered: str = ""  # why it ended without an answer
 
 
 def play(
@@ -288,13 +289,16 @@ class Conversation:
             spans=spans_kept(rollout, self._spans, self.exchange.item, self.exchange.transcript),
             marks=self._spans,
             roles=tuple(self._roles),
+            unanswered=self.exchange.unanswered,
         )
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
         # room for a whole answer, or the model would be cut short by us and not by its own length
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
-            self.exchange.break_off()
+            self.exchange.break_off(
+                f"its next turn could outgrow the {self._model.max_positions} positions of the model"
+            )
             return
         self.exchange.go_on(messages)
         for name, tokens in reply.spans.items():

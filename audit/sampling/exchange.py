@@ -9,6 +9,7 @@ from kvaudit.audit.sampling.degenerate import Fault, degenerate
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
 from kvaudit.core.questions import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.text import inline, one_line
 from kvaudit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
 from kvaudit.suites.base import Suite
 
@@ -16,7 +17,7 @@ NOT_ANSWERED = "the conversation outgrew the model's positions, or its server wo
 
 
 class Exchange:
-    """One conversation under way. ``finish`` is how it ended: stop | length | turns | error.
+    """One conversation under way. ``finish`` is how it ended: stop | length | turns | error, and ``unanswered`` why.
 
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
     nor grader. ``opens_thought``: the prompt begins it.
@@ -25,7 +26,7 @@ class Exchange:
     def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool = False) -> None:
         self.suite, self.item = suite, item
         self.transcript = item.messages
-        self.open, self.finish = True, ""
+        self.open, self.finish, self.unanswered = True, "", ""
         self._thinks, self._opens_thought = thinks, opens_thought
         self._turns = 0
 
@@ -52,9 +53,9 @@ class Exchange:
         """Put the environment's reply before the model."""
         self.transcript += messages
 
-    def break_off(self) -> None:
+    def break_off(self, why: str) -> None:
         """End where nothing more can be asked; what is not known is no behaviour."""
-        self.open, self.finish = False, "error"
+        self.open, self.finish, self.unanswered = False, "error", inline(one_line(why))
 
     def grade(self) -> Grade:
         """The grade of the finished conversation."""

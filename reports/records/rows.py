@@ -198,6 +198,7 @@ def _complete(rows: Sequence[dict[str, Any]]) -> None:
         row.setdefault("unsure", False)
         row.setdefault(LIVE, None)
         row.setdefault(LOGPROB, None)
+        row.setdefault("unanswered", "")
     if set(map(len, rows)) == {len(_FIELDS) - 1} and {row["format"] for row in rows} == {1}:
         for row in rows:
             row.setdefault("facets", {})

@@ -45,12 +45,11 @@ _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
 @dataclass(frozen=True)
 class _Talk:
-    """A conversation that is over. ``why`` it is unscored, empty where every call was answered."""
+    """A conversation that is over."""
 
     sample: int
     exchange: Exchange
     answers: tuple[Answer, ...]
-    why: str = ""
 
 
 class Probe:
@@ -138,7 +137,7 @@ class Probe:
         self._seal(unit).unlink(missing_ok=True)  # of an earlier try: never beside records that are not its own
         os.replace(partial, self._records(unit))
         self._tried.add(unit.name)
-        failed = Counter(talk.why for talk in talks if talk.why)
+        failed = Counter(talk.exchange.unanswered for talk in talks if talk.exchange.unanswered)
         sealed = {"records": len(talks), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
         write_json(self._seal(unit), {**sealed, "inputs": self._inputs, "failed": dict(failed.most_common(_NAMED))})
 
@@ -156,13 +155,12 @@ class Probe:
     def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
         thinks = self._spec.evaluate.think is not None
-        exchange, found, why = Exchange(unit.suite, item, thinks=thinks), list[Answer](), ""
+        exchange, found = Exchange(unit.suite, item, thinks=thinks), list[Answer]()
         while exchange.open:
             try:
                 said = self._answer(unit, exchange.transcript, row_seed(self._spec.evaluate.seed, item, sample), sample)
             except Unanswered as error:
-                exchange.break_off()
-                why = str(error)
+                exchange.break_off(str(error))
                 break
             found.append(said)
             exchange.go_on(exchange.hear(said.text, said.finish))
@@ -172,7 +170,7 @@ class Probe:
             self._over += 1
             self._models.update(said.model for said in found if said.model)
             self._meter.at(self._before + self._over, f"{unit.suite.name} {length_label(unit.context_tokens)}")
-        return _Talk(sample, exchange, tuple(found), why)
+        return _Talk(sample, exchange, tuple(found))
 
     def _answer(self, unit: ProbeUnit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:
         """The remembered answer to the next call of a conversation, or the endpoint's."""
@@ -242,6 +240,7 @@ class Probe:
             new_tokens=new_tokens,
             seconds=sum(said.seconds for said in talk.answers),
             transcript=exchange.transcript,
+            unanswered=exchange.unanswered,
         )
         # the cache is out of sight: kept and allocated are unknown
         cache = CacheUse(retention=0.0, kv_bytes_peak=0, kv_bytes_dense=0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.records import Message, Record, Role
 from kvaudit.core.shading import AnswerKey
-from kvaudit.core.text import visible
+from kvaudit.core.text import inline, visible
 from kvaudit.reports.records.rows import RecordPlace
 
 CHUNK = 300_000  # characters of one file of texts
@@ -95,6 +95,7 @@ def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
         "judge": visible(record.judge) + (", unsure" if record.unsure else ""),
         "draw": record.sample_index,
         "finish": visible(record.finish_reason),
+        "unanswered": inline(record.unanswered),
         "tokens": [record.prompt_tokens, record.new_tokens],
         "retention": None if record.retention is None else round(record.retention, _DIGITS),
         "evicted": record.retention is not None and record.retention < 1,

@@ -199,7 +199,7 @@ function facts(answers) {
     ...asked.map(({ name, says }) => [name, says, (a) => yesNo(a.facets[name])]),
     ["judge", "who graded it", (a) => a.judge],
     ["draw", "of several answers to one prompt", (a) => String(a.draw)],
-    ["ended by", "", (a) => a.finish],
+    ["ended by", "and what was said instead of an answer", (a) => (a.unanswered ? `${a.finish}: ${a.unanswered}` : a.finish)],
     ["tokens", "", (a) => `${a.tokens[0]} prompt, ${a.tokens[1]} new`],
     ["KV bytes at the peak", "of its entries, against what they take uncompressed; and what was allocated", (a) => bytesOf(a.bytes)],
     ["cache kept", "share of entries still held when the last answer began", (a) => kept(a.retention)],
