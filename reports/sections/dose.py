@@ -25,7 +25,7 @@ from kvaudit.reports.drift.drift import broken_contract, seed_pairs
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
-from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, colour, line, patch, quiet, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
@@ -37,6 +37,7 @@ from kvaudit.reports.stats.tango import rate_lower
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Dra
             panel.set_ylabel("desired, %")
         if place + columns >= len(shown):
             panel.set_xlabel("budget, entries" if axis == "budget" else "context, tokens")
-    figure.legend(handles=_legend(decided.comparison, shown[0][1], axis), loc="outside upper center", ncols=4)
+    figure.legend(handles=_legend(decided.comparison, shown[0][1], axis), loc="outside upper center", ncols=columns)
     return save(figure, name, alt)
 
 
@@ -374,7 +375,10 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
         for dose in curve.doses:
             if dose.amount == last:
                 panel.plot([dose.x + shift], [105], marker="v", color=hue, markersize=6)
-    reference = next((c.uncompressed for c in curves if c.arm == decided.comparison.reference), None)
+    own = next((c for c in curves if c.arm == decided.comparison.reference), None)
+    if own is not None:
+        _shade_safe(panel, own, cleared.get((own.axis, own.arm, own.family, own.suite, own.context_tokens)))
+    reference = own.uncompressed if own else None
     if reference is not None:
         panel.axhline(100 * reference, color=INK, linewidth=0.9)
         margin = decided.rules.margins.get(curves[0].suite)
@@ -388,12 +392,24 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     quiet(panel)
 
 
-def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[Line2D]:
-    handles = []
+def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
+    """The doses that serving the reference was cleared for: budgets from the last one up, lengths up to it."""
+    place = next((dose.x for dose in curve.doses if dose.amount == last), None)
+    if place is None:
+        return
+    ends = curve.doses[0].x, curve.doses[-1].x
+    aside = 0.09 * (ends[1] - ends[0])
+    low, high = (place, ends[1] + aside) if curve.axis == "budget" else (ends[0] - aside, place)
+    panel.axvspan(low, high, color=GAIN, alpha=0.13, linewidth=0)
+
+
+def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[Line2D | Patch]:
+    handles: list[Line2D | Patch] = []
     for curve in curves:
         hue, marker, style = colour(sides.arms, curve.arm)
         handles.append(line(inline(curve.arm), color=hue, marker=marker, linestyle=style))
     if axis == "budget":
         handles.append(line(inline(f"{sides.reference} uncompressed, with the margin"), color=INK, linewidth=0.9))
     cleared = "smallest cleared budget" if axis == "budget" else "longest cleared length"
-    return [*handles, line(cleared, color=INK, marker="v", linestyle="")]
+    safe = patch(inline(f"cleared for serving {sides.reference}"), color=GAIN, alpha=0.25)
+    return [*handles, line(cleared, color=INK, marker="v", linestyle=""), safe]
