@@ -24,8 +24,8 @@ from bench.models import Served, random_llama
 from kvaudit.audit.again.verify import Verification, verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
-from kvaudit.audit.replay.ranking_check import Ranked
-from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.ranking_check import RankingAgreement
+from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"
@@ -67,7 +67,7 @@ def line(served: Served, policy: str, others: Sequence[str], files: int) -> str:
     """One row of the table."""
     honest = [File(rollout, policy) for rollout in sampled(served, parse_policy(policy), files)]
     found = [judged(served, file) for file in honest]
-    own = min(one.ranked.least for one in found if isinstance(one.ranked, Ranked))
+    own = min(one.ranked.least for one in found if isinstance(one.ranked, RankingAgreement))
     cells = [f"{sum(one.explained for one in found)} of {files} explained", f"{100 * own:.2f} %"]
     counts: list[str] = []
     foreign: list[float] = []
@@ -77,7 +77,7 @@ def line(served: Served, policy: str, others: Sequence[str], files: int) -> str:
             one = judged(served, forge(file, torch.Generator().manual_seed(number), others))
             caught += not one.explained
             alike += one.explained and one.shadow.largest <= ROUNDING
-            if name == "renamed" and isinstance(one.ranked, Ranked):
+            if name == "renamed" and isinstance(one.ranked, RankingAgreement):
                 foreign.append(one.ranked.least)
         counts.append(f"{caught} / {files}" + (f" ({alike}*)" if alike else ""))
     return "| " + " | ".join([f"`{policy.partition(':')[0]}`{'+int8' * ('+' in policy)}", *cells,
@@ -97,7 +97,7 @@ def sampled(served: Served, policy: Policy, files: int) -> list[Rollout]:
 
 def judged(served: Any, file: File) -> Verification:
     """What verify says of a file."""
-    return verify(served, Recorded("bench", (file.rollout,), parse_policy(file.policy)))
+    return verify(served, RecordedRollouts("bench", (file.rollout,), parse_policy(file.policy)))
 
 
 def _drawn(file: File, generator: torch.Generator) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, FacetValues
-from kvaudit.core.spans import SPANS, Kept, Place, Span
+from kvaudit.core.spans import SPANS, KeptSpan, Place, Span
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
@@ -114,7 +114,7 @@ class Serving(NamedTuple):
     context_tokens: int
 
 
-class Spoken(NamedTuple):
+class UngradedAnswer(NamedTuple):
     """What came back of one conversation, before anybody grades it; the units are those of ``Record``."""
 
     sample_index: int
@@ -135,7 +135,7 @@ class CacheUse(NamedTuple):
     kv_bytes_peak: int | None = None
     kv_bytes_dense: int | None = None
     kv_bytes_live: int | None = None
-    spans: Mapping[str, Kept] = {}
+    spans: Mapping[str, KeptSpan] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Record:
     judge: str
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
-    spans: Mapping[str, Kept] = field(default_factory=dict)
+    spans: Mapping[str, KeptSpan] = field(default_factory=dict)
     unsure: bool = False
     kv_bytes_live: int | None = None
     logprob: float | None = None
@@ -187,7 +187,7 @@ class Record:
     format: int = RECORD_FORMAT
 
     @classmethod
-    def of(cls, serving: Serving, item: Item, grade: Grade, spoken: Spoken, cache: CacheUse) -> Record:
+    def of(cls, serving: Serving, item: Item, grade: Grade, spoken: UngradedAnswer, cache: CacheUse) -> Record:
         """The record of one graded answer to an item."""
         said = {**serving._asdict(), **spoken._asdict(), **cache._asdict(), **_graded(item, grade)}
         return cls(item_id=item.item_id, **said)
@@ -250,7 +250,7 @@ class Record:
                 f"{', '.join(SPANS)}"
             )
         row["spans"] = {
-            name: Kept(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
+            name: KeptSpan(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
         }
         for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words")):
             if not isinstance(row[name], kind):

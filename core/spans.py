@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptSpan:
     """A span of an answered item: the share of its tokens' entries still held when the last answer began, and where."""
 
     share: float

@@ -139,7 +139,7 @@ class GateSpec(SpecSection):
         return canonical_policies(value, info.context)
 
 
-class Declared(SpecSection):
+class DeclaredTraining(SpecSection):
     """How checkpoints were trained, in the words of whoever trained them. Nothing here can be verified."""
 
     rollouts: Text = UNKNOWN  # the cache policy of the rollouts: one of ours as text, or another mechanism
@@ -160,7 +160,7 @@ class ExternalArm(SpecSection):
 
     seeds: dict[Annotated[int, Field(ge=0, lt=2**31)], Text] = Field(min_length=1)
     role: Literal["reference", "candidate"] = "candidate"
-    recipe: Declared = Declared()
+    recipe: DeclaredTraining = DeclaredTraining()
 
     @model_validator(mode="before")
     @classmethod

@@ -40,7 +40,7 @@ _WEIGHTS: dict[str, Callable[[str], float]] = {
 }
 
 
-class Asked(NamedTuple):
+class HarnessTaskName(NamedTuple):
     """What a name says: lm-eval:TASK, then :METRIC or :METRIC,FILTER, then @COLUMN whose values are the clusters."""
 
     task: str
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     column: str | None
 
     @classmethod
-    def of(cls, text: str) -> Asked:
+    def of(cls, text: str) -> HarnessTaskName:
         """Read what follows ``lm-eval:``."""
         found = _TASK_NAME.fullmatch(text)
         if not found:
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 class HarnessTask:
     """A task whose documents are all asked and graded one by one; ``task`` is the package's own object."""
 
-    asked: Asked
+    asked: HarnessTaskName
     task: Any
 
     @cached_property
@@ -192,7 +192,7 @@ class HarnessTask:
         return f"lm-eval task {self.asked.task!r}"
 
 
-def harness_task(asked: Asked) -> HarnessTask:
+def harness_task(asked: HarnessTaskName) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
     label = f"lm-eval task {asked.task!r}"
     with _one_line(label):

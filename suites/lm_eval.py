@@ -16,7 +16,7 @@ from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.facets import readable, unknown, unreadable
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
-from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, Asked, HarnessTask, harness_task
+from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
 from kvaudit.suites.templates import in_turn
 
 _RIGHT = 0.5  # of a metric that gives parts of a point
@@ -125,7 +125,7 @@ class LmEval(Suite):
 
 @cache
 def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - the same name means another task in another folder
-    task = harness_task(Asked.of(rest))
+    task = harness_task(HarnessTaskName.of(rest))
     column = task.asked.column
     clusters = len(task.documents if column is None else {str(document[column]) for document in task.documents})
     return type(

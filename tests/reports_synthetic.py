@@ -13,7 +13,7 @@ from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.facets import FACETS, readable, unreadable
 from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
-from kvaudit.core.spans import Kept, Place
+from kvaudit.core.spans import KeptSpan, Place
 from kvaudit.core.spec import RunSpec
 from kvaudit.reports.gate.decide import decide
 from kvaudit.reports.records.rows import Columns, columns_of
@@ -159,7 +159,7 @@ def _rows(design, arm, seed, p, suite, *, clusters, scores, rng):
                     transcript=(*asked, Message(Role.ASSISTANT, reply + design.hostile)),
                     unanswered=design.hostile,
                     facets=_facets(design.facets.get(suite, ()), i, outcome),
-                    spans={"rule": Kept(kept if i % 3 else kept**2, (Place(0, 0, 4),))} if design.facets else {},
+                    spans={"rule": KeptSpan(kept if i % 3 else kept**2, (Place(0, 0, 4),))} if design.facets else {},
                 )
             )
     return rows

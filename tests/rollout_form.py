@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.selection import Selection
-from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.recorded import RecordedRollouts
 
 
-def write_rollouts(path: Path, recorded: Recorded) -> None:
+def write_rollouts(path: Path, recorded: RecordedRollouts) -> None:
     """Write the rollouts of one file."""
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape
     header = {"format": "kvaudit.rollouts", "version": 1, "layers": layers, "kv_heads": heads}

@@ -10,7 +10,7 @@ import torch
 from conftest import byte_tokenizer
 from training_world import sharp
 
-from kvaudit.audit.again.along import (
+from kvaudit.audit.again.teacher_forcing import (
     ForcedEpisode,
     Refusal,
     StepLogits,

@@ -13,11 +13,11 @@ import pytest
 from test_cli import kvaudit, refused
 
 from kvaudit.audit.again.answers import ServedAgain
-from kvaudit.audit.again.explain import Explain, Where
+from kvaudit.audit.again.explain import AnswerPlace, Explain
 from kvaudit.audit.again.finished import load_checkpoint
 from kvaudit.audit.again.measure import serve_again
 from kvaudit.audit.again.shade import Shades
-from kvaudit.audit.commands.shading import COLUMNS, Shaded, shading_svg
+from kvaudit.audit.commands.shading import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.runs.folder import RunFolder, begun_run
 from kvaudit.core.errors import DataError, SpecError
@@ -55,11 +55,11 @@ def records(run: Path) -> list[Record]:
     ]
 
 
-def where(record: Record) -> Where:
-    return Where(record.item_id, record.arm, record.train_seed, None, record.sample_index)
+def where(record: Record) -> AnswerPlace:
+    return AnswerPlace(record.item_id, record.arm, record.train_seed, None, record.sample_index)
 
 
-def explain(run: RunFolder, place: Where, policies: list[Policy]) -> list[ServedAgain]:
+def explain(run: RunFolder, place: AnswerPlace, policies: list[Policy]) -> list[ServedAgain]:
     return [answer for _, answer in serve_again(Explain(run, place, policies))]
 
 
@@ -188,7 +188,7 @@ def test_answers_of_an_endpoint_or_of_another_run_are_not_served(run: Path) -> N
 
 def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> None:
     pieces, held = [HOSTILE, "\n", "x" * (COLUMNS + 5), "", "gone"], [0.25, 1.0, 0.5, 1.0, 0.0]
-    drawn = shading_svg(HOSTILE, [Shaded(HOSTILE, HOSTILE, pieces, held)])
+    drawn = shading_svg(HOSTILE, [ShadedPrompt(HOSTILE, HOSTILE, pieces, held)])
     root = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
     assert {element.tag.removeprefix(name) for element in root.iter()} == {

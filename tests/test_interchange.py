@@ -21,7 +21,7 @@ from kvaudit.audit.cache.ledger import NEVER, save_ledgers
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Dense, parse_policy
 from kvaudit.audit.replay.interchange import Event, ledger_of, read_rollouts
-from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError
@@ -94,7 +94,7 @@ def test_policy_and_temperature_are_optional(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 def test_our_own_rollouts_come_back_the_same_from_the_json_form(name: str, policy: str, tmp_path: Path) -> None:
     rollouts = tuple(two_turns(served(name, torch.float32), policy).rollouts)
-    write_rollouts(tmp_path / "r.json", Recorded("here", rollouts, parse_policy(policy), 0.7))
+    write_rollouts(tmp_path / "r.json", RecordedRollouts("here", rollouts, parse_policy(policy), 0.7))
     back = read_rollouts(tmp_path / "r.json")
     assert (back.policy, back.temperature, len(back.rollouts)) == (parse_policy(policy), 0.7, len(rollouts))
     for ours, theirs in zip(rollouts, back.rollouts, strict=True):
@@ -267,7 +267,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [list(model.chat.tokenizer("The sign: fox snow. " * n).input_ids) for n in (8, 12)]
     episode = Sampler(model, policy).open(prompts, [1, 2])
     episode.decode(Decoding(12, temperature=0.8))
-    write_rollouts(path, Recorded("engine", tuple(episode.rollouts()), policy, 0.8))
+    write_rollouts(path, RecordedRollouts("engine", tuple(episode.rollouts()), policy, 0.8))
     return path
 
 
@@ -318,7 +318,7 @@ def test_token_ids_beyond_the_model_are_refused(elsewhere: Path, tmp_path: Path)
 
 def test_more_tokens_than_positions_are_refused() -> None:
     loaded = served(dtype=torch.float32)
-    recorded = Recorded("here", tuple(two_turns(loaded, "none").rollouts), Dense())
+    recorded = RecordedRollouts("here", tuple(two_turns(loaded, "none").rollouts), Dense())
     longest = max(len(rollout.ids) for rollout in recorded.rollouts)
     check_replayable(recorded, loaded.model.config, longest)
     with pytest.raises(DataError, match=f"{longest} tokens, the model {longest - 1} positions"):
@@ -342,9 +342,11 @@ def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> Non
     loaded = served(dtype=torch.float32)
     first = two_turns(loaded, "int8:residual=3,chunk=16").rollouts[0]
     assert (len(first.ids), first.prompt_length) == (74, 40)
-    check_replayable(Recorded("here", (first,), parse_policy("int8")), loaded.model.config, 512)
+    check_replayable(RecordedRollouts("here", (first,), parse_policy("int8")), loaded.model.config, 512)
     with pytest.raises(DataError, match=words):
-        check_replayable(Recorded("here", (replace(first, **changes),), parse_policy("int8")), loaded.model.config, 512)
+        check_replayable(
+            RecordedRollouts("here", (replace(first, **changes),), parse_policy("int8")), loaded.model.config, 512
+        )
 
 
 @pytest.mark.parametrize("extra", [{"policy": "\x1b[31mnone"}, {"\x1b[31m\u202ekey": 1}, {"format": "\x1b[31m"}])

@@ -29,7 +29,7 @@ from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
 from kvaudit.core.errors import DataError, RunError
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"
@@ -202,7 +202,7 @@ def test_files_keep_the_experts_and_older_ones_have_none(tmp_path: Path) -> None
     save_ledgers(tmp_path / "new", [rollout], parse_policy(POLICY))
     ((again,), _) = load_ledgers(tmp_path / "new")
     assert torch.equal(again.experts, rollout.experts)
-    recorded = Recorded("here", (rollout,), None)
+    recorded = RecordedRollouts("here", (rollout,), None)
     write_rollouts(tmp_path / "r.json", recorded)
     assert torch.equal(read_rollouts(tmp_path / "r.json").rollouts[0].experts, rollout.experts)
     bare = {name: tensor for name, tensor in load_file(tmp_path / "new").items() if not name.endswith("experts")}
@@ -215,11 +215,13 @@ def test_files_keep_the_experts_and_older_ones_have_none(tmp_path: Path) -> None
 def test_verify_says_where_experts_were_chosen_anew() -> None:
     loaded = SimpleNamespace(**vars(shared("qwen3-moe")), dtype=torch.float64)
     rollouts = two_turns(loaded, POLICY).rollouts
-    told = verify(loaded, Recorded("here", tuple(rollouts), parse_policy(POLICY)))
+    told = verify(loaded, RecordedRollouts("here", tuple(rollouts), parse_policy(POLICY)))
     assert (told.explained, told.rerouted) == (True, False)
-    untold = verify(loaded, Recorded("here", tuple(replace(r, experts=None) for r in rollouts), parse_policy(POLICY)))
+    untold = verify(
+        loaded, RecordedRollouts("here", tuple(replace(r, experts=None) for r in rollouts), parse_policy(POLICY))
+    )
     assert (untold.explained, untold.rerouted) == (True, True)
-    forged = verify(loaded, Recorded("here", tuple(misrouted(r) for r in rollouts), parse_policy(POLICY)))
+    forged = verify(loaded, RecordedRollouts("here", tuple(misrouted(r) for r in rollouts), parse_policy(POLICY)))
     assert not forged.token_explained
 
 
@@ -232,10 +234,10 @@ def test_experts_that_no_model_can_have_chosen_are_refused(tmp_path: Path) -> No
         experts = rollout.experts.clone()
         change(experts)
         with pytest.raises(DataError, match=words):
-            check_replayable(Recorded("here", (replace(rollout, experts=experts),), None), config, 512)
+            check_replayable(RecordedRollouts("here", (replace(rollout, experts=experts),), None), config, 512)
     with pytest.raises(DataError, match="experts up to number 3, the model 0 blocks"):
         suffix_logits(shared().model, [rollout], group=1, kind="shadow")
-    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), None))
+    write_rollouts(tmp_path / "r.json", RecordedRollouts("here", (rollout,), None))
     table = json.loads((tmp_path / "r.json").read_text())
     table["rollouts"][0]["experts"][2][1].append(0)
     (tmp_path / "r.json").write_text(json.dumps(table))

@@ -23,7 +23,7 @@ from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 
@@ -94,7 +94,7 @@ def test_one_page_off_is_seen_in_the_log_probs() -> None:
 
 def verified(rollout: Rollout, policy: str | None = QUEST) -> Any:
     loaded = SimpleNamespace(**vars(shared()), dtype=torch.float64)
-    return verify(loaded, Recorded("here", (rollout,), policy and parse_policy(policy)))
+    return verify(loaded, RecordedRollouts("here", (rollout,), policy and parse_policy(policy)))
 
 
 def test_verify_counts_what_was_chosen() -> None:
@@ -126,7 +126,7 @@ def test_members_of_a_group_agree_on_what_their_prompt_attended_to() -> None:
 def test_files_keep_what_was_chosen(tmp_path: Path) -> None:
     (rollout,) = played(only=0).rollouts
     save_ledgers(tmp_path / "r.safetensors", [rollout], parse_policy(QUEST))
-    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), parse_policy(QUEST)))
+    write_rollouts(tmp_path / "r.json", RecordedRollouts("here", (rollout,), parse_policy(QUEST)))
     (kept,), policy = load_ledgers(tmp_path / "r.safetensors")
     assert policy == parse_policy(QUEST)
     same(kept.selection, rollout.selection)
@@ -175,7 +175,7 @@ def as_tensors(folder: Path, rollout: Rollout) -> Path:
 )
 def test_choices_that_cannot_be_are_refused_in_one_line(change: Any, words: str, tmp_path: Path) -> None:
     (rollout,) = played(only=0).rollouts
-    write_rollouts(tmp_path / "r.json", Recorded("here", (rollout,), None))
+    write_rollouts(tmp_path / "r.json", RecordedRollouts("here", (rollout,), None))
     table = json.loads((tmp_path / "r.json").read_text())
     change(table["rollouts"][0]["selection"])
     (tmp_path / "r.json").write_text(json.dumps(table))
@@ -189,7 +189,7 @@ def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
     gone = rollout.evicted_at.clone()
     gone[1, :, 0] = 30
     early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
-    recorded = Recorded("here", (replace(rollout, evicted_at=gone, selection=early),), None)
+    recorded = RecordedRollouts("here", (replace(rollout, evicted_at=gone, selection=early),), None)
     with pytest.raises(DataError, match="choose only what had left"):
         check_replayable(recorded, shared().model.config, 512)
 
@@ -242,5 +242,5 @@ def test_a_row_that_chose_nothing_has_no_record_and_is_kept(tmp_path: Path) -> N
         assert [r.selection is None for r in load_ledgers(tmp_path / "a.safetensors")[0]] == [
             r.selection is None for r in rollouts
         ]
-        write_rollouts(tmp_path / "a.json", Recorded("x", tuple(rollouts), policy))
+        write_rollouts(tmp_path / "a.json", RecordedRollouts("x", tuple(rollouts), policy))
         assert len(read_rollouts(tmp_path / "a.json").rollouts) == 2

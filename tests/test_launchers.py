@@ -12,7 +12,7 @@ import pytest
 
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
-from kvaudit.audit.runs.launchers.local import Companion, companions, idle_cores
+from kvaudit.audit.runs.launchers.local import ExtraWorker, companions, idle_cores
 
 TIED = (
     "import time; from kvaudit.audit.runs.launchers.local import tie; tie(); print('here', flush=True); time.sleep(600)"
@@ -71,7 +71,7 @@ def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, numb
 
 def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
-    started: list[Companion] = []
+    started: list[ExtraWorker] = []
 
     def body() -> None:
         with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:

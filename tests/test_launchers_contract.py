@@ -20,7 +20,7 @@ from test_cli import SPEC, refused
 
 from kvaudit.audit.runs import pipeline
 from kvaudit.audit.runs.launchers import local, slurm
-from kvaudit.audit.runs.launchers.base import LAUNCHERS, Crew, Job, Launcher, Say, parse_launcher
+from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, Say, WorkerGroup, parse_launcher
 from kvaudit.audit.runs.launchers.local import Local, attend, companions
 from kvaudit.audit.runs.launchers.slurm import Slurm
 from kvaudit.core.errors import RunError, SpecError
@@ -85,7 +85,7 @@ class Mute(Launcher):
     trial = "mute"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
         with parse_launcher("local").crew(count, job, lambda _: None) as crew:
             yield crew
 
@@ -266,7 +266,7 @@ class Idle(Launcher):
     """No worker at all."""
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
         assert (count, job.arguments[:2]) == (2, ["run", "--join"])
         with Local().crew(0, job, say) as crew:
             yield crew

@@ -18,7 +18,7 @@ from kvaudit.audit.again.mismatch import Survey, measure, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import imported
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.training.mismatch import MismatchPanel, Spread, alarms, mismatch_panel
+from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH
 from kvaudit.core.errors import DataError, SpecError
 
@@ -338,7 +338,7 @@ def test_batches_add_up_to_the_panel_of_all() -> None:
 
 def test_a_percentile_of_many_values_is_right_to_a_millionth(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.rand(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    few, many = Spread(), Spread()
+    few, many = PercentileCounter(), PercentileCounter()
     few.add(values)
     monkeypatch.setattr("kvaudit.audit.training.mismatch._KEPT", 900)
     for part in values.split(500):

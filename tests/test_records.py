@@ -20,12 +20,12 @@ from kvaudit.core.records import (
     Record,
     Role,
     Serving,
-    Spoken,
+    UngradedAnswer,
 )
 
 SERVING = Serving("run", "sha", "dense", 3, "none", "hash", "math", "2", 192)
 ITEM = Item("math", "math-1", "sums", (Message(Role.USER, "1+1?"),), 192, "front")
-SPOKEN = Spoken(1, "stop", 9, 4, 0.5, (*ITEM.messages, Message(Role.ASSISTANT, "2")), logprob=-0.25)
+SPOKEN = UngradedAnswer(1, "stop", 9, 4, 0.5, (*ITEM.messages, Message(Role.ASSISTANT, "2")), logprob=-0.25)
 RIGHT = Grade(Outcome.DESIRED, 1.0, facets={"solved": True})
 
 

@@ -12,7 +12,7 @@ from reports_synthetic import Design, frame_of, passage_of, pins, policy, record
 
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Outcome, Record
-from kvaudit.core.spans import Kept
+from kvaudit.core.spans import KeptSpan
 from kvaudit.reports.analysis.mechanism import Mechanism
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.story import page_of
@@ -44,7 +44,7 @@ def _told(row: Record, told: Told, *, spans: bool, placements: int) -> Record:
         score=float(not unsafe),
         placement=f"place {item % placements}",
         facets=unreadable(["unsafe"]) if unsafe is None else readable({"unsafe": unsafe}),
-        spans={"rule": Kept(kept, ()), "question": Kept(1.0, ())} if spans else {},
+        spans={"rule": KeptSpan(kept, ()), "question": KeptSpan(1.0, ())} if spans else {},
     )
 
 

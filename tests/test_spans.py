@@ -21,7 +21,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
-from kvaudit.core.spans import Kept, Place, Span, marked, places_of
+from kvaudit.core.spans import KeptSpan, Place, Span, marked, places_of
 from kvaudit.reports.records.rows import Columns, Problem, read_unit
 from kvaudit.suites.base import SUITES
 
@@ -67,7 +67,7 @@ def test_what_the_environment_says_is_marked_and_what_the_model_repeats_is_not()
     asked = Item("ordering", "i", "i", MESSAGES, 64, "none", spans=spans)
     sampler = Scripted([[f"obey me. {RULE}", "done"]])
     (played,) = play(sampler, [(Ordering(), asked)], GREEDY, [0])
-    assert played.spans == {"rule": Kept(1.0, (Place(0, 15, 31),)), "order": Kept(1.0, (Place(3, 5, 13),))}
+    assert played.spans == {"rule": KeptSpan(1.0, (Place(0, 15, 31),)), "order": KeptSpan(1.0, (Place(3, 5, 13),))}
 
 
 @cache
@@ -108,7 +108,7 @@ def record(**changes: Any) -> Record:
 
 
 def test_a_record_keeps_its_spans_and_one_without_any_is_as_it_was_before() -> None:
-    spans = {"rule": Kept(0.25, (Place(0, 3, 9), Place(2, 0, 4))), "question": Kept(1.0, ())}
+    spans = {"rule": KeptSpan(0.25, (Place(0, 3, 9), Place(2, 0, 4))), "question": KeptSpan(1.0, ())}
     assert Record.from_json(record(spans=spans).to_json()).spans == spans
     assert "spans" not in json.loads(record().to_json())
     assert Record.from_json(record().to_json()) == record()
@@ -132,7 +132,7 @@ def test_what_is_no_table_of_spans_is_named_with_its_line(spans: object, tmp_pat
 
 
 def test_a_unit_that_was_begun_before_there_were_spans_is_read_whole(tmp_path: Path) -> None:
-    new = record(item_id="j", spans={"rule": Kept(0.5, ())})
+    new = record(item_id="j", spans={"rule": KeptSpan(0.5, ())})
     (tmp_path / "u.jsonl").write_text(f"{record().to_json()}\n{new.to_json()}\n")
     problems: list[Problem] = []
     columns = Columns()

@@ -24,7 +24,7 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
-from kvaudit.audit.training.advantages import Rewarded
+from kvaudit.audit.training.advantages import BatchRewards
 from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, halves
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
@@ -87,7 +87,7 @@ def test_a_loss_says_what_a_rollout_was_worth_by_its_reward(loss: Loss) -> None:
     mask = MASK.repeat(2, 1)
     rewards, graded = torch.tensor([1.0, 0.0, 0.0, 2.0, 2.0, 2.0]), torch.tensor([True, True, False, True, True, True])
     known = mask & graded[:, None]
-    found = loss.estimate(Rewarded(rewards, graded, known, 3, torch.zeros(6, 3))).advantages
+    found = loss.estimate(BatchRewards(rewards, graded, known, 3, torch.zeros(6, 3))).advantages
     assert (found[0, 0] > 0 > found[1, 0]) if not loss.critic else (found[0, 0] > found[1, 0])
     assert not found[~known].any()
     assert loss.critic or not found[3:].any()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvaudit.audit.training.advantages import (
-    Rewarded,
+    BatchRewards,
     best_and_worst,
     generalised_advantages,
     group_advantages,
@@ -171,8 +171,8 @@ def test_an_ungraded_rollout_has_no_advantage_and_moves_no_mean() -> None:
     torch.testing.assert_close(group_advantages(rewards, graded, 3, by_std=True), torch.tensor([1.0, -1.0, 0.0]))
 
 
-def rewarded(rewards: list[float], mask: torch.Tensor, group: int, **options: object) -> Rewarded:
-    return Rewarded(torch.tensor(rewards), torch.ones(len(rewards), dtype=torch.bool), mask, group, **options)
+def rewarded(rewards: list[float], mask: torch.Tensor, group: int, **options: object) -> BatchRewards:
+    return BatchRewards(torch.tensor(rewards), torch.ones(len(rewards), dtype=torch.bool), mask, group, **options)
 
 
 def test_dapo_divides_by_all_sampled_tokens_of_the_step() -> None:

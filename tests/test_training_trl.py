@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvaudit.audit.training.advantages import Rewarded
+from kvaudit.audit.training.advantages import BatchRewards
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.audit.training.losses import LOSSES, CriticInputs, LossInputs, StepCounts
 
@@ -60,7 +60,7 @@ def test_a_loss_and_its_gradient_are_those_of_trl(
 def test_ppo_its_advantages_and_its_gradients_are_those_of_trl() -> None:
     mask = torch.ones(4, 3, dtype=torch.bool)
     loss, rewards = LOSSES.get("ppo")(), torch.tensor([1.0, 0.0, 0.0, 1.0])
-    advantages, returns = loss.estimate(Rewarded(rewards, mask[:, 0], mask, 2, OLD_VALUES, 0.9, 0.8))
+    advantages, returns = loss.estimate(BatchRewards(rewards, mask[:, 0], mask, 2, OLD_VALUES, 0.9, 0.8))
     assert returns is not None
     torch.testing.assert_close(advantages[0], torch.tensor([0.6885864, 0.6013292, 1.3106027]))
     torch.testing.assert_close(returns[2], torch.tensor([0.1137600, 0.1080000, 0.0]))

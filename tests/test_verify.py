@@ -26,8 +26,8 @@ from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
-from kvaudit.audit.replay.ranking_check import OWN_CHOICE, Rechosen, rechosen
-from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.ranking_check import OWN_CHOICE, ChosenAgain, rechosen
+from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -437,7 +437,7 @@ def test_gifts_before_the_first_answer_and_after_the_last_are_honest(text: str) 
         episode.extend(prompts(3))
         episode.decode(Decoding(8))
         episode.extend(prompts(6 + seed))
-        found = verify(model, Recorded("x", tuple(episode.rollouts()), policy))  # type: ignore[arg-type]
+        found = verify(model, RecordedRollouts("x", tuple(episode.rollouts()), policy))  # type: ignore[arg-type]
         assert found.explained, (found.breach, found.ranked)
 
 
@@ -471,11 +471,11 @@ def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     assert max(shares.values(), default=0.0) < OWN_CHOICE[torch.float32]
 
 
-def again(loaded: Any, rollout: Rollout, policy: Policy) -> Rechosen:
+def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChosenAgain:
     return rechosen(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
 
 
-def share(made: Rechosen) -> float:
+def share(made: ChosenAgain) -> float:
     return made.again / made.evicted
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvaudit.audit.again.along import (
+from kvaudit.audit.again.finished import Checkpoints
+from kvaudit.audit.again.measure import Measure
+from kvaudit.audit.again.teacher_forcing import (
     Refusal,
     StepLogits,
     UnitDistances,
@@ -24,11 +26,9 @@ from kvaudit.audit.again.along import (
     dense_logits,
     served_logits,
 )
-from kvaudit.audit.again.finished import Checkpoints
-from kvaudit.audit.again.measure import Measure
 from kvaudit.audit.again.trajectories import (
     DENSE,
-    Measured,
+    DisplacementUnit,
     Trajectory,
     batches,
     first_tokens,
@@ -64,7 +64,7 @@ _HEADERS = ("arm", "policy", "tokens", "mean KL, nats", "largest", "same top-1",
 
 
 @dataclass(frozen=True)
-class LedBatch:
+class ForcedBatch:
     """Answers, and the logits of reference and candidate along them, made as they are asked for."""
 
     answers: Sequence[Trajectory]
@@ -75,7 +75,7 @@ class LedBatch:
         return len(self.answers)
 
 
-class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
+class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
     """The displacement of a run; several processes may share it. A piece comes to its row of displacement.json.
 
     At most ``tokens`` predicted tokens of a unit are measured, whole sequences, template after template. Raises
@@ -100,21 +100,21 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
     def trial(cls, run: RunFolder) -> Self:
         return cls(run, tokens=64)
 
-    def pieces(self) -> Sequence[Measured]:
+    def pieces(self) -> Sequence[DisplacementUnit]:
         return self._units
 
-    def label(self, piece: Measured) -> str:
+    def label(self, piece: DisplacementUnit) -> str:
         name, _, fields = piece.policy.canonical.partition(":")
         kind = "floor" if piece.floor else f"{name} {fields.partition(',')[0]}".strip()
         return f"{piece.arm} seed {piece.seed}, {kind}, {piece.suite} {length_label(piece.context_tokens)}"
 
-    def size(self, piece: Measured) -> int:
+    def size(self, piece: DisplacementUnit) -> int:
         return len(self._trajectories(piece, self._models(piece)[0].chat))
 
-    def model(self, piece: Measured) -> LoadedModel:
+    def model(self, piece: DisplacementUnit) -> LoadedModel:
         return self._models(piece)[1]
 
-    def served(self, piece: Measured, model: LoadedModel) -> Iterator[LedBatch]:
+    def served(self, piece: DisplacementUnit, model: LoadedModel) -> Iterator[ForcedBatch]:
         reference, _ = self._models(piece)
         found = self._trajectories(piece, reference.chat)
         for one in (reference, model):
@@ -128,9 +128,9 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
                 seen = dense_logits(model, batch)
             else:
                 seen = served_logits(model, piece.policy, batch)
-            yield LedBatch(batch, dense_logits(reference, batch), seen)
+            yield ForcedBatch(batch, dense_logits(reference, batch), seen)
 
-    def summed(self, piece: Measured, model: LoadedModel, parts: Iterator[LedBatch]) -> dict[str, Any]:  # noqa: ARG002
+    def summed(self, piece: DisplacementUnit, model: LoadedModel, parts: Iterator[ForcedBatch]) -> dict[str, Any]:  # noqa: ARG002
         tally = UnitDistances(self.refusal(piece, self._models(piece)[0].chat))
         for part in parts:
             try:
@@ -144,7 +144,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         """The reference by another road is the reference; of what is served otherwise nothing is expected."""
         return bool(total["floor"] and total["max_kl"] > _ROUNDING)
 
-    def lines(self, found: Sequence[tuple[Measured, dict[str, Any]]]) -> Iterator[Table | str]:  # noqa: ARG002
+    def lines(self, found: Sequence[tuple[DisplacementUnit, dict[str, Any]]]) -> Iterator[Table | str]:  # noqa: ARG002
         """Means over suites and seeds, of the file as reports read it."""
         groups: dict[tuple[str, str, bool], list[Displacement]] = {}
         for row in load_displacement(self._run.path):
@@ -153,16 +153,16 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         written = f"written: {self._run.path / DISPLACEMENT_FILE}; show it with: kvaudit report {self._run.path}"
         yield inline(written)
 
-    def write(self, found: Sequence[tuple[Measured, dict[str, Any]]]) -> None:
+    def write(self, found: Sequence[tuple[DisplacementUnit, dict[str, Any]]]) -> None:
         """Write displacement.json."""
         measured = {"tokens": self._tokens, "reference": self._spec.gate.reference}
         whole = {"format": DISPLACEMENT_FORMAT, "about": measured, "rows": [row for _, row in found]}
         write_json(self._run.path / DISPLACEMENT_FILE, whole, indent=None)
 
-    def lock(self, piece: Measured) -> Path:
+    def lock(self, piece: DisplacementUnit) -> Path:
         return self._folder / f"{piece.name}.lock"
 
-    def kept(self, piece: Measured) -> dict[str, Any] | None:
+    def kept(self, piece: DisplacementUnit) -> dict[str, Any] | None:
         """The row of a unit whose file is whole and of this very measurement; any other is written anew."""
         try:
             held = read_json(self._file(piece))
@@ -172,10 +172,10 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
         is_own = held.get("key") == self._keys[piece] and held.get("sha256") == _digest(row)
         return row if is_own else None
 
-    def keep(self, piece: Measured, total: dict[str, Any]) -> None:
+    def keep(self, piece: DisplacementUnit, total: dict[str, Any]) -> None:
         write_json(self._file(piece), {"key": self._keys[piece], "row": total, "sha256": _digest(total)}, indent=None)
 
-    def refusal(self, piece: Measured, chat: Chat) -> Refusal | None:
+    def refusal(self, piece: DisplacementUnit, chat: Chat) -> Refusal | None:
         """What a refusal begins with where the suite's prompt spells it out, and the items that should get it."""
         place, suite = (piece.suite, piece.context_tokens), asked_suite(self._spec, piece.suite)
         if suite.refusal and place not in self._refusals:
@@ -184,7 +184,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
             self._refusals[place] = Refusal(tokens_of(chat, suite.refusal)[0], wanted)
         return self._refusals.get(place)
 
-    def _models(self, piece: Measured) -> list[LoadedModel]:
+    def _models(self, piece: DisplacementUnit) -> list[LoadedModel]:
         """The reference and the candidate."""
         pairs = (self._reference(piece), (piece.arm, piece.seed))
         return self._checkpoints.load(*((*pair, self._weights[pair]) for pair in pairs))
@@ -203,10 +203,10 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
             )
         return digest
 
-    def _reference(self, piece: Measured) -> tuple[str, int]:
+    def _reference(self, piece: DisplacementUnit) -> tuple[str, int]:
         return str(self._spec.gate.reference), piece.reference_seed
 
-    def _recorded(self, piece: Measured) -> tuple[Unit, UnitFiles, dict[str, Any]]:
+    def _recorded(self, piece: DisplacementUnit) -> tuple[Unit, UnitFiles, dict[str, Any]]:
         """The unit of the reference's uncompressed answers, which the piece is led along, its files and its seal."""
         whose = Unit(*self._reference(piece), DENSE, piece.suite, piece.context_tokens)
         files = UnitFiles.of(self._run.records, whose)
@@ -217,7 +217,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
             )
         return whose, files, read_json(files.seal)
 
-    def _trajectories(self, piece: Measured, chat: Chat) -> list[Trajectory]:
+    def _trajectories(self, piece: DisplacementUnit, chat: Chat) -> list[Trajectory]:
         place = (piece.reference_seed, piece.suite, piece.context_tokens)
         if place not in self._known:
             whose, files, seal = self._recorded(piece)
@@ -234,7 +234,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
                 raise DataError(f"record file {str(files.records)!r} holds no answer with a token to predict")
         return self._known[place]
 
-    def _key(self, piece: Measured) -> str:
+    def _key(self, piece: DisplacementUnit) -> str:
         """What a unit's numbers depend on: weights, answers and settings."""
         _, _, seal = self._recorded(piece)
         measured = [DISPLACEMENT_FORMAT, piece.name, piece.reference_seed, self._tokens, str(seal.get("sha256"))]
@@ -248,7 +248,7 @@ class Displace(Measure[Measured, LedBatch, dict[str, Any]]):
             where = str(self._run.path)
             raise RunError(f"{DISPLACEMENT_FILE} and {FOLDER}/ of {where!r} are taken by something else; move it away")
 
-    def _file(self, piece: Measured) -> Path:
+    def _file(self, piece: DisplacementUnit) -> Path:
         return self._folder / f"{piece.name}.json"
 
 

@@ -25,7 +25,7 @@ _CLOSE = 3  # names that a refusal proposes
 _INDENT = "\n" + " " * 12
 
 
-class Where(NamedTuple):
+class AnswerPlace(NamedTuple):
     """Which answer: ``length`` None where the item's name stands at one length alone."""
 
     item: str
@@ -44,7 +44,7 @@ class Explain(AnswersAgain[ServedAgain]):
     name = "explain"
     says = "one answer under its policy or any other, and what the cache still held of its prompt"
 
-    def __init__(self, run: RunFolder, where: Where, policies: Sequence[Policy]) -> None:
+    def __init__(self, run: RunFolder, where: AnswerPlace, policies: Sequence[Policy]) -> None:
         super().__init__(run)
         self.title = f"{where.item}, {where.arm} seed {where.seed}, sample {where.sample}"
         records, answer = _records_of(run, where), AnswerKey(where.item, where.sample)
@@ -55,7 +55,7 @@ class Explain(AnswersAgain[ServedAgain]):
     def trial(cls, run: RunFolder) -> Self:
         record = next(finished_records(run, grid(run.spec)[0]))
         policies = [parse_policy(text) for text in run.spec.evaluate.policies]
-        where = Where(record.item_id, record.arm, record.train_seed, record.context_tokens, record.sample_index)
+        where = AnswerPlace(record.item_id, record.arm, record.train_seed, record.context_tokens, record.sample_index)
         return cls(run, where, policies)
 
     def pieces(self) -> Sequence[SomeAnswers]:
@@ -83,7 +83,7 @@ def policies_meant(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     return [parse_policy(text) for text in match_policies(texts, known)]
 
 
-def _records_of(run: RunFolder, where: Where) -> Mapping[str, Record]:
+def _records_of(run: RunFolder, where: AnswerPlace) -> Mapping[str, Record]:
     """The records of an answer by policy, one at least."""
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
@@ -104,7 +104,7 @@ def _records_of(run: RunFolder, where: Where) -> Mapping[str, Record]:
     return found
 
 
-def _units(run: RunFolder, where: Where) -> list[Unit]:
+def _units(run: RunFolder, where: AnswerPlace) -> list[Unit]:
     """The units of the chosen checkpoint."""
     found = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (where.arm, where.seed)]
     if not found:
@@ -113,7 +113,7 @@ def _units(run: RunFolder, where: Where) -> list[Unit]:
     return found
 
 
-def _place(places: set[tuple[str, int]], items: set[str], where: Where) -> tuple[str, int]:
+def _place(places: set[tuple[str, int]], items: set[str], where: AnswerPlace) -> tuple[str, int]:
     """Suite and length of the item; raises SpecError for none, and for several."""
     found = sorted(places)
     chosen = [place for place in found if where.length in (None, place[1])]

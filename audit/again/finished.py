@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
-from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import records_of, stored_unit
@@ -101,7 +101,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record
     return {item.item_id: item for item in items}
 
 
-def checkpoint_rollouts(folder: Path) -> list[Recorded]:
+def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
     """The rollouts a finished checkpoint was left with, by the policies that a mixture drew.
 
     Raises DataError where files are changed or there are none. Intermediate ledgers came from weights that are not

@@ -23,7 +23,7 @@ from kvaudit.audit.again.verify import PASS_TOKENS
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.replay.recorded import beyond
-from kvaudit.audit.replay.stacks import Imported, imported
+from kvaudit.audit.replay.stacks import ImportedRollout, imported
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -55,7 +55,7 @@ class Survey:
     rewards: dict[str, tuple[float, int]] = field(default_factory=dict)  # group -> sum, count
     undrawn: list[str] = field(default_factory=list)  # places of rollouts without a drawn token, which are skipped
 
-    def add(self, row: Imported) -> None:
+    def add(self, row: ImportedRollout) -> None:
         """Count a rollout."""
         self.rollouts += 1
         self.tokens += int(row.rollout.sampled.sum())
@@ -72,7 +72,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Panel:
+class FilePanel:
     """The numbers of a file, at one temperature, and the declared bounds that they pass."""
 
     temperature: float
@@ -81,7 +81,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PaddedRollouts:
     """A few rollouts, padded [B, R]: log-probs in nats under sampler and learner, what was drawn, and advantages."""
 
     sampler: Tensor
@@ -111,7 +111,7 @@ def survey(path: Path) -> Survey:
     return found
 
 
-class Mismatch(Measure[Survey, Passed, Panel]):
+class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
     """How far a file's sampler was from the learner's dense pass; ``temperature`` replaces the recorded one."""
 
     name = "mismatch"
@@ -136,13 +136,13 @@ class Mismatch(Measure[Survey, Passed, Panel]):
     def model(self, piece: Survey) -> LoadedModel:  # noqa: ARG002
         return self._model
 
-    def served(self, piece: Survey, model: LoadedModel) -> Iterator[Passed]:
+    def served(self, piece: Survey, model: LoadedModel) -> Iterator[PaddedRollouts]:
         _check_model(model, piece)
         temperature = self._temperature_of(piece)
         for rows in _handfuls(imported(piece.path)):
             rollouts = [_dense(row.rollout, model.model.config) for row in rows]
             sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
-            yield Passed(
+            yield PaddedRollouts(
                 sampler=_padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
                 # greedy draws are recorded with the log-probs of temperature 1
                 learner=_learner(model.model, rollouts, sampled, temperature or 1.0),
@@ -150,17 +150,17 @@ class Mismatch(Measure[Survey, Passed, Panel]):
                 advantages=_padded([_advantages(row, piece) for row in rows]),
             )
 
-    def summed(self, piece: Survey, model: LoadedModel, parts: Iterator[Passed]) -> Panel:  # noqa: ARG002
+    def summed(self, piece: Survey, model: LoadedModel, parts: Iterator[PaddedRollouts]) -> FilePanel:  # noqa: ARG002
         panel = MismatchPanel()
         for part in parts:
             panel.add(part.sampler, part.learner, part.sampled, part.advantages)
         numbers = panel.numbers()
-        return Panel(self._temperature_of(piece), numbers, alarms(numbers))
+        return FilePanel(self._temperature_of(piece), numbers, alarms(numbers))
 
-    def differs(self, total: Panel) -> bool:
+    def differs(self, total: FilePanel) -> bool:
         return bool(total.alarms)
 
-    def lines(self, found: Sequence[tuple[Survey, Panel]]) -> Iterator[str | Table]:
+    def lines(self, found: Sequence[tuple[Survey, FilePanel]]) -> Iterator[str | Table]:
         bounds = {bound.name: bound.limit for bound in MISMATCH}
         for piece, total in found:
             model, written = self._model, ", ".join(sorted(piece.stacks))
@@ -177,7 +177,7 @@ class Mismatch(Measure[Survey, Passed, Panel]):
             if not total.alarms:
                 yield "no alarm: the numbers keep within the bounds above"
 
-    def to_json(self, total: Panel) -> str:
+    def to_json(self, total: FilePanel) -> str:
         """The numbers of the file as a program reads them."""
         found, model = self._survey, self._model
         rung = [
@@ -209,7 +209,7 @@ class Mismatch(Measure[Survey, Passed, Panel]):
         return next(iter(found.temperatures), 1.0)
 
 
-def measure(model: LoadedModel, found: Survey, *, temperature: float | None = None) -> Panel:
+def measure(model: LoadedModel, found: Survey, *, temperature: float | None = None) -> FilePanel:
     """``Mismatch`` by itself; raises DataError where the model cannot have sampled the rollouts."""
     ((_, total),) = serve_again(Mismatch(model, found, temperature=temperature))
     return total
@@ -237,9 +237,9 @@ def _check_model(model: LoadedModel, found: Survey) -> None:
             )
 
 
-def _handfuls(rows: Iterator[Imported]) -> Iterator[list[Imported]]:
+def _handfuls(rows: Iterator[ImportedRollout]) -> Iterator[list[ImportedRollout]]:
     """As many at a time as fit ``_AT_ONCE`` padded tokens, one at least."""
-    held: list[Imported] = []
+    held: list[ImportedRollout] = []
     longest = 0
     for row in rows:
         wider = max(longest, len(row.rollout.ids))
@@ -269,7 +269,7 @@ def _learner(model: Any, rollouts: list[Rollout], sampled: Tensor, temperature: 
     return result
 
 
-def _advantages(row: Imported, found: Survey) -> Tensor:
+def _advantages(row: ImportedRollout, found: Survey) -> Tensor:
     """Of every token behind the prompt; NaN where neither an advantage is known nor a group to compare rewards in."""
     length = len(row.rollout.ids) - row.rollout.prompt_length
     if row.advantages is not None:

@@ -159,7 +159,7 @@ def batches(found: Sequence[Trajectory], *, tokens: int, logits: int, vocabulary
 
 
 @dataclass(frozen=True)
-class Measured:
+class DisplacementUnit:
     """One checkpoint under one policy on the answers of ``reference_seed``; ``floor`` is the reference run again."""
 
     arm: str
@@ -177,7 +177,7 @@ class Measured:
         return f"{self.arm}-seed{self.seed}--{kind}--{in_file_name(self.suite)}--{self.context_tokens}"
 
 
-def units(spec: RunSpec) -> list[Measured]:
+def units(spec: RunSpec) -> list[DisplacementUnit]:
     """Every unit of a run; those of one checkpoint and reference stand together, the floors first.
 
     Seed s of an arm follows seed s of the reference; a reference of one seed serves all. The reference itself is
@@ -191,7 +191,7 @@ def units(spec: RunSpec) -> list[Measured]:
         )
     reference = spec.gate.reference
     own = [seed for arm, seed in spec.arms if arm == reference]
-    found: list[Measured] = []
+    found: list[DisplacementUnit] = []
     for arm, seed in spec.arms:
         if arm == reference:
             found += _grid(spec, arm, seed, seed, (DENSE,), floor=True)
@@ -210,8 +210,8 @@ def units(spec: RunSpec) -> list[Measured]:
 
 def _grid(
     spec: RunSpec, arm: str, seed: int, reference_seed: int, policies: Sequence[Policy], *, floor: bool = False
-) -> Iterator[Measured]:
+) -> Iterator[DisplacementUnit]:
     for suite in spec.evaluate.suites:
         for context in spec.evaluate.contexts_of(suite):
             for policy in policies:
-                yield Measured(arm, seed, policy, suite, context, reference_seed, floor)
+                yield DisplacementUnit(arm, seed, policy, suite, context, reference_seed, floor)

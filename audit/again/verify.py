@@ -22,8 +22,8 @@ from kvaudit.audit.cache.quantised.hints import Strays
 from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
-from kvaudit.audit.replay.ranking_check import Ranked, ranked
-from kvaudit.audit.replay.recorded import Recorded, check_replayable
+from kvaudit.audit.replay.ranking_check import RankingAgreement, ranked
+from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
 from kvaudit.audit.replay.schedule_check import breach, quantisation_breach, selection_breach
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -49,7 +49,7 @@ _HEADERS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch
 
 
 @dataclass(frozen=True)
-class Gaps:
+class LogprobGaps:
     """log p_sampler - log p_pass over sampled tokens, nats: largest and mean size, and two estimates of the KL.
 
     ``kl`` is the mean, which estimates KL(sampler || pass); ``k3`` the mean of r - log r - 1 with r = pass / sampler,
@@ -62,7 +62,7 @@ class Gaps:
     k3: float
 
 
-class Worst(NamedTuple):
+class WidestGap(NamedTuple):
     """The sampled token with the largest gap; both log-probs in nats."""
 
     rollout: int
@@ -79,13 +79,13 @@ class Verification:
     """
 
     tokens: int
-    shadow: Gaps
-    dense: Gaps
-    worst: Worst
+    shadow: LogprobGaps
+    dense: LogprobGaps
+    worst: WidestGap
     tolerance: float  # on the worst token, nats; a tenth of it on the mean
     breach: str | None
     rerouted: bool  # experts were chosen anew: the rollouts do not say which they were
-    ranked: Ranked | str
+    ranked: RankingAgreement | str
 
     @property
     def explained(self) -> bool:
@@ -126,7 +126,7 @@ class Replayed(NamedTuple):
     strays: list[int]
 
 
-class Verify(Measure[Recorded, list[Replayed], Verification]):
+class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
     """Recorded rollouts replayed by the model that is said to have sampled them.
 
     ``tolerance`` is in nats on the worst token, by default the dtype's; ``temperature`` replaces the recorded one.
@@ -140,7 +140,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
     def __init__(
         self,
         model: LoadedModel,
-        sources: Sequence[Recorded],
+        sources: Sequence[RecordedRollouts],
         *,
         tolerance: float | None = None,
         temperature: float | None = None,
@@ -153,16 +153,16 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
         folder = run.checkpoint(*run.spec.arms[0])
         return cls(load_model(str(folder)), checkpoint_rollouts(folder))
 
-    def pieces(self) -> Sequence[Recorded]:
+    def pieces(self) -> Sequence[RecordedRollouts]:
         return self._sources
 
-    def size(self, piece: Recorded) -> int:
+    def size(self, piece: RecordedRollouts) -> int:
         return len(piece.rollouts)
 
-    def model(self, piece: Recorded) -> LoadedModel:  # noqa: ARG002
+    def model(self, piece: RecordedRollouts) -> LoadedModel:  # noqa: ARG002
         return self._model
 
-    def served(self, piece: Recorded, model: LoadedModel) -> Iterator[list[Replayed]]:
+    def served(self, piece: RecordedRollouts, model: LoadedModel) -> Iterator[list[Replayed]]:
         check_replayable(piece, model.model.config, model.max_positions)
         rollouts, policy = piece.rollouts, piece.policy
         if policy is not None and not policy.replayable:
@@ -181,7 +181,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
                 for row, number in enumerate(numbers)
             ]
 
-    def summed(self, piece: Recorded, model: LoadedModel, parts: Iterator[list[Replayed]]) -> Verification:
+    def summed(self, piece: RecordedRollouts, model: LoadedModel, parts: Iterator[list[Replayed]]) -> Verification:
         rows = sorted((row for part in parts for row in part), key=lambda row: row.number)
         columns = zip(*((row.recorded, row.shadow, row.dense) for row in rows), strict=True)
         recorded, shadow, dense = map(torch.cat, columns)
@@ -201,7 +201,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
     def differs(self, total: Verification) -> bool:
         return not total.explained
 
-    def lines(self, found: Sequence[tuple[Recorded, Verification]]) -> Iterator[str | Table]:
+    def lines(self, found: Sequence[tuple[RecordedRollouts, Verification]]) -> Iterator[str | Table]:
         for piece, total in found:
             model, policy = self._model, piece.policy
             yield f"rollouts    {len(piece.rollouts)} of {inline(piece.source)}, {total.tokens} sampled tokens"
@@ -216,7 +216,7 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
 
     @torch.no_grad()
     def _logprobs(
-        self, net: Any, rollouts: Sequence[Rollout], which: LearnerPass, piece: Recorded, strays: Strays
+        self, net: Any, rollouts: Sequence[Rollout], which: LearnerPass, piece: RecordedRollouts, strays: Strays
     ) -> list[Tensor]:
         """Log-probs [n] of the sampled tokens of each rollout under a pass: float64, nats.
 
@@ -236,24 +236,24 @@ class Verify(Measure[Recorded, list[Replayed], Verification]):
 
 
 def verify(
-    model: LoadedModel, recorded: Recorded, *, tolerance: float | None = None, temperature: float | None = None
+    model: LoadedModel, recorded: RecordedRollouts, *, tolerance: float | None = None, temperature: float | None = None
 ) -> Verification:
     """``Verify`` of one file; raises DataError where the model cannot have sampled its rollouts."""
     ((_, found),) = serve_again(Verify(model, [recorded], tolerance=tolerance, temperature=temperature))
     return found
 
 
-def _reroutes(piece: Recorded) -> bool:
+def _reroutes(piece: RecordedRollouts) -> bool:
     return any(rollout.experts is None for rollout in piece.rollouts)
 
 
-def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, broken: str | None) -> Ranked | str:
+def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, broken: str | None) -> RankingAgreement | str:
     if policy is None or broken is not None:
         return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
     return ranked(net, rollouts, policy)
 
 
-def _breach(piece: Recorded, policy: Policy, config: Any) -> str | None:
+def _breach(piece: RecordedRollouts, policy: Policy, config: Any) -> str | None:
     """What of a file is not as the policy it names leaves it, in words."""
     if piece.policy_hash is not None and piece.policy_hash != policy.hash:
         return f"the ledger names {policy.canonical}, whose hash is {policy.hash}, and the hash {piece.policy_hash}"
@@ -289,16 +289,18 @@ def _of(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     return torch.cat(parts)
 
 
-def _gaps(taken: Tensor, replayed: Tensor) -> Gaps:
+def _gaps(taken: Tensor, replayed: Tensor) -> LogprobGaps:
     gap = _finite(taken - replayed)
     size = gap.abs()
-    return Gaps(*(float(value) for value in (size.max(), size.mean(), gap.mean(), ((-gap).exp() + gap - 1.0).mean())))
+    return LogprobGaps(
+        *(float(value) for value in (size.max(), size.mean(), gap.mean(), ((-gap).exp() + gap - 1.0).mean()))
+    )
 
 
-def _worst(rollouts: Sequence[Rollout], taken: Tensor, replayed: Tensor) -> Worst:
+def _worst(rollouts: Sequence[Rollout], taken: Tensor, replayed: Tensor) -> WidestGap:
     place = int(_finite(taken - replayed).abs().argmax())
     tokens = [(number, token) for number, r in enumerate(rollouts) for token in r.sampled.nonzero()[:, 0].tolist()]
-    return Worst(*tokens[place], float(taken[place]), float(replayed[place]))
+    return WidestGap(*tokens[place], float(taken[place]), float(replayed[place]))
 
 
 def _finite(gap: Tensor) -> Tensor:
@@ -306,7 +308,7 @@ def _finite(gap: Tensor) -> Tensor:
     return torch.where(gap.isnan(), math.inf, gap)
 
 
-def _choices(found: Ranked | str) -> str:
+def _choices(found: RankingAgreement | str) -> str:
     """What ranking again said, in one line."""
     if isinstance(found, str):
         return f"not made again: {found}"

@@ -39,9 +39,9 @@ def explain(
     What was kept is what the cache still held of the item's prompt, by policy, role and layer.
     """
     with user_errors():
-        from kvaudit.audit.again.explain import Explain, Where, policies_meant
+        from kvaudit.audit.again.explain import AnswerPlace, Explain, policies_meant
         from kvaudit.audit.again.measure import serve_again
-        from kvaudit.audit.commands.shading import Shaded, shading_svg
+        from kvaudit.audit.commands.shading import ShadedPrompt, shading_svg
         from kvaudit.core.files import write_output
         from kvaudit.core.spec_train import BASE_ARM
         from kvaudit.core.text import inline
@@ -49,12 +49,12 @@ def explain(
         begun = opened(run, plugin or ())
         chosen = arm or begun.spec.gate.reference or BASE_ARM
         first = next((number for name, number in begun.spec.arms if name == chosen), 0)
-        where = Where(item, chosen, first if seed is None else seed, length, sample)
+        where = AnswerPlace(item, chosen, first if seed is None else seed, length, sample)
         measure = Explain(begun, where, policies_meant(begun, policy or ["none"]))
         found = serve_again(measure)
         show_found(measure, found)
         if svg is not None:
-            parts = [Shaded(one.policy.canonical, one.outcome, one.shading.pieces, one.held) for _, one in found]
+            parts = [ShadedPrompt(one.policy.canonical, one.outcome, one.shading.pieces, one.held) for _, one in found]
             write_output(svg, shading_svg(measure.title, parts))
             say(wide_console(), inline(f"picture: {svg}"))
 

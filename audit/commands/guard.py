@@ -15,7 +15,7 @@ from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from kvaudit.audit.runs.folder import RunFolder
-    from kvaudit.audit.runs.guard import Blocked
+    from kvaudit.audit.runs.guard import BlockedCounts
 
 Guards = Annotated[
     list[str] | None,
@@ -59,7 +59,7 @@ def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
             say(wide_console(), f"left out: {len(stage.unfinished)} unfinished units, first {stage.unfinished[0]}")
 
 
-def _print(label: str, found: Sequence[Blocked]) -> None:
+def _print(label: str, found: Sequence[BlockedCounts]) -> None:
     from rich.table import Table
 
     table = Table("suite", "answers", "input blocked", "output blocked", "guard failed", title=label)

@@ -29,7 +29,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 CHECK = "check"
 
 
-class Shipped(NamedTuple):
+class ShippedExample(NamedTuple):
     """A file of ``kvaudit/examples``, what it is written as, and what is done with it."""
 
     example: str
@@ -38,9 +38,9 @@ class Shipped(NamedTuple):
 
 
 SHIPPED = {
-    "audit": Shipped("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
-    "arms": Shipped("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
-    "ci": Shipped("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}, beside the spec that it runs"),
+    "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
+    "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
+    "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}, beside the spec that it runs"),
 }
 SpecKind = Annotated[
     str,

@@ -25,7 +25,7 @@ text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1b1f24; white
 _DEEPEST = 0.55  # opacity of a token that everything still holds, so that its text stays readable
 
 
-class Shaded(NamedTuple):
+class ShadedPrompt(NamedTuple):
     """One policy's prompt: texts and shares of its tokens, with a line on what became of the answer."""
 
     heading: str
@@ -42,7 +42,7 @@ class _Spot(NamedTuple):
     number: int
 
 
-def shading_svg(title: str, parts: Sequence[Shaded]) -> str:
+def shading_svg(title: str, parts: Sequence[ShadedPrompt]) -> str:
     """The prompts under one another, for a light and a dark page; tokens that nothing holds are struck through."""
     width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
     body: list[str] = []
@@ -68,12 +68,12 @@ def shading_svg(title: str, parts: Sequence[Shaded]) -> str:
     )
 
 
-def _head(part: Shaded, y: float) -> Iterator[str]:
+def _head(part: ShadedPrompt, y: float) -> Iterator[str]:
     yield f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_inert(part.heading)}</text>'
     yield f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_inert(part.caption)}</text>'
 
 
-def _spots(part: Shaded) -> Iterator[_Spot]:
+def _spots(part: ShadedPrompt) -> Iterator[_Spot]:
     """Where every token stands, cut where a line ends; a line of the text begins a line of the picture."""
     line = column = 0
     for number, (piece, share) in enumerate(zip(part.pieces, part.held, strict=True)):

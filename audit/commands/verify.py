@@ -15,7 +15,7 @@ from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from kvaudit.audit.replay.recorded import Recorded
+    from kvaudit.audit.replay.recorded import RecordedRollouts
 
 
 def verify(
@@ -56,7 +56,7 @@ def verify(
         raise typer.Exit(show_found(measure, serve_again(measure)))
 
 
-def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -> tuple[list[Recorded], str]:
+def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -> tuple[list[RecordedRollouts], str]:
     """The rollouts by their files, and the name of the model that is to explain them.
 
     ``rollouts`` is a count of a checkpoint's own, or the path of a file.
@@ -78,13 +78,13 @@ def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -
     return [read_rollouts(Path(rollouts))], model
 
 
-def _first(sources: list[Recorded], count: str | None) -> list[Recorded]:
+def _first(sources: list[RecordedRollouts], count: str | None) -> list[RecordedRollouts]:
     if count is None:
         return sources
     left, kept = int(count), sum(len(recorded.rollouts) for recorded in sources)
     if not 1 <= left <= kept:
         raise SpecError(f"--rollouts is {count}, the checkpoint keeps {kept}; give 1 to that many")
-    found: list[Recorded] = []
+    found: list[RecordedRollouts] = []
     for recorded in sources:
         found += [replace(recorded, rollouts=recorded.rollouts[:left])] if left > 0 else []
         left -= len(recorded.rollouts)

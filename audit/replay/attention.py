@@ -13,7 +13,7 @@ from kvaudit.audit.cache.linear import LayerRun, States, advance
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, CodePlace
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
-from kvaudit.audit.replay.codes import CodedSince, Late, coded_keys, coded_values, two_precisions
+from kvaudit.audit.replay.codes import CodedSince, QuantisedView, coded_keys, coded_values, two_precisions
 from kvaudit.core.errors import RunError
 
 BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of their future are read
@@ -120,7 +120,7 @@ class Replay:
         query = call.query
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
             at = self._queries[:, part, None]
-            late = Late(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
+            late = QuantisedView(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             some = call._replace(query=query[:, :, part])
             parts.append(two_precisions(some, self._visible(call.layer, part, call.key.shape[2]), late))
         return torch.cat(parts, 2)

@@ -117,7 +117,7 @@ def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     return torch.where(member, first.gather(2, flush) + rank // size, -1)
 
 
-class Late(NamedTuple):
+class QuantisedView(NamedTuple):
     """What later queries see instead: stored keys and values [B, H, K, D], and which query sees which [B, Q, K]."""
 
     keys: Tensor
@@ -126,7 +126,7 @@ class Late(NamedTuple):
     value_seen: Tensor
 
 
-def two_precisions(call: AttentionCall, visible: Tensor, late: Late) -> Tensor:
+def two_precisions(call: AttentionCall, visible: Tensor, late: QuantisedView) -> Tensor:
     """Attention [B, G*H, Q, D] that sees an entry's codes from its time on.
 
     ``visible`` bool [B, 1 or H, Q, K]; the call's keys and values are [B, H, K, D]. Logits and softmax are float32 at

@@ -28,7 +28,7 @@ from kvaudit.audit.replay.interchange_form import (
     experts_of,
     selection_of,
 )
-from kvaudit.audit.replay.recorded import Recorded
+from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.core.errors import DataError
 
 ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
@@ -55,7 +55,7 @@ class Event(NamedTuple):
     kept: Sequence[Tensor | None]
 
 
-def read_rollouts(path: Path) -> Recorded:
+def read_rollouts(path: Path) -> RecordedRollouts:
     """Read a ledger file or either interchange form; raises DataError for anything else."""
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a ledger, or a file of format {ROLLOUTS_FORMAT}")
@@ -71,7 +71,7 @@ def read_rollouts(path: Path) -> Recorded:
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
     rollouts, policy = load_ledgers(path)
-    return Recorded(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))
+    return RecordedRollouts(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))
 
 
 def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
@@ -99,7 +99,7 @@ def _refuse(where: str, wrong: Tensor, why: str) -> None:
         raise ValueError(f"{where}, head {head}: entry {entry} {why}")
 
 
-def _from_json(path: Path) -> Recorded:
+def _from_json(path: Path) -> RecordedRollouts:
     if path.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"larger than {_LARGEST_JSON >> 20} MB; write the safetensors form")
     table = JsonFile.model_validate_json(path.read_bytes())
@@ -158,7 +158,7 @@ def _event(number: int, place: int, event: EventForm, table: FileHeader, tokens:
     return Event(event.query, kept)
 
 
-def _from_tensors(path: Path, table: TensorFile, file: Any) -> Recorded:
+def _from_tensors(path: Path, table: TensorFile, file: Any) -> RecordedRollouts:
     rollouts, lengths, names = [], list[int](), set(file.keys())
     for number, row in enumerate(table.rollouts):
         kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
@@ -215,9 +215,9 @@ def _rollout(
     )
 
 
-def _recorded(path: Path, table: FileHeader, rollouts: Sequence[Rollout]) -> Recorded:
+def _recorded(path: Path, table: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
     policy = None if table.policy is None else parse_policy(table.policy)
-    return Recorded(str(path), tuple(rollouts), policy, table.temperature)
+    return RecordedRollouts(str(path), tuple(rollouts), policy, table.temperature)
 
 
 def _spans(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ from kvaudit.audit.cache.rotary import Rotary, rotary_for
 from kvaudit.audit.policies import Centres, Evictor, Moments, Policy, View, evictor_of, quantiser_of
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince, codes_of
-from kvaudit.audit.replay.schedule_check import Fed, evictions, forwards
+from kvaudit.audit.replay.schedule_check import ForwardStep, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
 # another ranking agrees on a quarter to a half of them (docs/replaying.md).
@@ -39,14 +39,14 @@ ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by
 FLIPS = 2  # choices of a rollout that rounding may change in two bytes, however few there are
 
 
-class Rechosen(NamedTuple):
+class ChosenAgain(NamedTuple):
     """Entries that left the layers a policy governs, and how many of them it chooses again."""
 
     evicted: int
     again: int
 
 
-class Ranked(NamedTuple):
+class RankingAgreement(NamedTuple):
     """Of the entries that left, the share that the named policy chooses again; ``least`` is that of the worst rollout.
 
     ``wanted`` is what a rollout of the policy's own has; ``least`` is 1 where no rollout has more than ``FLIPS`` others
@@ -60,7 +60,7 @@ class Ranked(NamedTuple):
     wanted: float
 
 
-def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | str:
+def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
     """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
     evictor = evictor_of(policy)
     if evictor.selects:
@@ -85,11 +85,11 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ranked | 
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
     rough = quantiser_of(policy) is not None and narrow
     wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
-    return Ranked(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
+    return RankingAgreement(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
 
 
 @torch.no_grad()
-def rechosen(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> Rechosen:
+def rechosen(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChosenAgain:
     """Rank again at every eviction of a rollout that keeps the policy's schedule (``breach`` is None)."""
     plans, fed = layer_plans(model.config, policy), forwards(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, fed[-1].seen
@@ -97,14 +97,19 @@ def rechosen(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None
     context = Reranking(plans, at, rollout, fed, rotary)
     model(input_ids=ids, position_ids=at, use_cache=False, kv=context, logits_to_keep=1)
     context.settle()
-    return Rechosen(context.evicted, context.again)
+    return ChosenAgain(context.evicted, context.again)
 
 
 class Reranking(Replay):
     """A shadow pass of one row that ranks again at every eviction; pass it to a model's forward as ``kv=``."""
 
     def __init__(
-        self, plans: Sequence[LayerPlan], at: Tensor, rollout: Rollout, fed: Sequence[Fed], rotary: Rotary | None
+        self,
+        plans: Sequence[LayerPlan],
+        at: Tensor,
+        rollout: Rollout,
+        fed: Sequence[ForwardStep],
+        rotary: Rotary | None,
     ) -> None:
         tokens = at.shape[1]
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)
@@ -241,7 +246,7 @@ class PassedLayer:
         )
         return keys, values
 
-    def masses(self, fed: Sequence[Fed], due: set[int]) -> Iterator[Tensor]:
+    def masses(self, fed: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
         """Attention that every entry has drawn by each eviction, [1, H, T] float32."""
         total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
         for seen, _ in fed:

@@ -19,7 +19,7 @@ LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this is one 
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRollouts:
     """Rollouts of one file. ``policy`` is None where the engine's policy is not one of ours.
 
     ``temperature`` is what the log-probs were taken at. ``policy_hash`` stands in the file beside the policy;
@@ -34,7 +34,7 @@ class Recorded:
     trained_policy: Policy | None = None
 
 
-def check_replayable(recorded: Recorded, config: Any, max_positions: int) -> None:
+def check_replayable(recorded: RecordedRollouts, config: Any, max_positions: int) -> None:
     """Raise DataError where lengths disagree, a log-prob is none, or the model cannot have sampled the rollouts."""
     text = config.get_text_config(decoder=True)
     wanted = (text.num_hidden_layers, kv_heads(config))

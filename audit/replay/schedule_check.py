@@ -18,14 +18,14 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
 
 
-class Fed(NamedTuple):
+class ForwardStep(NamedTuple):
     """One forward of a row: the tokens seen after it, and whether it fed a drawn token by itself."""
 
     seen: int
     decoding: bool
 
 
-class Due(NamedTuple):
+class DueEviction(NamedTuple):
     """An eviction that token counts ask for: from query ``query`` on, ``held`` entries have become ``budget``."""
 
     query: int
@@ -52,7 +52,7 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     return None
 
 
-def forwards(rollout: Rollout, chunk: int) -> list[Fed]:
+def forwards(rollout: Rollout, chunk: int) -> list[ForwardStep]:
     """How a row was fed: given tokens a chunk at a time, drawn ones singly, the last one not at all.
 
     The last token drawn before something is given enters with what is given.
@@ -65,12 +65,12 @@ def forwards(rollout: Rollout, chunk: int) -> list[Fed]:
         most = min(end, start + chunk, rollout.prompt_length if start < rollout.prompt_length else end)
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         drawn_next = start + 1 < len(sampled) and sampled[start + 1]
-        found.append(Fed(stop, sampled[start] and drawn_next))
+        found.append(ForwardStep(stop, sampled[start] and drawn_next))
         start = stop
     return found
 
 
-def evictions(policy: Evictor, fed: Sequence[Fed]) -> list[Due]:
+def evictions(policy: Evictor, fed: Sequence[ForwardStep]) -> list[DueEviction]:
     """When a policy evicts from a row that was fed so, as ``interval``, ``phase`` and ``budget`` say."""
     if not policy.evicts:
         return []
@@ -80,7 +80,7 @@ def evictions(policy: Evictor, fed: Sequence[Fed]) -> list[Due]:
         held, decoded, before = held + seen - before, decoded + decoding, seen
         ready = decoded >= policy.interval if decoding else True
         if held > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
-            found.append(Due(seen, held, budget))
+            found.append(DueEviction(seen, held, budget))
             held, decoded = budget, 0
     return found
 
@@ -151,7 +151,7 @@ def _protected(evicted_at: Tensor, policy: Evictor) -> str | None:
     return None
 
 
-def _schedule(evicted_at: Tensor, policy: Evictor, due: Sequence[Due]) -> str | None:
+def _schedule(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEviction]) -> str | None:
     """Of one layer [H, T]: the first query at which other than the due number of entries left."""
     due_at, left = {one.query: one for one in due}, _leaving(evicted_at)
     for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
@@ -163,7 +163,7 @@ def _schedule(evicted_at: Tensor, policy: Evictor, due: Sequence[Due]) -> str | 
     return None
 
 
-def _wrong_count(left: Tensor, due: Due, policy: Evictor) -> tuple[str, int, int] | None:
+def _wrong_count(left: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
     """Who keeps how many where another number is due; ``left`` [H] entries at once, together if heads share."""
     if policy.shares_heads:
         kept, budget = int(len(left) * due.held - left.sum()), len(left) * due.budget
@@ -172,7 +172,7 @@ def _wrong_count(left: Tensor, due: Due, policy: Evictor) -> tuple[str, int, int
     return (f"head {wrong[0]} keeps", int(due.held - left[wrong[0]]), due.budget) if wrong else None
 
 
-def _idle(policy: Evictor, query: int, due: Sequence[Due]) -> str:
+def _idle(policy: Evictor, query: int, due: Sequence[DueEviction]) -> str:
     """What the policy does where nothing is due."""
     if not policy.evicts:
         return f"{policy.name} keeps every entry"
@@ -188,7 +188,7 @@ def _leaving(evicted_at: Tensor) -> Tensor:
     return counts.scatter_add_(1, evicted_at.clamp(max=most), torch.ones_like(evicted_at))[:, :most]
 
 
-def _sliding(evicted_at: Tensor, window: int, due: Sequence[Due]) -> str | None:
+def _sliding(evicted_at: Tensor, window: int, due: Sequence[DueEviction]) -> str | None:
     """Of one layer [H, T] that only has its own window: the first entry that left at another time than it must."""
     edges = torch.tensor([one.query for one in due], dtype=torch.int64)
     # an entry goes with the first eviction that it is more than a window before: edge - window > entry

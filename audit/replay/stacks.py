@@ -33,7 +33,7 @@ Flag = Annotated[int, Field(ge=0, le=1)]
 ToldNumber = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
-class Imported(NamedTuple):
+class ImportedRollout(NamedTuple):
     """One rollout, and what its loop said of it. The ledger is a single column that never left, for want of a model.
 
     ``advantages`` [tokens behind the prompt]. ``place`` is where it stands in the file, in words.
@@ -49,7 +49,7 @@ class Imported(NamedTuple):
     tokenizer_sha256: str | None
 
 
-class Parts(NamedTuple):
+class RolloutLists(NamedTuple):
     """One rollout in lists, whoever wrote it: ``ids`` of prompt and completion, the rest about the completion."""
 
     ids: Sequence[int]
@@ -79,11 +79,11 @@ class OwnLine(Form):
     tokenizer_sha256: str | None = None
     info: Any = None
 
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[RolloutLists]:
         """The one rollout of the line."""
         ids, start, mask = self._tokens()
         more = (self.advantage, self.reward, _named(self.group), self.temperature, self.tokenizer_sha256)
-        return [Parts(ids, start, self.logprobs, mask, *more)]
+        return [RolloutLists(ids, start, self.logprobs, mask, *more)]
 
     def _tokens(self) -> tuple[list[int], int, list[int] | None]:
         if self.prompt_ids is not None and self.completion_ids is not None:
@@ -102,13 +102,13 @@ class OwnLine(Form):
         return self.ids, start, self.mask[start:]
 
 
-class Foreign(BaseModel):
+class ForeignLine(BaseModel):
     """A line of another stack; what is not asked of it is passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class SlimeLine(Foreign):
+class SlimeLine(ForeignLine):
     """``Sample.to_dict()`` of slime: ``tokens`` are prompt and response, all lists are about the response."""
 
     tokens: list[Index]
@@ -118,16 +118,18 @@ class SlimeLine(Foreign):
     reward: Any = None  # a number, or a dict of which the run's --reward-key chooses
     group_index: int | None = None
 
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[RolloutLists]:
         """The one rollout of the line."""
         start = len(self.tokens) - self.response_length
         reward = _reward(self.reward) if isinstance(self.reward, int | float) else None
         return [
-            Parts(self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, _named(self.group_index))
+            RolloutLists(
+                self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, _named(self.group_index)
+            )
         ]
 
 
-class VerlLine(Foreign):
+class VerlLine(ForeignLine):
     """A row of verl's DataProto: ``prompts`` padded on the left, ``responses`` on the right."""
 
     prompts: list[Index]
@@ -139,7 +141,7 @@ class VerlLine(Foreign):
     token_level_scores: list[ToldNumber] | None = None
     uid: str | int | None = None
 
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[RolloutLists]:
         """The one rollout of the line, without its padding."""
         width = len(self.prompts)
         _fitting("attention_mask", self.attention_mask, width + len(self.responses), "prompts and responses")
@@ -155,16 +157,16 @@ class VerlLine(Foreign):
         logprobs = response("rollout_log_probs", self.rollout_log_probs)
         reward = None if self.token_level_scores is None else sum(self.token_level_scores)
         ids = prompt + response("responses", self.responses)
-        return [Parts(ids, len(prompt), logprobs, mask, advantage, reward, _named(self.uid))]
+        return [RolloutLists(ids, len(prompt), logprobs, mask, advantage, reward, _named(self.uid))]
 
 
-class TokenLogprob(Foreign):
+class TokenLogprob(ForeignLine):
     """One token of a chat answer."""
 
     logprob: float
 
 
-class Logprobs(Foreign):
+class Logprobs(ForeignLine):
     """Of a completion ``token_logprobs``, of a chat answer ``content``."""
 
     token_logprobs: list[float] | None = None
@@ -177,7 +179,7 @@ class Logprobs(Foreign):
         return [token.logprob for token in self.content or ()]
 
 
-class VllmChoice(Foreign):
+class VllmChoice(ForeignLine):
     """One answer of a server."""
 
     token_ids: list[Index]
@@ -185,20 +187,20 @@ class VllmChoice(Foreign):
     prompt_token_ids: list[Index] | None = None
 
 
-class VllmLine(Foreign):
+class VllmLine(ForeignLine):
     """An answer of vLLM's OpenAI server, asked with ``return_token_ids`` and ``logprobs``."""
 
     choices: Annotated[list[VllmChoice], Field(min_length=1)]
     prompt_token_ids: list[Index] | None = None
 
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[RolloutLists]:
         """A rollout per choice."""
         found = []
         for choice in self.choices:
             prompt = choice.prompt_token_ids or self.prompt_token_ids
             if not prompt:
                 raise ValueError("has no prompt_token_ids; ask the server with return_token_ids")
-            found.append(Parts(prompt + choice.token_ids, len(prompt), choice.logprobs.values()))
+            found.append(RolloutLists(prompt + choice.token_ids, len(prompt), choice.logprobs.values()))
         return found
 
 
@@ -212,7 +214,7 @@ STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
 OWN: Literal["kvaudit"] = "kvaudit"
 
 
-def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[Imported]:
+def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
     """Every rollout of a file that says anything; raises DataError with file and line at the first that is none.
 
     One in which the model drew no token, as an aborted one is written, is passed over: ``undrawn`` gets its place.
@@ -222,7 +224,7 @@ def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[Imported]
     if path.suffix.lower() in _LEDGERS:
         recorded = read_rollouts(path)
         for number, rollout in enumerate(recorded.rollouts):
-            yield Imported(f"rollout {number}", "ledger", rollout, None, None, None, recorded.temperature, None)
+            yield ImportedRollout(f"rollout {number}", "ledger", rollout, None, None, None, recorded.temperature, None)
         return
     read: Callable[[Path], Iterator[tuple[str, Any]]] = _samples if path.suffix.lower() == ".pt" else _lines
     for place, value in read(path):
@@ -271,7 +273,7 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[Imported]:
+def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRollout]:
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, wanted an object with the tokens of a rollout")
     if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
@@ -289,17 +291,17 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[Imported]:
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
         origin = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
-        yield Imported(where, stack, rollout, _advantages(part.advantage, length), *origin)
+        yield ImportedRollout(where, stack, rollout, _advantages(part.advantage, length), *origin)
 
 
-def _draws_nothing(part: Parts) -> bool:
+def _draws_nothing(part: RolloutLists) -> bool:
     """Whether a completion is empty or masked as a whole, and nothing else in the line says otherwise."""
     length = len(part.ids) - part.prompt_length
     mask = [1] * length if part.mask is None else part.mask
     return part.prompt_length > 0 and len(mask) == length and len(part.logprobs) in (0, length) and not any(mask)
 
 
-def _rollout(part: Parts) -> Rollout:
+def _rollout(part: RolloutLists) -> Rollout:
     ids = torch.tensor(part.ids, dtype=torch.int64)
     tokens, length = len(ids), len(ids) - part.prompt_length
     if not 0 < part.prompt_length < tokens:

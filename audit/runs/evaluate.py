@@ -28,7 +28,7 @@ from kvaudit.audit.training.rewards import paying_of
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.grid import EvaluateSpec
-from kvaudit.core.records import CacheUse, Item, Record, Serving, Spoken
+from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -280,7 +280,7 @@ class Evaluator:
             context_tokens=unit.context_tokens,
         )
         logprob, cache = (None, _cache_use(said)) if isinstance(said, GradedRow) else (said.logprob, CacheUse())
-        spoken = Spoken(
+        spoken = UngradedAnswer(
             sample_index=said.sample_index,
             finish_reason=said.finish_reason,
             prompt_tokens=said.prompt_tokens,

@@ -30,7 +30,7 @@ from kvaudit.reports.records.guards import GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_
 from kvaudit.suites.base import Suite
 
 
-class Blocked(NamedTuple):
+class BlockedCounts(NamedTuple):
     """What a guard did in one suite."""
 
     suite: str
@@ -55,7 +55,7 @@ class Guarding(Regrading[Passage, bool]):
     def answers(self) -> Remembered[Passage, bool]:
         return Remembered(self._guard, self._folder)
 
-    def work(self) -> list[Blocked]:
+    def work(self) -> list[BlockedCounts]:
         """Guard every unit that is not guarded yet; returns what was blocked, by suite."""
         self.grade_units()
         return [_blocked(suite, results) for suite, results in self.results_by_suite().items()]
@@ -94,10 +94,12 @@ class Guarding(Regrading[Passage, bool]):
         write_json(self.place(unit), {**body, "blocked": blocked, "failed": failed}, indent=None)
 
 
-def _blocked(suite: str, results: Sequence[tuple[StoredUnit, Mapping[str, Any]]]) -> Blocked:
+def _blocked(suite: str, results: Sequence[tuple[StoredUnit, Mapping[str, Any]]]) -> BlockedCounts:
     sides = [side for _, body in results for _, side, _ in body["blocked"]]
     failed = sum(len(body["failed"]) for _, body in results)
-    return Blocked(suite, sum(unit.rows for unit, _ in results), sides.count("input"), sides.count("output"), failed)
+    return BlockedCounts(
+        suite, sum(unit.rows for unit, _ in results), sides.count("input"), sides.count("output"), failed
+    )
 
 
 def _first(decisions: Iterable[tuple[int, bool | None]]) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from kvaudit.audit.runs.launchers.base import Job, Say
-from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, Companion
+from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
@@ -28,7 +28,7 @@ _PATIENCE = timedelta(days=7)
 _SEEN_SECONDS = 60.0  # from the first that is seen of a rank's end to its exit code
 
 
-class _Rank(Companion):
+class _Rank(ExtraWorker):
     kind, loss = "rank", "the others of its unit stop too"
 
 

@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.exchange import Exchange, graded
 from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.core.spans import Kept, places_of
+from kvaudit.core.spans import KeptSpan, places_of
 from kvaudit.suites.base import Suite
 
 _NOTHING = Rendered((), ())
@@ -41,7 +41,7 @@ class GradedRow:
     survival: dict[str, float]
     sample_index: int
     seconds: float  # this row's share of the batch's wall time
-    spans: dict[str, Kept] = field(default_factory=dict)
+    spans: dict[str, KeptSpan] = field(default_factory=dict)
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     roles: tuple[str, ...] = ()
     unanswered: str = ""  # why it ended without an answer
@@ -330,7 +330,7 @@ def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
 
 def spans_kept(
     rollout: Rollout, tokens: Mapping[str, Sequence[int]], item: Item, transcript: Sequence[Message]
-) -> dict[str, Kept]:
+) -> dict[str, KeptSpan]:
     """What is left of every marked span that the model was given, mean over its tokens, layers and KV heads.
 
     What the model said itself is no span, even where it repeats one.
@@ -342,4 +342,4 @@ def spans_kept(
     def share(numbers: Sequence[int]) -> float:
         return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())
 
-    return {name: Kept(share(numbers), tuple(places[name])) for name, numbers in tokens.items()}
+    return {name: KeptSpan(share(numbers), tuple(places[name])) for name, numbers in tokens.items()}

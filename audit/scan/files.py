@@ -41,14 +41,14 @@ class Contents(NamedTuple):
     text: str
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file and the name it is reported under."""
 
     path: Path
     name: str
 
 
-def files_below(paths: Sequence[Path]) -> tuple[list[Found], int]:
+def files_below(paths: Sequence[Path]) -> tuple[list[FoundFile], int]:
     """The files to read, in order of their names, and how many in the folders are of no dialect.
 
     Links in folders are not followed. Raises DataError for a path that is not there.
@@ -70,7 +70,7 @@ def files_below(paths: Sequence[Path]) -> tuple[list[Found], int]:
             raise SpecError(
                 f"more than {MOST_FILES} files below {str(path)!r}; give the folders that hold configurations"
             )
-    return [Found(path, name) for name, path in sorted(found.items())], skipped
+    return [FoundFile(path, name) for name, path in sorted(found.items())], skipped
 
 
 def dialect_of(name: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvaudit.audit.scan.declared import Declaration
-from kvaudit.audit.scan.files import Found, read_file
+from kvaudit.audit.scan.files import FoundFile, read_file
 from kvaudit.audit.scan.finding import Finding, NotReadable
 from kvaudit.audit.scan.interpret import Interpreter
 from kvaudit.audit.scan.rules import CORRECTION, NATIVE, load_rules
@@ -35,7 +35,7 @@ class Scan:
         return [finding for finding in self.found if finding.state == "open"]
 
 
-def scan(files: Sequence[Found], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
+def scan(files: Sequence[FoundFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
     """Read every file against the rules; a file that cannot be read stops none of the others."""
     rules = load_rules()
     found: list[Finding] = []

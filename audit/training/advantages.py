@@ -16,7 +16,7 @@ STD_FLOOR = 1e-6  # reward units
 WHITE_FLOOR = 1e-8  # of a variance
 
 
-class Rewarded(NamedTuple):
+class BatchRewards(NamedTuple):
     """What a batch earned. ``values`` [B, T] are the critic's before the first update, None without a critic."""
 
     rewards: Tensor  # [B], 0 where not graded
@@ -74,7 +74,7 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return torch.zeros_like(values).scatter(1, best[:, None], apart).scatter(1, worst[:, None], -apart).reshape(-1)
 
 
-def generalised_advantages(rewarded: Rewarded) -> Estimate:
+def generalised_advantages(rewarded: BatchRewards) -> Estimate:
     """GAE (Schulman 2016, eq. 16, 1506.02438), the reward at a rollout's last sampled token; returns A + V.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens, so

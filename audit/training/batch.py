@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.training.advantages import Rewarded, overlong_penalty
+from kvaudit.audit.training.advantages import BatchRewards, overlong_penalty
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.core.errors import SpecError
@@ -36,7 +36,7 @@ def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     return order
 
 
-class Asks(Protocol):
+class AsksQuestions(Protocol):
     """What decides which questions are asked."""
 
     @property
@@ -53,7 +53,7 @@ class Asks(Protocol):
     def context_tokens(self) -> int: ...
 
 
-def training_items(config: Asks, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
+def training_items(config: AsksQuestions, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
     """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
     order = slots(config.shares, config.steps * config.prompts_per_step)
@@ -154,7 +154,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
     )
 
 
-def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: Tensor) -> Rewarded:
+def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: Tensor) -> BatchRewards:
     """What a loss makes advantages of: rewards, with the cost of length where the configuration has one.
 
     ``allowed`` [B] or [] are the most tokens that each rollout can sample.
@@ -163,7 +163,7 @@ def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: 
     if config.overlong:
         rewards = rewards + overlong_penalty(batch.mask.sum(dim=1), allowed, config.overlong)
     critic = config.critic
-    return Rewarded(rewards, batch.graded, batch.mask, batch.group, values, critic.discount, critic.trace)
+    return BatchRewards(rewards, batch.graded, batch.mask, batch.group, values, critic.discount, critic.trace)
 
 
 def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:

@@ -72,7 +72,7 @@ class TrainingRecipe(Protocol):
     def disclosed(self) -> dict[str, Any]: ...
 
 
-class Learns(Protocol):
+class HasTrainingState(Protocol):
     """What is saved and put back."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
@@ -114,7 +114,7 @@ class CheckpointFolder:
         verify_folder(self.path)
         return True
 
-    def resume(self, learner: Learns, step: int | None = None) -> Position:
+    def resume(self, learner: HasTrainingState, step: int | None = None) -> Position:
         """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -212,7 +212,7 @@ class CheckpointFolder:
         folder = self.path / "state"
         return sorted(path for path in folder.glob("step-*") if not path.name.endswith(PARTIAL))
 
-    def _load(self, folder: Path, learner: Learns) -> Position:
+    def _load(self, folder: Path, learner: HasTrainingState) -> Position:
         if not (folder / _TENSORS).is_file():
             raise DataError(f"training state {str(folder)!r} lacks {_TENSORS}; delete {str(self.path)!r} to start over")
         state = read_json(folder / STATE)
@@ -268,7 +268,7 @@ class CheckpointFolder:
 class Resumable:
     """What trains in one rank; all of them save its state, and are put back to it, where the first one is."""
 
-    def __init__(self, learner: Learns, ranks: RankGroup) -> None:
+    def __init__(self, learner: HasTrainingState, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @everywhere

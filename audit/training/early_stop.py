@@ -17,7 +17,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.spec_train import ValidationSpec
 
-MARK = "halt.json"
+MARK = "halt.json"  # in an arm's folder
 
 
 class Mark(NamedTuple):

@@ -26,7 +26,7 @@ from kvaudit.suites.base import SUITES
 GB = 1e9
 
 
-class Holding(NamedTuple):
+class MemoryUse(NamedTuple):
     """One thing that is held, in bytes, and what makes it less."""
 
     what: str
@@ -48,7 +48,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
         )
 
 
-def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, Holding]:
+def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().most_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
@@ -66,9 +66,9 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[Holding, Holding, 
     kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
     kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
     return (
-        Holding("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
-        Holding("the rollouts' caches", cached, "lower train.rollout_rows or train.context_tokens"),
-        Holding("what a learner's pass keeps", kept, _less_kept(section)),
+        MemoryUse("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
+        MemoryUse("the rollouts' caches", cached, "lower train.rollout_rows or train.context_tokens"),
+        MemoryUse("what a learner's pass keeps", kept, _less_kept(section)),
     )
 
 

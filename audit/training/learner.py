@@ -14,7 +14,7 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses import LOSSES, CriticInputs
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.token_logprobs import Read, pass_logprobs, read_tokens
+from kvaudit.audit.training.token_logprobs import TokenPredictions, pass_logprobs, read_tokens
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.spec_train import CriticSpec
 
@@ -36,7 +36,7 @@ class Critic:
             self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm, ranks=ranks
         )
 
-    def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[Read, Tensor]:
+    def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[TokenPredictions, Tensor]:
         """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
         seen: list[Tensor] = []
 
@@ -111,7 +111,7 @@ class Learner:
         has_critic = LOSSES.get(config.loss).critic
         self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
-    def read(self, part: Batch) -> tuple[Read, Tensor | None]:
+    def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
         # dense or shadow: the one place where arms differ in what is learned from
         kind, temperature = self.config.recipe.learner, self.config.temperature
@@ -154,7 +154,7 @@ class Learner:
         found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config)
         return self.ranks.summed(found)
 
-    def distilled(self, part: Batch, shadow: Read) -> Tensor | None:
+    def distilled(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
         """KL(student || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
 
         0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm

@@ -48,7 +48,7 @@ class MismatchPanel:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._largest: dict[str, float] = {}
-        self._overlap = Spread()
+        self._overlap = PercentileCounter()
 
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
         """Count a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN where unknown."""
@@ -128,7 +128,7 @@ class MismatchPanel:
         return _finite(self._sums[weights] ** 2 / (count * self._sums[squares])) if count else None
 
 
-class Spread:
+class PercentileCounter:
     """Values in [0, 1] of which a percentile is asked: a million as they are, then counted in cells of 1e-6."""
 
     def __init__(self) -> None:

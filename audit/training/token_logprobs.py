@@ -59,7 +59,7 @@ class Distributions:
         return found
 
 
-class Read(NamedTuple):
+class TokenPredictions(NamedTuple):
     """What a pass says of the n sampled tokens of some rollouts, in row-major order."""
 
     distributions: Distributions
@@ -67,7 +67,9 @@ class Read(NamedTuple):
     entropy: Tensor  # [n], nats, no gradient
 
 
-def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float) -> Read:
+def read_tokens(
+    model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float
+) -> TokenPredictions:
     """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with."""
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE:
@@ -90,7 +92,7 @@ def read_tokens(model: Any, rollouts: Sequence[Rollout], group: int, kind: Learn
             entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
         return logprobs.gather(1, wanted[:, None])[:, 0], entropy  # [m], [m]
 
-    return Read(found, *found.each(numbers, ids[sampled].to(states.device)))
+    return TokenPredictions(found, *found.each(numbers, ids[sampled].to(states.device)))
 
 
 def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig) -> Tensor:

@@ -54,6 +54,7 @@ class Validation:
         config, sampler = self._config, Sampler(self._model, policy)
         decoding = Decoding(max(suite.most_tokens for suite, _ in self._questions), temperature=config.temperature)
         at_once = config.rollout_rows or config.prompts_per_step * config.group
+        # "watch" is the section's name in a spec: another word here would be other draws
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 

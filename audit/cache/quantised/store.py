@@ -41,7 +41,7 @@ WIDEST = 2**15 - 1  # groups that an int16 can name
 HOST_BLOCK, DEVICE_BLOCK = 1 << 24, 1 << 28  # bytes of one layer's keys that are exact at once while attending
 
 
-class Leaving(NamedTuple):
+class LeavingEntries(NamedTuple):
     """Exact entries that become codes now: their slots, and which of those in each row and head, None for all."""
 
     slots: slice
@@ -254,18 +254,18 @@ class QuantisedStore(Store):
         self._done = (keys_until, values_until)
         self._cut()
 
-    def _leaving(self, part: int, until: Counts) -> Leaving | None:
+    def _leaving(self, part: int, until: Counts) -> LeavingEntries | None:
         """The entries of the tail that become codes once those below ``until`` are; None where there are none."""
         done = self._done[part]
         if self._aligned:  # every slot at its position: all rows and heads have come equally far
-            return Leaving(slice(done.least, until.least), None) if done.least < until.least else None
+            return LeavingEntries(slice(done.least, until.least), None) if done.least < until.least else None
         at = self.positions[:, :, self._start :]
         which = (at >= done.rows[:, None, None]) & (at < until.rows[:, None, None])
         columns = which.any(0).any(0).nonzero()
         if not len(columns):
             return None
         first, end = int(columns[0]), int(columns[-1]) + 1  # of the tail; between them some rows and heads may stay
-        return Leaving(slice(self._start + first, self._start + end), which[:, :, first:end])
+        return LeavingEntries(slice(self._start + first, self._start + end), which[:, :, first:end])
 
     def _cut(self) -> None:
         """Free the first slots of the tail, up to the first that is exact in some row or head."""
@@ -281,7 +281,7 @@ class QuantisedStore(Store):
     def _exact(self, part: int, slots: slice) -> Tensor:
         return self._tail[part][:, :, slots.start - self._start : slots.stop - self._start]
 
-    def _store_keys(self, leaving: Leaving) -> None:
+    def _store_keys(self, leaving: LeavingEntries) -> None:
         if self._table is None:
             self._store_tokens(KEYS, leaving)
         elif leaving.which is None:
@@ -289,7 +289,7 @@ class QuantisedStore(Store):
         else:
             self._store_groups(self._table, leaving, leaving.which)
 
-    def _store_tokens(self, part: int, leaving: Leaving) -> None:
+    def _store_tokens(self, part: int, leaving: LeavingEntries) -> None:
         exact, name = self._exact(part, leaving.slots), PARTS[part]
         codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
         self._note(part, exact, codes, parameters, leaving)
@@ -297,7 +297,7 @@ class QuantisedStore(Store):
         if self._fixed[part] is None:
             self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
 
-    def _store_runs(self, table: Tensor, leaving: Leaving) -> None:
+    def _store_runs(self, table: Tensor, leaving: LeavingEntries) -> None:
         """The next keys of every row, where slots and positions are the same."""
         exact = self._exact(KEYS, leaving.slots)
         codes, group, parameters = code_runs(exact, self._codec)
@@ -306,7 +306,7 @@ class QuantisedStore(Store):
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", group + table.shape[2], leaving)
 
-    def _store_groups(self, table: Tensor, leaving: Leaving, which: Tensor) -> None:
+    def _store_groups(self, table: Tensor, leaving: LeavingEntries, which: Tensor) -> None:
         """The leaving keys, by position and per head."""
         exact = self._exact(KEYS, leaving.slots)
         codes, group, parameters = code_groups(exact, which, self._codec)
@@ -319,7 +319,7 @@ class QuantisedStore(Store):
         group, self._table = without_empty(used.long(), self._table)
         used.copy_(group)
 
-    def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: Leaving) -> None:
+    def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
         """Let the record have the codes that rounding could have decided."""
         assert self._hints is not None
         at = self.positions[:, :, leaving.slots]
@@ -337,7 +337,7 @@ class QuantisedStore(Store):
         if self._table.shape[2] > WIDEST:
             self._slots["key_group"] = self._slots["key_group"].int()
 
-    def _write(self, name: str, new: Tensor, leaving: Leaving) -> None:
+    def _write(self, name: str, new: Tensor, leaving: LeavingEntries) -> None:
         slots = self._slots[name][:, :, leaving.slots]
         if leaving.which is None:
             slots.copy_(new)

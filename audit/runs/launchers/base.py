@@ -32,7 +32,7 @@ class Job:
     gpus: int = 1
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """Workers under way."""
 
     def wait(self, done: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ class Launcher:
     def check(self) -> None:
         """Raise RunError where a package or the cluster is missing, before a run folder is claimed."""
 
-    def crew(self, count: int, job: Job, say: Say) -> AbstractContextManager[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> AbstractContextManager[WorkerGroup]:
         """``count`` workers on a job while the body works; ``say`` hears one line of each that failed."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
 
 GRACE_SECONDS = 10.0
 TERMINATED = 128 + signal.SIGTERM
@@ -79,7 +79,7 @@ def gpus() -> list[str]:
     return [name for name in named.split(",") if name] if named else [str(n) for n in range(torch.cuda.device_count())]
 
 
-class Companion:
+class ExtraWorker:
     """One more process on the run; says by itself, from a thread, when it ends and should not have."""
 
     kind = "worker"
@@ -144,7 +144,7 @@ def attend(job: Job, number: int) -> str:
             "run on a file system that every node sees, under one path"
         )
     said: list[str] = []
-    companion = Companion(number, job, said.append)
+    companion = ExtraWorker(number, job, said.append)
     try:
         companion.wait()
     finally:
@@ -153,7 +153,7 @@ def attend(job: Job, number: int) -> str:
 
 
 @contextmanager
-def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[Companion]]:
+def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]]:
     """Work on a job in ``count`` more processes while the body works too.
 
     Whatever a companion leaves undone, a failed or killed one included, the body's own claims pick up; ``say`` hears of
@@ -162,7 +162,7 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[Companion]]:
     job.logs.mkdir(parents=True, exist_ok=True)
     turns = gpus() if count and job.any_gpu else []
     # the body is number 0 and takes the first
-    started = [Companion(number, job, say, _seen(number, job.gpus, turns)) for number in range(1, count + 1)]
+    started = [ExtraWorker(number, job, say, _seen(number, job.gpus, turns)) for number in range(1, count + 1)]
     patience = 0.0
     try:
         yield started
@@ -178,7 +178,7 @@ def _seen(number: int, count: int, turns: Sequence[str]) -> dict[str, str]:
     return {VISIBLE: ",".join(dict.fromkeys(own))} if own else {}
 
 
-class _Companions(list[Companion]):
+class _Companions(list[ExtraWorker]):
     def wait(self, done: Callable[[], bool]) -> None:
         while not all(companion.wait(POLL_SECONDS) for companion in self) and not done():
             continue
@@ -194,7 +194,7 @@ class Local(Launcher):
     trial = "local"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
         """``count`` companions; see ``companions``."""
         with companions(count, job, say) as started:
             yield _Companions(started)

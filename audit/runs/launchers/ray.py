@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
 from kvaudit.audit.runs.launchers.local import attend
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline
@@ -45,7 +45,7 @@ class Ray(Launcher):
             raise RunError("launcher ray needs another package: pip install 'kvaudit[ray]'") from None
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
         """Start the tasks, as many at a time as the cluster has GPUs for; whatever still works is ended."""
         import ray
 

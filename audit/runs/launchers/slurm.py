@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.runs.launchers.base import Crew, Job, Launcher, Say
+from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline
@@ -85,7 +85,7 @@ class Slurm(Launcher):
             )
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[Crew]:
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
         """Queue the jobs; they outlive the body where it is interrupted, and are named then."""
         job.logs.mkdir(parents=True, exist_ok=True)
         queued = self._queued(count, job)

@@ -32,7 +32,7 @@ from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
-from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, Spoken
+from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import SUITES
@@ -233,7 +233,7 @@ class Probe:
             suite_version=unit.suite.version,
             context_tokens=unit.context_tokens,
         )
-        spoken = Spoken(
+        spoken = UngradedAnswer(
             sample_index=talk.sample,
             finish_reason=exchange.finish,
             prompt_tokens=self._plan.tokens(item) if read is None else read,

@@ -38,7 +38,7 @@ _FUNCTIONS = "custom_dataset: !function utils.documents\nprocess_results: !funct
 _OPENINGS = ((Role.USER,), (Role.SYSTEM, Role.USER))
 
 
-class Written(NamedTuple):
+class WrittenTask(NamedTuple):
     """One task that was written: how many items it holds, and how many of the suite stayed out."""
 
     name: str
@@ -46,7 +46,7 @@ class Written(NamedTuple):
     left_out: int
 
 
-def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[Written]:
+def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[WrittenTask]:
     """Write a suite's items as a task, or as two where some give options; raises SpecError where none can be.
 
     RunError where they cannot be written.
@@ -66,7 +66,7 @@ def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[Writt
             write_output(folder / f"{name}.jsonl", rows)
             text = yaml.safe_dump(_config(name, suite, own, chooses=chooses), sort_keys=False) + _FUNCTIONS
             write_output(folder / f"{name}.yaml", text)
-            written.append(Written(name, len(own), 0))
+            written.append(WrittenTask(name, len(own), 0))
     return [written[0]._replace(left_out=len(items) - len(fit)), *written[1:]]
 
 

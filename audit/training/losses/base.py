@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from kvaudit.audit.training.advantages import Estimate, Rewarded, group_advantages
+from kvaudit.audit.training.advantages import BatchRewards, Estimate, group_advantages
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.core.registry import Registry
 
@@ -95,7 +95,7 @@ class Loss:
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def estimate(self, rewarded: Rewarded) -> Estimate:
+    def estimate(self, rewarded: BatchRewards) -> Estimate:
         """The advantage of every token, from the rewards of whole groups."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class ClippedLoss(Loss):
 
     by_std: ClassVar[bool] = True  # whether its advantages are over their group's standard deviation
 
-    def estimate(self, rewarded: Rewarded) -> Estimate:
+    def estimate(self, rewarded: BatchRewards) -> Estimate:
         """The same advantage for every token of a rollout, from its group (Shao 2024, 2402.03300)."""
         rows = group_advantages(rewarded.rewards, rewarded.graded, rewarded.group, by_std=self.by_std)
         return Estimate(rows[:, None] * rewarded.mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from kvaudit.audit.training.advantages import Estimate, Rewarded, best_and_worst
+from kvaudit.audit.training.advantages import BatchRewards, Estimate, best_and_worst
 from kvaudit.audit.training.losses.base import (
     Loss,
     LossInputs,
@@ -30,7 +30,7 @@ class OnlineDpo(Loss):
     whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
-    def estimate(self, rewarded: Rewarded) -> Estimate:
+    def estimate(self, rewarded: BatchRewards) -> Estimate:
         """1 on tokens of the best rollout of a group, -1 on those of its worst."""
         graded = rewarded.graded & rewarded.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
         return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)

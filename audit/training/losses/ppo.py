@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.advantages import Estimate, Rewarded, generalised_advantages, whitened
+from kvaudit.audit.training.advantages import BatchRewards, Estimate, generalised_advantages, whitened
 from kvaudit.audit.training.losses.base import ClippedLoss, CriticInputs, LossInputs, LossOutputs, token_mean
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Ppo(ClippedLoss):
     name = "ppo"
     critic = True
 
-    def estimate(self, rewarded: Rewarded) -> Estimate:
+    def estimate(self, rewarded: BatchRewards) -> Estimate:
         found = generalised_advantages(rewarded)  # [B, T]; the returns stay as they are, which the critic learns
         return found._replace(advantages=whitened(found.advantages, rewarded.mask))
 

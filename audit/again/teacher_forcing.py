@@ -1,4 +1,4 @@
-"""Logits of a model led along given answers, and how far they are from the reference's.
+"""Logits of a model under teacher forcing, led along given answers, and how far they are from the reference's.
 
 They come densely in one pass, or through the cache as a policy serves it. There, the prompt and the environment's
 replies are prefilled and every answer token is fed by itself, as when the sampler draws it: the policy compresses at
