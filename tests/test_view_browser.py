@@ -27,6 +27,12 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;<a href=http://evil.exam
 SHOWN = "</script><img src=x onerror=alert(1)>\"'&amp;<a href=http://evil.example>⟨U+202E⟩␛]0;x␇⟨U+2028⟩${1}"
 FOREIGN = " مرحبا بالعالم 你好世界"
 MANY = 100_000
+LIT = """() => [...CSS.highlights.get("found")].map(({ startContainer, startOffset, endContainer, endOffset }) => {
+  const range = document.createRange();
+  range.setStart(startContainer, startOffset);
+  range.setEnd(endContainer, endOffset);
+  return range.toString();
+})"""
 CONTRAST = """() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, n) => a * c + (1 - a) * under[n]);
@@ -242,9 +248,18 @@ def test_search_finds_names_and_what_was_asked_and_answered(
     opened.page.fill("input[type=search]", "la la")
     opened.press("Enter", "Enter")
     opened.page.wait_for_selector("#flip .facts")
-    lit = opened.page.evaluate("[...CSS.highlights.get('found')].map(String)")
-    assert set(lit) == {"la la"}
+    assert set(opened.page.evaluate(LIT)) == {"la la"}
     opened.close()
+
+
+def test_what_was_searched_for_is_lit_across_tokens(chromium: Any, view: Path) -> None:
+    for text, lit in (("say it now", "Say it now"), ("[", "["), ("l", "l")):  # of several tokens; signs are signs
+        opened = Opened(chromium, view, address=f"{both_lost(view)}&text={text}")
+        opened.page.wait_for_selector("#flip .facts")
+        found = opened.page.evaluate(LIT)
+        assert len(found) >= 2
+        assert {word.lower() for word in found} == {lit.lower()}
+        opened.close()
 
 
 def test_keys_move_open_search_and_help(chromium: Any, view: Path) -> None:
@@ -414,6 +429,7 @@ def test_on_paper_rows_stand_below_each_other_and_nothing_is_pressed(chromium: A
     assert len(tops) == count
     assert tops == sorted(set(tops))
     assert not opened.page.is_visible("#filters")
+    assert opened.page.inner_text("#active").strip() == "suite: math"  # what was asked for stands there
     opened.page.emulate_media(media="screen")
     opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert opened.page.locator("#rows tr").count() < count

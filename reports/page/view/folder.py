@@ -21,7 +21,7 @@ from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
-from kvaudit.reports.page.view.shades import ItemShades, in_turn, rank
+from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
 from kvaudit.reports.page.view.texts import ItemKey, Texts, script
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
@@ -43,7 +43,7 @@ class RunView:
 
     def __init__(self, data: RunData, comparison: Comparison) -> None:
         self._data, self._comparison = data, comparison
-        self.flips = sorted(flips_of(data, comparison), key=rank)  # lost safety first
+        self.flips = sorted(flips_of(data, comparison), key=severity_rank)  # lost safety first
         if not self.flips:
             raise DataError(
                 f"{str(data.run)!r}: no item differs between two sides that are compared; there is nothing to see"

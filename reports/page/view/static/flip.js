@@ -78,27 +78,34 @@ function answerTurns(sides) {
   return shown;
 }
 
-// what was searched for is lit in all texts of the flip, across the pieces that they are drawn in
+const MOST_LIT = 1_000; // places: a letter stands everywhere
+
+// what was searched for is lit in the texts of the flip, across the pieces that they are drawn in
 function light(text) {
-  if (!CSS.highlights) return;
+  if (!CSS.highlights) return; // what an older browser shows is the same text, unlit
   CSS.highlights.delete("found");
   if (!text) return;
   const wanted = new RegExp(text.replace(/[\^$\\.*+?()[\]{}|/]/g, "\\$&"), "giu");
-  const ranges = [...find("flip").querySelectorAll("pre, h2")].flatMap((block) => [...block.textContent.matchAll(wanted)].map((hit) => {
-    const range = document.createRange();
-    range.setStart(...at(block, hit.index));
-    range.setEnd(...at(block, hit.index + hit[0].length));
-    return range;
-  }));
-  CSS.highlights.set("found", new Highlight(...ranges));
+  const ranges = [...find("flip").querySelectorAll("pre, h2")].flatMap((block) => placesOf(wanted, block));
+  CSS.highlights.set("found", new Highlight(...ranges.slice(0, MOST_LIT)));
 }
 
-// the node of a block in which its n-th character stands, and where there
-function at(block, n) {
+// where a block says something, in order, so that its pieces are walked through once
+function placesOf(wanted, block) {
   const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT);
-  let node = walker.nextNode();
-  for (; node && n > node.length; node = walker.nextNode()) n -= node.length;
-  return [node, n];
+  let [node, before] = [walker.nextNode(), 0];
+  const reach = (place) => {
+    while (place - before > node.length) {
+      before += node.length;
+      node = walker.nextNode();
+    }
+    return [node, place - before];
+  };
+  return [...block.textContent.matchAll(wanted)].slice(0, MOST_LIT).map((hit) => {
+    const [startContainer, startOffset] = reach(hit.index);
+    const [endContainer, endOffset] = reach(hit.index + hit[0].length);
+    return new StaticRange({ startContainer, startOffset, endContainer, endOffset });
+  });
 }
 
 // ---- prompts, and what is on record
@@ -159,7 +166,7 @@ function factTable(answers) {
     const head = element("th", { scope: "row", title }, name, differs ? element("span", { class: "hidden" }, " (differs)") : "");
     return element("tr", differs ? { class: "differs" } : {}, head, element("td", { dir: "auto" }, left), element("td", { dir: "auto" }, right));
   });
-  const heads = ["", "reference", "candidate"].map((head) => element("th", { scope: "col" }, head));
+  const heads = ["fact", "reference", "candidate"].map((head) => element("th", { scope: "col" }, head));
   return element("table", { class: "facts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
 }
 
@@ -364,7 +371,7 @@ function drawAnswers(texts, shades, numbers, item) {
     element("div", { class: "sides" }, side("Reference", 0), side("Candidate", 1)),
     ...(shaded ? [] : [element("h3", {}, "Prompt"), box("Prompt", turns(texts.prompt))]),
     element("h3", {}, "What is on record"),
-    element("div", { class: "wide" }, factTable(answers)),
+    element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "What is on record" }, factTable(answers)),
   );
 }
 
