@@ -1,106 +1,132 @@
-"""The pages of a run's flips with every prompt shaded: what they weigh, and how long the browser takes to filter them.
+"""The pages of a run with many flips in headless Chromium: time to the first list, to filter, to search, to scroll.
 
-Run: python -m bench.view RUN, after `kvaudit view RUN`. Answers that were not served again are given the shade of
-another answer to the same item, so that all are drawn; needs playwright and a Chromium. A filter's time is the least of
-three, since other programs want the processor too.
+Run: python -m bench.view [RECORDS] [FOLDER]. The run is made up once and kept in FOLDER, else thrown away; 600,000
+records give about 100,000 flips. A time is the least of three, since other programs want the processor too; that of the
+first search, which reads every file of texts, is of one. Needs playwright and a Chromium.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from kvaudit.core.shading import SHADING_FOLDER, Shading, read_shadings, write_shadings
+from bench.report import build
 from kvaudit.reports.drift.comparison import comparison_of
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
 
-FLIPS, BYTES, MILLISECONDS = 5_000, 15_000_000, 100  # what is asked of so many flips
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-TIMED = """async () => {
-  const went = (hash) => new Promise((done) => {
-    const started = performance.now();
-    const drawn = () => { document.body.offsetHeight; done(performance.now() - started); };
-    addEventListener("hashchange", drawn, { once: true });
-    location.hash = hash;
-  });
-  const fields = [...document.querySelectorAll("#filters select")];
-  const filters = fields.flatMap(({ name, options }) => [...options].map(({ value }) => [name, value]));
-  const texts = ["a", "refusal-0", "nothing has this name"].map((text) => ["text", text]);
+PAUSE = 100  # milliseconds that nobody notices
+# what the address asks for, until the list is laid out
+TIMED = """async (states) => {
   const times = [];
-  for (const filter of [...filters.filter(([, value]) => value), ...texts]) {
+  for (const state of states) {
     const three = [];
     for (let n = 0; n < 3; n += 1) {
-      await went(`page=${2 + (n % 2)}`);
-      three.push(await went(new URLSearchParams([filter])));
+      go("#");
+      await new Promise(requestAnimationFrame);
+      const started = performance.now();
+      go("#" + new URLSearchParams([state]));
+      document.body.offsetHeight;
+      three.push(performance.now() - started);
     }
     times.push(Math.min(...three));
   }
   return times;
 }"""
+FILTERS = """[...document.querySelectorAll("#filters select")]
+  .flatMap(({ name, options }) => [...options].map(({ value }) => [name, value])).filter(([, value]) => value)"""
+# the first names found, then all texts read; the longest time in which nothing else could be done meanwhile
+SEARCHED = """async (text) => {
+  let [longest, last] = [0, performance.now()];
+  const beat = new MessageChannel();
+  let going = true;
+  beat.port1.onmessage = () => {
+    const now = performance.now();
+    [longest, last] = [Math.max(longest, now - last), now];
+    if (going) beat.port2.postMessage(0);
+  };
+  beat.port2.postMessage(0);
+  const started = performance.now();
+  go("#" + new URLSearchParams({ text }));
+  document.body.offsetHeight;
+  const first = performance.now() - started;
+  while (read.files < FILES) await new Promise((done) => setTimeout(done, 5));
+  going = false;
+  return [first, performance.now() - started, longest];
+}"""
+# frames while the whole list is scrolled through in a hundred leaps
+SCROLLED = """async () => {
+  go("#");
+  const frames = [];
+  const whole = document.body.scrollHeight;
+  for (let n = 1; n <= 100; n += 1) {
+    const started = performance.now();
+    scrollTo(0, whole * n / 100);
+    drawRows();
+    document.body.offsetHeight;
+    frames.push(performance.now() - started);
+    await new Promise(requestAnimationFrame);
+  }
+  return frames;
+}"""
 
 
 def main() -> None:
-    """Shade a copy of the run's pages whole, weigh it, and time every filter."""
-    run = Path(sys.argv[1])
+    """Make the run and its pages, then time them in a browser."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 600_000
     with tempfile.TemporaryDirectory() as folder:
-        copied = Path(folder) / "run"
-        shutil.copytree(run, copied, ignore=shutil.ignore_patterns("view", "report", "checkpoints"))
-        data = load_run(copied)
+        run = Path(sys.argv[2] if len(sys.argv) > 2 else folder) / f"run-{count}"
+        if not run.is_dir():
+            print(f"made up {build(run, count)} records in {run}")
+        started = time.perf_counter()
+        data = load_run(run)
         pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
-        shade_all(copied, pages)
-        pages.write(out := Path(folder) / "view")
-        weight, count = sum(path.stat().st_size for path in out.rglob("*.js")), len(pages.flips)
-        print(f"{count} flips, shaded of those that lost something: {pages.shaded()}")
-        print(
-            f"{weight / 1e6:.1f} MB, {weight * FLIPS / count / 1e6:.1f} MB for {FLIPS} flips (at most {BYTES / 1e6:g})"
-        )
-        for flips in (count, FLIPS):
-            cut(out, flips)
-            times = sorted(filter_times(out))
-            slow = f"median {statistics.median(times):.0f} ms, slowest {times[-1]:.0f} ms"
-            print(f"{flips} flips, {len(times)} filters: {slow} (at most {MILLISECONDS} at {FLIPS})")
+        pages.write(out := run / "view")
+        weight = sum(path.stat().st_size for path in out.rglob("*.js")) / 1e6
+        seconds = time.perf_counter() - started
+        print(f"{len(pages.flips)} flips, {weight:.0f} MB, written in {seconds:.0f} s (the run read again included)")
+        in_browser(out)
 
 
-def shade_all(run: Path, pages: RunView) -> None:
-    """Give every answer that was not served again the shade of one to the same item, or of any."""
-    known: dict[str, Shading] = {}
-    for path in sorted((run / SHADING_FOLDER).glob("*.json")):
-        known |= {answer.item: shade for answer, shade in read_shadings(run, path.stem).items() if shade}
-    if not known:
-        raise SystemExit(f"no answer of {run} was shaded yet: kvaudit view {run} --shade 5 first")
-    some = next(iter(known.values()))
-    for unit, answers in pages.unshaded(len(pages.flips)).items():
-        borrowed = {answer: known.get(answer.item, some) for answer in answers}
-        write_shadings(run, unit, {**read_shadings(run, unit), **borrowed})
-
-
-def cut(pages: Path, count: int) -> None:
-    """Leave so many flips in the list, over and over where there are fewer."""
-    path = pages / "data" / "flips.js"
-    table = json.loads(path.read_text(encoding="utf-8").removeprefix("const VIEW = ").removesuffix(";\n"))
-    for name, column in table["flips"].items():
-        table["flips"][name] = [column[n % len(column)] for n in range(count)]
-    path.write_text(f"const VIEW = {json.dumps(table)};\n", encoding="utf-8")
-
-
-def filter_times(pages: Path) -> list[float]:
-    """Milliseconds of every value of every filter, until the list is laid out."""
+def in_browser(pages: Path) -> None:
+    """Print the milliseconds of everything a reader waits for."""
     path = next(found for name in BROWSERS if (found := shutil.which(name)))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        opened = [first_list(browser.new_page(), pages) for _ in range(3)]
+        print(f"first list: {min(opened):.0f} ms")
         page = browser.new_page()
-        page.goto(f"{pages.as_uri()}/index.html")
-        found: list[float] = page.evaluate(TIMED)
+        first_list(page, pages)
+        told("filter", page.evaluate(TIMED, page.evaluate(FILTERS)))
+        told("scroll", page.evaluate(SCROLLED))
+        names, whole, longest = page.evaluate(SEARCHED, "vault word")
+        print(f"first search: names {names:.0f} ms, all texts {whole:.0f} ms, longest pause {longest:.0f} ms")
+        told("search", page.evaluate(TIMED, [["text", text] for text in ("a", "heron", "000123", "no one says this")]))
         browser.close()
-    return found
+
+
+def first_list(page: Any, pages: Path) -> float:
+    """Milliseconds from asking for the page until its first rows are painted."""
+    page.goto(f"{pages.as_uri()}/index.html")
+    page.wait_for_selector("#rows a")
+    painted = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    loaded = "performance.timing.loadEventEnd - performance.timing.navigationStart"
+    return float(page.evaluate(f"Math.max({painted}, {loaded})"))
+
+
+def told(what: str, times: list[float]) -> None:
+    """Print the middle and the longest of some times."""
+    middle, longest = statistics.median(times), max(times)
+    print(f"{what}: {len(times)}, median {middle:.0f} ms, longest {longest:.0f} ms (at most {PAUSE})")
 
 
 if __name__ == "__main__":

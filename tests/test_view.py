@@ -21,7 +21,7 @@ from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
-from kvaudit.reports.page.view.folder import RunView
+from kvaudit.reports.page.view.folder import STATIC, RunView
 from kvaudit.reports.page.view.shades import ItemShades, in_turn
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import SCORE, CellKey
@@ -137,7 +137,9 @@ def test_hostile_text_is_data_without_markup_or_controls(hostile_run, tmp_path):
 
 
 def test_the_page_holds_no_text_of_a_run_and_loads_nothing_from_elsewhere():
-    page, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("index.html", "view.js"))
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    script = "".join(path.read_text(encoding="utf-8") for path in sorted(PAGE.glob("*.js")))
+    assert sorted(path.name for path in PAGE.iterdir()) == sorted(STATIC)
     assert "default-src 'none'; script-src 'self' file:; style-src 'self' file:" in page
     assert "http" not in page.replace("http-equiv", "")
     assert "http" not in script.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing asks for

@@ -1,9 +1,9 @@
 """Flips -> a folder of static pages: one script reads data files that assign constants, since file:// fetches nothing.
 
-index.html, view.css, view.js   the same for every run: no text of a run stands in markup
-data/flips.js                   the list: a column per field, words by number
-data/texts-<n>.js               prompts and answers of some items, read when one of them is opened
-data/shades-<n>.js              what the cache held of their tokens, where that is known
+index.html, view.css, *.js   the same for every run: no text of a run stands in markup
+data/flips.js                the list: a column per field, words by number
+data/texts-<n>.js            prompts and answers of some items, read when one of them is opened, and to be searched
+data/shades-<n>.js           what the cache held of their tokens, where that is known
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
-from kvaudit.reports.page.view.shades import ItemShades, in_turn
+from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
 from kvaudit.reports.page.view.texts import ItemKey, Texts, script
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
 
-STATIC = ("view.css", "view.js", "index.html")  # the page last: where it stands the rest is there
+STATIC = ("view.css", "list.js", "flip.js", "view.js", "index.html")  # the page last: where it stands the rest is there
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"
 LOST = ("nothing", "something, shown", "something, not shown yet")  # what a flip's caches lost
 _DATA_FILE = re.compile(r"flips\.js|(texts|shades)-\d+\.js")
@@ -43,7 +43,7 @@ class RunView:
 
     def __init__(self, data: RunData, comparison: Comparison) -> None:
         self._data, self._comparison = data, comparison
-        self.flips = list(flips_of(data, comparison))
+        self.flips = sorted(flips_of(data, comparison), key=severity_rank)  # lost safety first
         if not self.flips:
             raise DataError(
                 f"{str(data.run)!r}: no item differs between two sides that are compared; there is nothing to see"

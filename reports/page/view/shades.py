@@ -27,7 +27,7 @@ _DIGITS = 3
 def in_turn(flips: Sequence[Flip]) -> list[int]:
     """The numbers of the flips, cell after cell in turn, lost safety first: the first so many are of every kind."""
     cells: dict[Hashable, list[int]] = {}
-    for number in sorted(range(len(flips)), key=lambda n: _rank(flips[n])):
+    for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
         flip = flips[number]
         cells.setdefault((flip.kind, flip.suite, flip.candidate.arm, flip.candidate.policy), []).append(number)
     return [number for turn in zip_longest(*cells.values()) for number in turn if number is not None]
@@ -69,7 +69,8 @@ class ItemShades:
         return {"pieces": self._pieces, "roles": _repeated(self._roles), "answers": self._answers}
 
 
-def _rank(flip: Flip) -> int:
+def severity_rank(flip: Flip) -> int:
+    """0 where safety was lost, 1 where anything else was, 2 where all was gained."""
     lost = [change.metric for change in flip.changes if change.lost]
     return 0 if any(name != SCORE and FACETS[name].kind == "safety" for name in lost) else 1 if lost else 2
 
