@@ -149,7 +149,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     pipeline, run = opened_run(
         asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_Heard(console, spec)
     )
-    with pipeline.under_one_meter("check"):
+    with pipeline.under_one_bar():
         pipeline.pilot()
         pipeline.evaluate()
     return CheckDone(run.path, _said(console, run, plan))

@@ -160,7 +160,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     for kind, texts in (("guard", asked.spec.guard), ("judge", asked.spec.judge)):
         for text in texts:
             parse_grader(kind, text).check()
-    pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here)
+    pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
@@ -168,9 +168,10 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
-        pipeline.train()
-        pipeline.pilot()
-        pipeline.evaluate()
+        with pipeline.under_one_bar():
+            pipeline.train()
+            pipeline.pilot()
+            pipeline.evaluate()
         known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
@@ -276,9 +277,10 @@ def _join(path: Path, options: Options) -> None:
     if _followed(asked, options):
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
-    pipeline.train()
-    pipeline.pilot()
-    pipeline.evaluate()
+    with pipeline.under_one_bar():
+        pipeline.train()
+        pipeline.pilot()
+        pipeline.evaluate()
     if run.spec.remedies:
         served_again(pipeline, run)
 
@@ -311,8 +313,9 @@ def _evaluate(path: Path, out: Path | None, options: Options) -> None:
     from rich.console import Console
 
     pipeline, run = opened_run(_asked(path, out, options), options, options.threads, resume=True)
-    pipeline.pilot()
-    pipeline.evaluate()
+    with pipeline.under_one_bar():
+        pipeline.pilot()
+        pipeline.evaluate()
     say(Console(), f"records: {run.records}")
 
 
@@ -348,6 +351,7 @@ def opened_run(
     resume: bool,
     works: bool = True,
     heard: FirstHeard | None = None,
+    processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed.
 
@@ -375,7 +379,10 @@ def opened_run(
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
-    return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
+    return (
+        Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others, processes=processes),
+        run,
+    )
 
 
 def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) -> None:
