@@ -24,6 +24,7 @@ from kvaudit.audit.commands.command_line import (
     Takeover,
     Threads,
     Workers,
+    check_report_place,
     resume_hint,
     say,
     set_data,
@@ -31,6 +32,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from kvaudit.audit.runs.engine_slot import FirstHeard
@@ -329,6 +331,8 @@ class AskedRun(NamedTuple):
 
 def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
+    if isinstance(source, Path):
+        typer.echo(f"reading {inline(str(source))}")  # at once: what is imported next takes seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 
@@ -360,13 +364,15 @@ def opened_run(
     """
     from rich.console import Console
 
+    console = Console()
+    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {asked.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
     from kvaudit.reports.gate.rules import defaults_said
 
-    console = Console()
+    check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec, heard=heard)
@@ -375,7 +381,6 @@ def opened_run(
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover

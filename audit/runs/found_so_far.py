@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +31,12 @@ class _Answers:
 
     def update(self) -> None:
         for path, begin in self._read.items():
-            if not path.exists() or path.stat().st_size <= begin:
+            try:
+                with path.open("rb") as file:
+                    file.seek(begin)
+                    whole, newline, _ = file.read().rpartition(b"\n")
+            except FileNotFoundError:  # not begun
                 continue
-            with path.open("rb") as file:
-                file.seek(begin)
-                whole, newline, _ = file.read().rpartition(b"\n")
             self._read[path] += len(whole) + len(newline)
             for line in whole.splitlines():
                 row = json.loads(line)
@@ -47,16 +49,27 @@ class FoundSoFar:
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
-        self._sides = list(_sides(spec))
+        self._spec, self._folder = spec, folder
+
+    @cached_property
+    def _sides(self) -> list[_Compared]:
+        return list(_sides(self._spec))
+
+    @cached_property
+    def _rows(self) -> dict[Unit, int]:
         units = dict.fromkeys(unit for side in self._sides for pair in side.pairs for unit in pair)
-        places = (folder / PILOT_FOLDER, folder / "records")
-        self._answers = {unit: _Answers([UnitFiles.of(place, unit).records for place in places]) for unit in units}
-        self._rows = {unit: _rows(spec, unit) for unit in units}
+        return {unit: _rows(self._spec, unit) for unit in units}
+
+    @cached_property
+    def _answers(self) -> dict[Unit, _Answers]:
+        places = (self._folder / PILOT_FOLDER, self._folder / "records")
+        return {unit: _Answers([UnitFiles.of(place, unit).records for place in places]) for unit in self._rows}
 
     def lines(self) -> list[str]:
         """A line for every side of which something is known: ``int8: no loss so far in 40 of 720 answers``."""
-        for answers in self._answers.values():
-            answers.update()
+        for unit, answers in self._answers.items():
+            if not 0 < self._rows[unit] <= len(answers.scores):  # read to its end
+                answers.update()
         return [line for side in self._sides if (line := self._line(side)) is not None]
 
     def _line(self, side: _Compared) -> str | None:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ _PHASES = {
     "remedies": "asking with a remedy",
 }
 _USUAL_BATCH = 64  # rows; a row of such a batch costs 1 in the forecast
-_BATCH_COST = 0.7  # the power of its rows that a batch of our own cache costs: many rows take little longer than one
+_BATCH_COST = 0.5  # the power of its rows that a batch of our own cache costs: many rows take little longer than one
 _REPORT_SECONDS, _REPORT_SECONDS_A_ROW = 6.0, 3e-5
 
 
@@ -743,9 +744,13 @@ class Pipeline:
         """Steps that a checkpoint has on disk so far, whoever trains it."""
         return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count
 
+    @cached_property
+    def _labels(self) -> dict[str, str]:
+        return policy_labels(self._spec)
+
     def _unit_line(self, unit: Unit, phase: str) -> str:
         """``agent under snapkv 96``, with what else tells a unit of this run from others."""
-        text = f"{unit.suite} under {policy_labels(self._spec).get(unit.policy.canonical, unit.policy.canonical)}"
+        text = f"{unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
         text += f", {length_label(unit.context_tokens)}" if len(self._spec.evaluate.contexts_of(unit.suite)) > 1 else ""
         text += f", {unit.arm} seed {unit.seed}" if len(self._spec.arms) > 1 else ""
         return f"{_PHASES[phase]}: {text}"
@@ -805,4 +810,7 @@ def counted(number: int, one: str, several: str) -> str:
 
 def _lines_in(path: Path) -> int:
     """The lines of a file that another process may be writing."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
