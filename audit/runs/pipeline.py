@@ -369,7 +369,7 @@ class Pipeline:
 
     def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[tuple[Hashable, Part, float]]:
         """The units of a phase, the checkpoints that are loaded for them and the engines that are started."""
-        piloted = set(self._pilot_units()) if phase == "evaluate" else set[Unit]()
+        piloted = set(self._pilot_units(units)) if phase == "evaluate" else set[Unit]()
         for unit in units:
             how = (unit.suite, unit.policy.canonical)
             cost = self._unit_cost(phase, unit, taken_over=unit in piloted)
@@ -424,8 +424,8 @@ class Pipeline:
         with self._bar.apart(name, f"starting {condition.engine}"):
             yield
 
-    def _pilot_units(self) -> list[Unit]:
-        return pilot_units(with_kept_gate(self._spec, self._run.provenance()))
+    def _pilot_units(self, known: Sequence[Unit] | None = None) -> list[Unit]:
+        return pilot_units(with_kept_gate(self._spec, self._run.provenance()), known)
 
     def pilot(self) -> None:
         """Have the reference answer first what its pilot asks, and say what that shows.
