@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-Kind = tuple[str, ...]  # the phase first, then what tells its parts apart, the most telling first
+WorkKind = tuple[str, ...]  # the phase first, then what tells its parts apart, the most telling first
 _GUESS = 0.05  # of a kind's whole cost: so much is what was guessed worth beside what was timed
 _OUTLIER = 3.0  # a phase's first interval that is so many times slower than the others was a start, no rate
 
@@ -25,9 +25,9 @@ class Part:
     of its kind was timed; without it one that is ``apart`` counts for nothing until then.
     """
 
-    kind: Kind
+    kind: WorkKind
     cost: float
-    like: Kind | None = None
+    like: WorkKind | None = None
     apart: bool = False
     seconds: float | None = None
 
@@ -57,8 +57,8 @@ class Forecast:
         self._processes, self._clock = processes, clock or time.monotonic
         self._parts: dict[Hashable, Part] = {}
         self._done: dict[Hashable, float] = {}  # cost, whoever did it
-        self._timed: dict[Kind, _Timed] = {}
-        self._firsts: dict[str, tuple[Kind, float, float]] = {}  # by phase: the first interval, cost and seconds
+        self._timed: dict[WorkKind, _Timed] = {}
+        self._firsts: dict[str, tuple[WorkKind, float, float]] = {}  # by phase: the first interval, cost and seconds
         self._mark, self.last_share = self._clock(), 0.0
 
     def expect(self, name: Hashable, part: Part) -> None:
@@ -108,13 +108,13 @@ class Forecast:
             self._time(part.kind, part.cost, seconds)
         self._mark += seconds
 
-    def _time(self, kind: Kind, cost: float, seconds: float) -> None:
+    def _time(self, kind: WorkKind, cost: float, seconds: float) -> None:
         phase = kind[0]
         self._timed.setdefault(kind, _Timed()).add(cost, seconds)
         if phase not in self._firsts:
             self._firsts[phase] = kind, cost, seconds
 
-    def _timed_of(self, kind: Kind) -> _Timed:
+    def _timed_of(self, kind: WorkKind) -> _Timed:
         """What was timed of a kind, without the first interval of its phase where that was a start."""
         own = self._timed.get(kind, _Timed())
         first = self._firsts.get(kind[0])
@@ -130,10 +130,10 @@ class Forecast:
             return _Timed(own.cost - cost, own.seconds - seconds)
         return own
 
-    def rates(self) -> dict[Kind, float | None]:
+    def rates(self) -> dict[WorkKind, float | None]:
         """Seconds for a cost of 1 of every kind; None where nothing tells."""
-        wholes: dict[Kind, float] = {}
-        sample: dict[Kind, Part] = {}
+        wholes: dict[WorkKind, float] = {}
+        sample: dict[WorkKind, Part] = {}
         for part in self._parts.values():
             wholes[part.kind] = wholes.get(part.kind, 0.0) + part.cost
             sample[part.kind] = part
@@ -142,7 +142,7 @@ class Forecast:
         apart = {kind for kind, part in sample.items() if part.apart}
         usual = {kind: one for kind, one in timed.items() if kind not in apart}
         scales = self._scales(usual, sample)
-        found: dict[Kind, float | None] = {}
+        found: dict[WorkKind, float | None] = {}
         for kind, part in sample.items():
             own = timed.get(kind, _Timed())
             if part.apart:
@@ -156,7 +156,7 @@ class Forecast:
             found[kind] = (own.seconds + weight * (guess or 0.0)) / total if total else None
         return found
 
-    def _scales(self, timed: dict[Kind, _Timed], sample: dict[Kind, Part]) -> dict[str, float]:
+    def _scales(self, timed: dict[WorkKind, _Timed], sample: dict[WorkKind, Part]) -> dict[str, float]:
         """By phase: how much longer than the kinds that its own are like they took, where both were timed."""
         took, thought = dict[str, float](), dict[str, float]()
         for kind, one in timed.items():
@@ -192,12 +192,12 @@ class Forecast:
         return behind / self._processes, ahead / self._processes
 
 
-def _like(part: Part, timed: dict[Kind, _Timed]) -> float | None:
+def _like(part: Part, timed: dict[WorkKind, _Timed]) -> float | None:
     """The rate of what a part is like, None where nothing of that phase was timed."""
     return None if part.like is None else _nearest(part.like, timed, least=1)
 
 
-def _nearest(kind: Kind, timed: dict[Kind, _Timed], least: int = 0) -> float | None:
+def _nearest(kind: WorkKind, timed: dict[WorkKind, _Timed], least: int = 0) -> float | None:
     """The rate of the kinds that share the most of a kind's first words, ``least`` of them at the least."""
     for words in range(len(kind), least - 1, -1):
         near = _Timed()

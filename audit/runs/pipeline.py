@@ -634,7 +634,7 @@ class Pipeline:
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
             threads, workers = torch.get_num_threads(), self._processes
-            sharing = f"{counted(workers, 'process', 'processes')} of {counted(threads, 'thread', 'threads')}"
+            sharing = f"{_counted(workers, 'process', 'processes')} of {_counted(threads, 'thread', 'threads')}"
             self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
             if text := governed_text(model.model.config):
                 self._say(f"cache: {text}")
@@ -803,7 +803,7 @@ def _training_line(pair: Pair, done: int, steps: int, row: Mapping[str, Any]) ->
     return f"{what} seed {pair[1]}, step {done} of {steps}" + ("" if reward is None else f", reward {reward:.2f}")
 
 
-def counted(number: int, one: str, several: str) -> str:
+def _counted(number: int, one: str, several: str) -> str:
     """``1 thread``, ``2 threads``."""
     return f"{number} {one if number == 1 else several}"
 
