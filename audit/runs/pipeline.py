@@ -552,6 +552,7 @@ class Pipeline:
                 with _enough_memory(self._unit_line(first, phase), "evaluate.batch_tokens"):
                     with bar.apart(("load", folder, (first.arm, first.seed)), "loading the model"):
                         evaluator = self._evaluator_of((first.arm, first.seed))
+                    bar.forecast.resume()  # what lies between two phases comes once
                     evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
 
             with self._slot:  # no engine outlives the phase that it answers in
