@@ -283,3 +283,11 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     code, _, err = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert "is there already" in err
+
+
+def test_an_address_as_the_model_leads_to_servers() -> None:
+    code, _, err = kvaudit("check", "http://127.0.0.1:8000/v1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME" in err
+    assert "engine: endpoint in evaluate.policies" in err
+    assert "audit-an-engine.md" in err

@@ -550,7 +550,8 @@ class Pipeline:
                         bar.forecast.known(name, cost * done / max(1, of))
 
                 with _enough_memory(self._unit_line(first, phase), "evaluate.batch_tokens"):
-                    with bar.apart(("load", folder, (first.arm, first.seed)), "loading the model"):
+                    is_held = self._evaluator is not None and self._evaluator[0] == (first.arm, first.seed)
+                    with bar.apart(("load", folder, (first.arm, first.seed)), "" if is_held else "loading the model"):
                         evaluator = self._evaluator_of((first.arm, first.seed))
                     bar.forecast.resume()  # what lies between two phases comes once
                     evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)

@@ -117,7 +117,7 @@ class RunBar:
         self._console, self._found, self._look = console, found, look
         self._started = self._printed = self._looked = self._updated = time.monotonic()
         self._left: float | None = None
-        self._what, self._lines = "", tuple[str, ...]()
+        self._what, self._lines = "loading the model", tuple[str, ...]()
         self._bar: _Bar | None = None
 
     def __enter__(self) -> RunBar:
@@ -141,7 +141,7 @@ class RunBar:
     @contextmanager
     def apart(self, part: Hashable, what: str) -> Iterator[None]:
         """Time a part that is done at one go, such as the start of an engine."""
-        self._what, started = what, time.monotonic()
+        self._what, started = what or self._what, time.monotonic()
         yield
         self.forecast.took(part, time.monotonic() - started)
         self._show()
@@ -163,6 +163,7 @@ class RunBar:
                 self._look()
         if due or now - self._updated >= _SECONDS_BETWEEN_UPDATES:
             self._updated, self._left = now, self.forecast.left()
+            self.forecast.share()
         if due:
             self._printed = now
             if self._bar is None:
