@@ -50,7 +50,7 @@ from kvaudit.core.spec_parts import (
     unique,
 )
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
-from kvaudit.core.text import shown
+from kvaudit.core.text import clip, guide, inline, shown
 
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
@@ -383,6 +383,7 @@ class RunSpec(SpecSection):
     def _check_asked(self) -> None:
         """Raise SpecError for what checkpoints, or an endpoint, cannot be asked."""
         if self.probe is None:
+            check_no_address(self.model)
             self.evaluate.check_draws()
             return
         check_probed(self.evaluate)
@@ -393,6 +394,16 @@ class RunSpec(SpecSection):
             raise SpecError("remedies: nobody chooses the cache policy of an endpoint; leave them out beside probe")
         if "model" not in self.model_fields_set:
             raise SpecError("model is missing: the name by which the endpoint knows its model")
+
+
+def check_no_address(model: str) -> None:
+    """Raise SpecError for the address of a server where a model is to be named."""
+    if re.match(r"(?i)https?://", model):
+        raise SpecError(
+            f"model is {inline(clip(model, 80))!r}, a server's address, wanted the model itself: a folder, a .gguf "
+            "file or a hub id; of two servers: kvaudit check MODEL --reference URL#NAME --candidate URL#NAME; one: "
+            f"name it as engine: endpoint in evaluate.policies ({guide('audit-an-engine.md')})"
+        )
 
 
 def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from reports_synthetic import Design, build, policy
-from rich.console import Console
 from suite_world import write_rows
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.runs.pilot import impossible
-from kvaudit.audit.runs.progress import OneMeter
 from kvaudit.audit.runs.question import (
     Way,
     endpoints_way,
@@ -244,16 +242,6 @@ def test_no_status_but_a_pass_says_ship() -> None:
     assert WORDS[Status.FAIL] == "do not ship"
 
 
-def test_one_meter_counts_over_phases() -> None:
-    console = Console(record=True, width=200)
-    with OneMeter(console, "check", 200) as whole:
-        with whole.phase("pilot", 50, 0) as at:
-            at(50, "a")
-        with whole.phase("evaluate", 150, 0) as at:
-            at(150, "b")
-    assert console.export_text() == "check 100 %, ETA 0 s: done\n"
-
-
 # --- whole -----------------------------------------------------------------------------------------------------------
 
 
@@ -263,8 +251,9 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(t
     code, out, err = kvaudit(*words)
     assert (code, err) == (0, ""), out
     said = out.splitlines()
-    assert said[:2] == [
-        "check: embedded, openvino u4 against openvino f32",
+    assert said[:3] == [
+        "check: embedded",
+        "compares openvino u4 against openvino f32",
         "asks 72 of refusal: about 176 answers, 32 of them once more or in another order; 5 points may be lost",
     ]
     assert (
@@ -279,7 +268,6 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(t
     assert (tmp_path / "run" / "report" / "card.md").exists()
     code, out, _ = kvaudit(*words, "--resume")
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)
-    assert "check 100 %, ETA 0 s: done" in out
 
 
 def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
@@ -295,3 +283,11 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     code, _, err = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert (code, err.count("\n")) == (2, 1)
     assert "is there already" in err
+
+
+def test_an_address_as_the_model_leads_to_servers() -> None:
+    code, _, err = kvaudit("check", "http://127.0.0.1:8000/v1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME" in err
+    assert "engine: endpoint in evaluate.policies" in err
+    assert "audit-an-engine.md" in err

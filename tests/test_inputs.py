@@ -217,6 +217,7 @@ def test_packed_products_are_a_remark_where_the_run_began_without(
     monkeypatch.setattr(packed, "LARGE", 1)
     code, out, _ = kvaudit(*goes_on(started))
     assert code == 0
-    assert "threads, large products packed" in out
+    assert " of 1 thread" in out
+    assert "large products" not in out
     (line,) = [line for line in remarks(decided(load_run(started / "run"))) if line.startswith("VERSIONS")]
     assert "large products packed (since " in line

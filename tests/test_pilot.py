@@ -197,7 +197,7 @@ def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_pa
     both = [subprocess.Popen(join, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate()[0] for one in both]
     assert [one.returncode for one in both] == [0, 0], said
-    assert all("pilot: refusal: measurable" in text for text in said)
+    assert all("refusal: measurable" in text for text in said)
     assert files_of(run) == files_of(with_pilot)
     assert run.provenance()["pilot"] == with_pilot.provenance()["pilot"]
 
@@ -402,7 +402,7 @@ def mute(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> tuple[P
 def test_a_suite_with_nothing_to_lose_stops_the_run_before_its_grid(mute: tuple[Path, int, str, str]) -> None:
     folder, code, out, err = mute
     assert code == 6
-    assert "pilot: math: NOT MEASURABLE: " in out
+    assert "math: NOT MEASURABLE: " in out
     lines = err.strip().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("error: nothing can be lost in 1 of 1 suites, so the grid was not served")

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import GateFile, OnInconclusive, Run, Waivers, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import (
+    GateFile,
+    OnInconclusive,
+    Run,
+    Waivers,
+    say,
+    say_unfinished,
+    user_errors,
+    wide_console,
+)
 from kvaudit.audit.commands.report import asked_of
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
@@ -106,6 +115,7 @@ def _page(run: Path, asked: Asked) -> Page:
     from kvaudit.reports.run import disclosed
 
     check_checkpoints(run)
+    say_unfinished(run)
     page = disclosed(load_run(run), asked)
     refuse_late(page.findings.rules)
     return page

@@ -16,6 +16,7 @@ from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,9 @@ class Asking:
     def way(self) -> Way:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
         from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
+        from kvaudit.core.spec import check_no_address
 
+        check_no_address(self.model)
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
         beside = [self.kv, self.python, self.weights, *self.settings]
@@ -133,6 +136,7 @@ class CheckDone(NamedTuple):
 
 def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> CheckDone:
     """Plan, run, say."""
+    typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
     from kvaudit.audit.runs.question import planned, spec_named, spec_text
 
@@ -149,7 +153,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     pipeline, run = opened_run(
         asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_Heard(console, spec)
     )
-    with pipeline.under_one_meter("check"):
+    with pipeline.under_one_bar():
         pipeline.pilot()
         pipeline.evaluate()
     return CheckDone(run.path, _said(console, run, plan))
@@ -165,8 +169,6 @@ class _Heard:
         self._asked = False
 
     def __call__(self, served: str, item: Item, answer: str) -> None:
-        from kvaudit.core.text import clip, inline
-
         if not self._asked:
             said = clip(inline(item.messages[-1].content), _PROMPT)
             say(self._console, f"first prompt: {said}")
@@ -207,7 +209,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     ways, rows = len(spec.evaluate.policies), sum(items for _, items in plan.questions)
     floor = 2 * ways * plan.floor * len(plan.questions) if spec.evaluate.references else 0
     again = f", {floor} of them once more or in another order" if floor else ""
-    yield f"check: {spec.model}, {' against '.join(_served_names(spec))}"
+    yield f"compares {' against '.join(_served_names(spec))}"
     yield f"asks {asked}: about {ways * rows + floor} answers{again}; {LOST_POINTS} points may be lost"
     if plan.lacking:
         names = " ".join(one.name for one in plan.lacking)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.core.errors import AuditError, SpecError
-from kvaudit.core.provenance import MOST_THREADS
+from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
 from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
@@ -137,6 +138,25 @@ def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer
     for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
         typer.echo(inline(clip(text, LONGEST_LINE)), err=True)
     return typer.Exit(code)
+
+
+def say_unfinished(run: Path) -> None:
+    """Say on stderr that a run is to be gone on with first, where it is a half; what follows is of that half."""
+    names = {path.name for path in (run / "records").glob("*.json*")}
+    unsealed = sum(
+        name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names
+    )
+    noted = read_provenance(run) if (run / PROVENANCE).is_file() else {}
+    if unsealed or ("threads" in noted and "finished" not in noted):  # threads are noted by a run that works
+        words = shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
+        typer.echo(f"this run is not finished; go on with it first: {inline(words)}", err=True)
+
+
+def check_report_place(run: Path) -> None:
+    """Raise DataError where the report's folder cannot be, because a file is there."""
+    place = run / "report"
+    if place.exists() and not place.is_dir():
+        raise DataError(f"{str(place)!r} is a file, where the folder of the report belongs; move it away")
 
 
 def resume_hint(command: str, spec: Path, out: Path | None, limit: int | None) -> str:

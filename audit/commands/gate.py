@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import GateFile, OnInconclusive, Waivers, user_errors, wide_console
+from kvaudit.audit.commands.command_line import (
+    GateFile,
+    OnInconclusive,
+    Waivers,
+    say_unfinished,
+    user_errors,
+    wide_console,
+)
 from kvaudit.audit.commands.report import asked_of, print_verdict
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import check_checkpoints
@@ -67,6 +74,7 @@ def _decide(run: Path, asked: Asked) -> int:
     from kvaudit.reports.run import decided
 
     check_checkpoints(run)
+    say_unfinished(run)
     findings = decided(load_run(run), asked, everything=False)
     refuse_late(findings.rules)
     print_verdict(wide_console(), findings)

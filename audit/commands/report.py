@@ -12,7 +12,9 @@ from kvaudit.audit.commands.command_line import (
     OnInconclusive,
     Run,
     Waivers,
+    check_report_place,
     say,
+    say_unfinished,
     user_errors,
     wide_console,
 )
@@ -43,6 +45,7 @@ def report(
 def _report(run: Path, asked: Asked) -> None:
     """Write the report of a run whose checkpoints are as they were finished; raises DataError where one is not."""
     check_checkpoints(run)
+    say_unfinished(run)
     write_checked(run, asked)
 
 
@@ -68,6 +71,7 @@ def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, F
     """Write the report, print the answers and where the report lies; ``known``: a run decided already."""
     from kvaudit.reports.run import write_decided, write_report
 
+    check_report_place(run)
     findings = write_report(run, asked) if known is None else write_decided(*known)
     console = wide_console()
     print_verdict(console, findings, run)

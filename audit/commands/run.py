@@ -24,6 +24,7 @@ from kvaudit.audit.commands.command_line import (
     Takeover,
     Threads,
     Workers,
+    check_report_place,
     resume_hint,
     say,
     set_data,
@@ -31,6 +32,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
+from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from kvaudit.audit.runs.engine_slot import FirstHeard
@@ -160,7 +162,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     for kind, texts in (("guard", asked.spec.guard), ("judge", asked.spec.judge)):
         for text in texts:
             parse_grader(kind, text).check()
-    pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here)
+    pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
@@ -168,9 +170,10 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
-        pipeline.train()
-        pipeline.pilot()
-        pipeline.evaluate()
+        with pipeline.under_one_bar():
+            pipeline.train()
+            pipeline.pilot()
+            pipeline.evaluate()
         known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
@@ -276,9 +279,10 @@ def _join(path: Path, options: Options) -> None:
     if _followed(asked, options):
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
-    pipeline.train()
-    pipeline.pilot()
-    pipeline.evaluate()
+    with pipeline.under_one_bar():
+        pipeline.train()
+        pipeline.pilot()
+        pipeline.evaluate()
     if run.spec.remedies:
         served_again(pipeline, run)
 
@@ -311,8 +315,9 @@ def _evaluate(path: Path, out: Path | None, options: Options) -> None:
     from rich.console import Console
 
     pipeline, run = opened_run(_asked(path, out, options), options, options.threads, resume=True)
-    pipeline.pilot()
-    pipeline.evaluate()
+    with pipeline.under_one_bar():
+        pipeline.pilot()
+        pipeline.evaluate()
     say(Console(), f"records: {run.records}")
 
 
@@ -326,6 +331,8 @@ class AskedRun(NamedTuple):
 
 def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
+    if isinstance(source, Path):
+        typer.echo(f"reading {inline(str(source))}")  # at once: what is imported next takes seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 
@@ -348,6 +355,7 @@ def opened_run(
     resume: bool,
     works: bool = True,
     heard: FirstHeard | None = None,
+    processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed.
 
@@ -356,13 +364,15 @@ def opened_run(
     """
     from rich.console import Console
 
+    console = Console()
+    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {asked.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
     from kvaudit.reports.gate.rules import defaults_said
 
-    console = Console()
+    check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec, heard=heard)
@@ -371,11 +381,13 @@ def opened_run(
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {run.path}")
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
-    return Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others), run
+    return (
+        Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others, processes=processes),
+        run,
+    )
 
 
 def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,10 +38,16 @@ class _Key(NamedTuple):
 
 
 class EngineSlot(Session):
-    """Holds at most one engine. ``say`` is told when one is started, and what it says it is."""
+    """Holds at most one engine. ``say`` is told when one is gone or refuses; every start happens inside ``around``."""
 
-    def __init__(self, run: RunFolder, spec: RunSpec, say: Callable[[str], None]) -> None:
-        self._run, self._spec, self._say = run, spec, say
+    def __init__(
+        self,
+        run: RunFolder,
+        spec: RunSpec,
+        say: Callable[[str], None],
+        around: Callable[[Condition], AbstractContextManager[None]],
+    ) -> None:
+        self._run, self._spec, self._say, self._around = run, spec, say, around
         self._held: tuple[_Key, Session] | None = None
         self._wanted: tuple[Condition, LoadedModel] | None = None
 
@@ -87,7 +94,8 @@ class EngineSlot(Session):
         self._held = self._wanted = None
 
     def _started(self, condition: Condition, model: LoadedModel) -> Session:
-        session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
+        with self._around(condition):
+            session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
         try:
             self._hold(condition, session)
         except BaseException:

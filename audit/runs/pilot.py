@@ -48,13 +48,18 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
     return spec if file is None else with_gate(spec, file)
 
 
-def pilot_units(spec: RunSpec) -> list[Unit]:
+def pilot_units(spec: RunSpec, known: Sequence[Unit] | None = None) -> list[Unit]:
     """The units of the grid that the pilot begins: the reference's, uncompressed and under every gated policy.
 
     Uncompressed in each engine of which a condition is gated; nothing tells of one engine what holds in another.
+    ``known``: the grid, where it is at hand.
     """
     gated = {*spec.gate.primary, *_plain(spec)}
-    mine = [unit for unit in grid(spec) if unit.arm == spec.gate.reference and unit.policy.canonical in gated]
+    mine = [
+        unit
+        for unit in (grid(spec) if known is None else known)
+        if unit.arm == spec.gate.reference and unit.policy.canonical in gated
+    ]
     return mine if spec.evaluate.piloted else []
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from kvaudit.audit.runs.evaluate import (
 )
 from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
 from kvaudit.audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
+from kvaudit.audit.runs.forecast import Forecast, Part
+from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.pilot import (
@@ -44,7 +47,7 @@ from kvaudit.audit.runs.pilot import (
     pilot_units,
     with_kept_gate,
 )
-from kvaudit.audit.runs.progress import Meter, OneMeter
+from kvaudit.audit.runs.progress import RunBar
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
@@ -64,7 +67,6 @@ from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards import Paying, paying_of
 from kvaudit.audit.training.sft import StartConfig, warm_start
 from kvaudit.core.alarms import ringing
-from kvaudit.core.conditions import condition_names
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
@@ -98,6 +100,15 @@ from kvaudit.suites.sources import watched
 
 Pair = tuple[str, int]  # arm, seed
 _TRAINING_KNOBS = "train.rollout_rows, train.microbatch_tokens"
+_PHASES = {
+    "pilot": "first questions",  # to see whether a suite has anything to lose
+    "evaluate": "asking",
+    "floor": "asking again",  # what an engine changes by itself
+    "remedies": "asking with a remedy",
+}
+_USUAL_BATCH = 64  # rows; a row of such a batch costs 1 in the forecast
+_BATCH_COST = 0.5  # the power of its rows that a batch of our own cache costs: many rows take little longer than one
+_REPORT_SECONDS, _REPORT_SECONDS_A_ROW = 6.0, 3e-5
 
 
 class Prepared(NamedTuple):
@@ -150,7 +161,8 @@ class Pipeline:
     """One process's work on a run folder; several may work on the same one.
 
     Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``. ``others`` is
-    the command, without its threads, by which another rank of a training unit is started.
+    the command, without its threads, by which another rank of a training unit is started. ``processes`` work on the run
+    on this machine, which the forecast counts on.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -165,6 +177,7 @@ class Pipeline:
         *,
         takeover: bool = False,
         others: Sequence[str] = (),
+        processes: int = 1,
     ) -> None:
         if JUDGED in run.provenance():
             raise RunError(
@@ -178,8 +191,12 @@ class Pipeline:
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
-        self._slot = EngineSlot(run, self._spec, self._say)
-        self._whole: OneMeter | None = None
+        self._slot = EngineSlot(run, self._spec, self._say, self._starting)
+        self._processes = processes
+        self._bar: RunBar | None = None
+        self._mine: Pair | None = None  # what this process trains
+        self._held = set[Unit]()  # what it answers
+        self._where: tuple[Path, Pair] = (run.path, (BASE_ARM, 0))  # in which folder and as which checkpoint
         self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
         torch.set_num_threads(threads or self._threads())
@@ -201,14 +218,12 @@ class Pipeline:
         if any_left:
             self._write_recipe(section)
         if section.sft is not None:
-            self._say(f"warm start: {len(starts)} seeds")
-            self._train_all("warm start", starts, section.sft.steps)
-        self._say(f"train: {len(section.trained)} arms x {len(section.seeds)} seeds")
+            self._train_all(starts, section.sft.steps)
         with started(section.ranks, self._rank_job(), self._say, any_left=any_left) as self._ranks:
             if section.stops:
-                self._train_all("train", list(section.pairs), section.steps, self._has_ended)
+                self._train_all(list(section.pairs), section.steps, self._has_ended)
                 self._note_stops(section)
-            self._train_all("finish" if section.stops else "train", list(section.pairs), section.steps)
+            self._train_all(list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
         self._run.note(**{CHECKPOINTS: digests})
 
@@ -247,22 +262,17 @@ class Pipeline:
                 f"{self._run.path / 'logs'}, mend what ended them and go on with --resume"
             )
 
-    def _train_all(self, name: str, pairs: list[Pair], steps: int, done: Callable[[Pair], bool] | None = None) -> None:
+    def _train_all(self, pairs: list[Pair], steps: int, done: Callable[[Pair], bool] | None = None) -> None:
         is_done = done or self._is_trained
         if not all(map(is_done, pairs)):
             self._load_base()
-        finished = sum(map(is_done, pairs))
-        before: list[Pair] = []
-        mine: list[Pair] = []
-
-        def others() -> int:
-            return sum(min(self._steps(pair), steps) for pair in pairs if pair not in before and pair not in mine)
-
-        with Meter(self._console, name, len(pairs) * steps, finished * steps, others) as meter:
+        with self._one_bar(lambda: self._training_parts(pairs)) as bar:
             rung: set[tuple[str, str]] = set()  # arm and alarm: said once, telemetry has every step
 
             def work(pair: Pair, claim: Claim) -> None:
-                mine[:] = [pair]
+                self._mine = pair
+                bar.forecast.known(pair, self._trained_cost(pair))
+                bar.forecast.resume()
 
                 def progress(done: int, row: Mapping[str, Any]) -> None:
                     claim.check()
@@ -270,14 +280,13 @@ class Pipeline:
                         if (pair[0], bound.name) not in rung:
                             rung.add((pair[0], bound.name))
                             self._say(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
-                    meter.at(len(before) * steps + done, _training_line(pair, row))
+                    bar.worked(pair, done * self._step_cost(pair), _training_line(pair, done, steps, row))
 
                 self._train_one(pair, progress)
 
             def finished_one(pair: Pair) -> None:
-                before.append(pair)
-                meter.at(len(before) * steps, f"{pair[0]} seed {pair[1]}")
                 if self._is_trained(pair):
+                    bar.forecast.known(pair, steps * self._step_cost(pair))
                     drop_state(self._run.checkpoint(*pair))
 
             work_through(
@@ -289,28 +298,134 @@ class Pipeline:
                 waiting=self._say,
                 takeover=self._takeover,
             )
+        self._mine = None
+
+    # --- what there is to do, for the forecast ---------------------------------------------------------------------
 
     @contextmanager
-    def under_one_meter(self, name: str) -> Iterator[None]:
-        """Have the phases that serve share one ETA; every suite has a number of items."""
-        self._check_sized()
-        units = grid(self._spec)
-        total = sum(self._steps_of("evaluate", unit, self._rows(unit)) for unit in units)
-        total += sum(self._steps_of("pilot", unit, self._piloted(unit)) for unit in self._pilot_units())
-        if self._spec.evaluate.floor:
-            folders = len(floor_folders(self._run.path))
-            total += folders * sum(self._steps_of("floor", u, self._floored(u)) for u in floor_units(units))
-        with OneMeter(self._console, name, total) as self._whole:
+    def under_one_bar(self) -> Iterator[None]:
+        """Have all phases, and the report that follows, share one bar and one forecast."""
+        with self._one_bar(self._all_parts):
             yield
-        self._whole = None
 
-    def _steps_of(self, phase: str, unit: Unit, rows: int) -> int:
-        """What rows of a unit count for in the one meter: the tokens that may be said, but for what the pilot said."""
-        known = self._piloted(unit) if phase == "evaluate" and unit in self._pilot_units() else 0
-        return max(0, rows - known) * asked_suite(self._spec, unit.suite).most_tokens
+    @contextmanager
+    def _one_bar(self, parts: Callable[[], Iterable[tuple[Hashable, Part, float]]]) -> Iterator[RunBar]:
+        """The bar of the whole run, or where there is none, one of some parts."""
+        if self._bar is not None:
+            self._expect(parts())
+            yield self._bar
+            return
+        found = FoundSoFar(self._spec, self._run.path).lines
+        with RunBar(self._console, Forecast(self._processes), found, self._look) as bar:
+            self._bar = bar
+            try:
+                self._expect(parts())
+                yield bar
+            finally:
+                self._bar = None
 
-    def _pilot_units(self) -> list[Unit]:
-        return pilot_units(with_kept_gate(self._spec, self._run.provenance()))
+    def _expect(self, parts: Iterable[tuple[Hashable, Part, float]]) -> None:
+        """Tell the forecast of parts, and of the cost of each that is behind."""
+        assert self._bar is not None
+        for name, part, done in parts:
+            self._bar.forecast.expect(name, part)
+            self._bar.forecast.known(name, done)
+
+    def _all_parts(self) -> Iterator[tuple[Hashable, Part, float]]:
+        yield from self._training_parts(self._made)
+        units = grid(self._spec)
+        if PILOT not in self._run.provenance() and not any(map(self._is_sealed, units)):
+            yield from self._unit_parts("pilot", self._pilot_units(), self._run.path / PILOT_FOLDER)
+        yield from self._unit_parts("evaluate", units, self._run.records)
+        for folder in floor_folders(self._run.path) if self._spec.evaluate.floor else ():
+            yield from self._unit_parts("floor", floor_units(units), folder)
+        rows = sum(map(self._rows, units))
+        seconds = _REPORT_SECONDS + _REPORT_SECONDS_A_ROW * rows
+        yield "report", Part(("report",), 1.0, apart=True, seconds=seconds * self._processes), 0.0  # one process writes
+
+    def _training_parts(self, pairs: Sequence[Pair]) -> Iterator[tuple[Hashable, Part, float]]:
+        section = self._spec.train
+        if section is None:
+            return
+        for pair in pairs:
+            start = section.sft if pair[0] == BASE_ARM else None
+            steps = section.steps if start is None else start.steps
+            kind = ("train", pair[0]) if start is None else ("warm start",)
+            cost = steps * self._step_cost(pair)
+            yield pair, Part(kind, cost), cost if self._is_trained(pair) else self._trained_cost(pair)
+
+    def _step_cost(self, pair: Pair) -> float:
+        """A step costs what its rollouts would cost as answers of the grid: learning makes up for their prompts, of
+        which a group has one.
+        """
+        section = self._spec.train
+        assert section is not None
+        if pair[0] == BASE_ARM and section.sft is not None:
+            return float(section.sft.prompts_per_step)
+        return float(section.prompts_per_step * section.group)
+
+    def _trained_cost(self, pair: Pair) -> float:
+        return self._steps(pair) * self._step_cost(pair)
+
+    def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[tuple[Hashable, Part, float]]:
+        """The units of a phase, the checkpoints that are loaded for them and the engines that are started."""
+        piloted = set(self._pilot_units(units)) if phase == "evaluate" else set[Unit]()
+        for unit in units:
+            how = (unit.suite, unit.policy.canonical)
+            cost = self._unit_cost(phase, unit, taken_over=unit in piloted)
+            is_sealed = UnitFiles.of(folder, unit).seal.exists()
+            yield (folder, unit), Part((phase, *how), cost, ("pilot", *how)), cost if is_sealed else 0.0
+            if is_sealed:
+                continue
+            pair = (unit.arm, unit.seed)
+            yield ("load", folder, pair), Part(("load",), 1.0, apart=True), 0.0
+            if isinstance(unit.policy, Condition):
+                key = ("start", folder, pair, unit.policy.canonical)
+                yield key, Part(("start", unit.policy.engine), 1.0, apart=True), 0.0
+
+    def _unit_cost(self, phase: str, unit: Unit, *, taken_over: bool) -> float:
+        """What answering a unit costs beside others: its rows, dearer where a batch has few.
+
+        Of a grid's batches the pilot has answered some rows, which are not answered again.
+        """
+        rows = {"pilot": self._piloted, "floor": self._floored}.get(phase, self._rows)(unit)
+        batches = self._batches.get((unit.suite, unit.context_tokens))
+        whole = sum(map(len, batches or ())) * self._spec.evaluate.samples_of(unit.suite)
+        left = max(0, rows - self._piloted(unit)) if taken_over else rows
+        if isinstance(unit.policy, Condition) or not whole or batches is None:
+            return float(max(1, left))
+        kept = left / whole  # about so much of every batch is answered now
+        sizes = [len(batch) * self._spec.evaluate.samples_of(unit.suite) * kept for batch in batches]
+        return max(1.0, sum(_USUAL_BATCH * float((size / _USUAL_BATCH) ** _BATCH_COST) for size in sizes))
+
+    def _look(self) -> None:
+        """Tell the forecast what other processes have done of what this one is not at."""
+        assert self._bar is not None
+        forecast = self._bar.forecast
+        for name, part in forecast.open_parts:
+            if name == self._mine:
+                continue
+            if name in self._made:
+                forecast.known(name, self._trained_cost(name))
+            elif isinstance(name, tuple) and isinstance(name[-1], Unit) and name[-1] not in self._held:
+                folder, unit = name
+                files = UnitFiles.of(folder, unit)
+                share = 1.0 if files.seal.exists() else min(1.0, _lines_in(files.records) / max(1, self._rows(unit)))
+                forecast.known(name, share * part.cost)
+
+    @contextmanager
+    def _starting(self, condition: Condition) -> Iterator[None]:
+        """Time the start of an engine by itself."""
+        if self._bar is None:
+            yield
+            return
+        folder, pair = self._where
+        name = ("start", folder, pair, condition.canonical)
+        with self._bar.apart(name, f"starting {condition.engine}"):
+            yield
+
+    def _pilot_units(self, known: Sequence[Unit] | None = None) -> list[Unit]:
+        return pilot_units(with_kept_gate(self._spec, self._run.provenance()), known)
 
     def pilot(self) -> None:
         """Have the reference answer first what its pilot asks, and say what that shows.
@@ -325,16 +440,11 @@ class Pipeline:
             and (is_open or not any(map(self._is_sealed, grid(self._spec))))
             and (units or is_open)
         ):
-            self._say(f"pilot: {len(units)} units")
             folder = self._run.path / PILOT_FOLDER
             make_folder(folder)
             self._serve("pilot", units, folder)
             if PILOT not in self._run.provenance():
                 self._run.keep(PILOT, FOUND, self._found(units))
-        elif self._whole is not None:
-            steps = sum(self._steps_of("pilot", unit, self._piloted(unit)) for unit in units)
-            with self._whole.phase("pilot", steps, steps):  # it is past
-                pass
         self._take_sizes()
 
     def check_pilot(self) -> None:
@@ -349,7 +459,7 @@ class Pipeline:
             return
         found = provenance[PILOT][FOUND]
         for line in pilot_lines(found):
-            self._say(f"pilot: {line}")
+            self._say(line)
         for suite in found["items"]:  # a round until now
             for key in [key for key in self._batches if key[0] == suite]:
                 del self._batches[key]
@@ -373,7 +483,6 @@ class Pipeline:
         """Write and seal the records of every unit of the grid."""
         self._check_sized()
         units = grid(self._spec)
-        self._say(f"evaluate: {len(units)} units, {len(self._spec.arms)} checkpoints")
         was_whole = self._serve("evaluate", units, self._run.records)
         self._serve_floor(units)
         declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
@@ -389,7 +498,6 @@ class Pipeline:
         own = floor_units(units) if self._spec.evaluate.floor else []
         if not own:
             return
-        self._say(f"A/A floor: {len(own)} units, once more and once in another order")
         for folder in floor_folders(self._run.path):
             make_folder(folder)
             self._serve("floor", own, folder)
@@ -410,52 +518,42 @@ class Pipeline:
         """Write and seal the records of units beside the grid, in a folder of their own."""
         if not units:
             return
-        self._say(f"remedies: {len(units)} units")
+        self._say("what fails is asked once more under its remedies")
         self._serve("remedies", units, folder)
 
     def _serve(self, phase: str, units: Sequence[Unit], folder: Path) -> bool:
         """Serve what is not sealed in ``folder``; whether all of it was."""
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
-        all_rows = {"pilot": self._piloted, "floor": self._floored}.get(phase, self._rows)
-
-        def steps(unit: Unit, rows: int) -> int:
-            return rows if self._whole is None else self._steps_of(phase, unit, rows)
-
-        def rows_of(unit: Unit) -> int:
-            return steps(unit, all_rows(unit))
 
         def is_sealed(unit: Unit) -> bool:
             return files[unit].seal.exists()
 
-        sealed = [unit for unit in units if is_sealed(unit)]
-        if len(sealed) < len(units):
+        was_whole = all(map(is_sealed, units))
+        if not was_whole:
             self._load_base()
-        rows = dict.fromkeys(units, 0)  # done of each
-        before = 0  # their sum
-
-        def others() -> int:
-            return sum(rows_of(unit) for unit in units if not rows[unit] and is_sealed(unit))
-
-        with self._metered(phase, sum(map(rows_of, units)), sum(map(rows_of, sealed)), others) as at:
-
-            def count(unit: Unit, done: int) -> None:
-                nonlocal before
-                before += done - rows[unit]
-                rows[unit] = done
+        with self._one_bar(lambda: self._unit_parts(phase, units, folder)) as bar:
 
             def finished(unit: Unit) -> None:
-                count(unit, rows_of(unit))
-                at(before, self._unit_line(unit))
+                bar.forecast.finished((folder, unit))
 
             def work(held: HeldUnits[Unit]) -> None:
-                def progress(unit: Unit, done: int, _: int) -> None:
-                    held.claim(unit).check()
-                    count(unit, steps(unit, done))
-                    at(before, self._unit_line(unit))
+                first, begun = held.units[0], set[Unit]()
+                self._held, self._where = set(held.units), (folder, (first.arm, first.seed))
 
-                first = held.units[0]
-                with _enough_memory(self._unit_line(first), "evaluate.batch_tokens"):
-                    evaluator = self._evaluator_of((first.arm, first.seed))
+                def progress(unit: Unit, done: int, of: int) -> None:
+                    held.claim(unit).check()
+                    name, cost = (folder, unit), bar.forecast.cost((folder, unit))
+                    if unit in begun:
+                        bar.worked(name, cost * done / max(1, of), self._unit_line(unit, phase))
+                    else:  # what lies there already was not answered now
+                        begun.add(unit)
+                        bar.forecast.known(name, cost * done / max(1, of))
+
+                with _enough_memory(self._unit_line(first, phase), "evaluate.batch_tokens"):
+                    is_held = self._evaluator is not None and self._evaluator[0] == (first.arm, first.seed)
+                    with bar.apart(("load", folder, (first.arm, first.seed)), "" if is_held else "loading the model"):
+                        evaluator = self._evaluator_of((first.arm, first.seed))
+                    bar.forecast.resume()  # what lies between two phases comes once
                     evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
 
             with self._slot:  # no engine outlives the phase that it answers in
@@ -468,19 +566,8 @@ class Pipeline:
                     waiting=self._say,
                     takeover=self._takeover,
                 )
-        return len(sealed) == len(units)
-
-    @contextmanager
-    def _metered(
-        self, phase: str, total: int, done: int, others: Callable[[], int]
-    ) -> Iterator[Callable[[int, str], None]]:
-        """A meter of the phase alone, or its part of the one meter."""
-        if self._whole is not None:
-            with self._whole.phase(phase, total, done) as at:
-                yield at
-            return
-        with Meter(self._console, phase, total, done, others) as meter:
-            yield meter.at
+            self._held = set()
+        return was_whole
 
     def _train_one(self, pair: Pair, report: Any) -> None:
         section, out = self._spec.train, self._run.checkpoint(*pair)
@@ -544,12 +631,13 @@ class Pipeline:
                 )
             self._hold(ROWS, rows)
             self._hold(MODEL, model.files)
-            layout = ", large products packed" if packs(model) else ""
+            layout = ", large products packed" if packs(model) else ""  # which rounds otherwise
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
-            threads = f"{torch.get_num_threads()} threads"
-            self._say(f"model: {model.name} {model.sha256[:12]}, {model.device}, {threads}{layout}")
+            threads, workers = torch.get_num_threads(), self._processes
+            sharing = f"{_counted(workers, 'process', 'processes')} of {_counted(threads, 'thread', 'threads')}"
+            self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
             if text := governed_text(model.model.config):
                 self._say(f"cache: {text}")
             for text in model.chat.moved():
@@ -637,8 +725,11 @@ class Pipeline:
         return UnitFiles.of(self._run.records, unit).seal.exists()
 
     def _rows(self, unit: Unit) -> int:
+        """Rows of a unit of the grid; until the pilot has said how many items are asked, those of a round."""
         items = self._spec.evaluate.suites[unit.suite].items
-        assert isinstance(items, int), "the pilot has said how many"
+        if not isinstance(items, int):
+            batches = self._batches.get((unit.suite, unit.context_tokens))
+            items = self._spec.evaluate.piloted if batches is None else sum(map(len, batches))
         return items * self._spec.evaluate.samples_of(unit.suite)
 
     def _piloted(self, unit: Unit) -> int:
@@ -655,11 +746,16 @@ class Pipeline:
         """Steps that a checkpoint has on disk so far, whoever trains it."""
         return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count
 
-    def _unit_line(self, unit: Unit) -> str:
-        name, _, fields = unit.policy.canonical.partition(":")
-        known = condition_names(self._spec.evaluate.references)
-        how = known.get(unit.policy.canonical, f"{name} {fields.partition(',')[0]}")
-        return f"{unit.arm} seed {unit.seed}, {how}, {unit.suite} {length_label(unit.context_tokens)}"
+    @cached_property
+    def _labels(self) -> dict[str, str]:
+        return policy_labels(self._spec)
+
+    def _unit_line(self, unit: Unit, phase: str) -> str:
+        """``agent under snapkv 96``, with what else tells a unit of this run from others."""
+        text = f"{unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
+        text += f", {length_label(unit.context_tokens)}" if len(self._spec.evaluate.contexts_of(unit.suite)) > 1 else ""
+        text += f", {unit.arm} seed {unit.seed}" if len(self._spec.arms) > 1 else ""
+        return f"{_PHASES[phase]}: {text}"
 
     def _train_lock(self, pair: Pair) -> Path:
         path = self._run.checkpoint(*pair)
@@ -703,6 +799,20 @@ def _enough_memory(work: str, less: str) -> Iterator[None]:
         ) from None
 
 
-def _training_line(pair: Pair, row: Mapping[str, Any]) -> str:
+def _training_line(pair: Pair, done: int, steps: int, row: Mapping[str, Any]) -> str:
     reward = row.get("reward_mean")
-    return f"{pair[0]} seed {pair[1]}" + ("" if reward is None else f", reward {reward:.2f}")
+    what = "warm start" if pair[0] == BASE_ARM else f"training {pair[0]}"
+    return f"{what} seed {pair[1]}, step {done} of {steps}" + ("" if reward is None else f", reward {reward:.2f}")
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def _lines_in(path: Path) -> int:
+    """The lines of a file that another process may be writing."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0

@@ -1,13 +1,13 @@
-"""Progress with an ETA: a bar on a terminal, a plain line now and then elsewhere."""
+"""How far a run is and how long it takes yet: a bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,8 +17,12 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
-_SECONDS_BETWEEN_LINES = 20.0
+from kvaudit.audit.runs.forecast import Forecast
+
+_SECONDS_BETWEEN_LINES, _LONGEST_SILENCE = 20.0, 300.0
+_SECONDS_BETWEEN_UPDATES = 1.0  # of the time that is left, which goes through every part
 
 
 class Meter:
@@ -94,27 +98,105 @@ class Meter:
         return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-class OneMeter:
-    """One meter over several phases, so that there is one ETA; use as a context manager.
+class RunBar:
+    """The one bar of a run, over all its phases; use as a context manager. Within another's body it is that one.
 
-    Steps are tokens that may be said, since rows of one suite take longer than those of another.
+    ``forecast`` knows what is to be done. ``found`` says what the answers so far show, a line each; ``look`` is called
+    now and then to tell the forecast what other processes did. Elsewhere than on a terminal a line is printed now and
+    then, seldom in a run of hours.
     """
 
-    def __init__(self, console: Console, name: str, total: int) -> None:
-        self._meter, self._before = Meter(console, name, total, unit="%"), 0
+    def __init__(
+        self,
+        console: Console,
+        forecast: Forecast,
+        found: Callable[[], Sequence[str]] = tuple,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        self.forecast = forecast
+        self._console, self._found, self._look = console, found, look
+        self._started = self._printed = self._looked = self._updated = time.monotonic()
+        self._left: float | None = None
+        self._what, self._lines = "loading the model", tuple[str, ...]()
+        self._bar: _Bar | None = None
 
-    def __enter__(self) -> OneMeter:
-        self._meter.__enter__()
+    def __enter__(self) -> RunBar:
+        if self._console.is_terminal:
+            self._bar = _Bar(self)
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._meter.__exit__(kind, error, trace)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def worked(self, part: Hashable, done: float, what: str) -> None:
+        """So much of the cost of a part is done; ``what`` names the work under way."""
+        self.forecast.worked(part, done)
+        self._what = what
+        self._show()
 
     @contextmanager
-    def phase(self, name: str, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of it with ``total`` steps; yields what is told how many of them are finished."""
-        self._meter.skip(done)
-        yield lambda finished, what: self._meter.at(self._before + finished, f"{name}: {what}")
-        self._before += total
+    def apart(self, part: Hashable, what: str) -> Iterator[None]:
+        """Time a part that is done at one go, such as the start of an engine."""
+        self._what, started = what or self._what, time.monotonic()
+        yield
+        self.forecast.took(part, time.monotonic() - started)
+        self._show()
+
+    @property
+    def state(self) -> tuple[str, float, Sequence[str]]:
+        """What is under way and how long all of it takes yet, the share that is done, and what was found."""
+        left = None if self._left is None else max(0.0, self._left - (time.monotonic() - self._updated))
+        return f"{self._what}, {time_left(left)}", self.forecast.last_share, self._lines
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        since = now - self._started
+        due = now - self._printed >= min(_LONGEST_SILENCE, max(_SECONDS_BETWEEN_LINES, since / 20))
+        if due or now - self._looked >= _SECONDS_BETWEEN_LINES:
+            self._looked = now
+            self._lines = tuple(self._found())
+            if self._look is not None:
+                self._look()
+        if due or now - self._updated >= _SECONDS_BETWEEN_UPDATES:
+            self._updated, self._left = now, self.forecast.left()
+            self.forecast.share()
+        if due:
+            self._printed = now
+            if self._bar is None:
+                text = "; ".join(
+                    (f"{self.forecast.share():.0%} done, {time_left(self._left)}: {self._what}", *self._lines)
+                )
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Bar(Progress):
+    """The bar on a terminal, and below it what was found; it counts down by itself between two reports."""
+
+    def __init__(self, run: RunBar) -> None:
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
+        self._run = run
+        super().__init__(*columns, console=run._console, transient=True, refresh_per_second=2)
+        self._task = self.add_task("", total=1.0)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        text, share, lines = self._run.state
+        for task in self.tasks:
+            task.description, task.completed = text, share
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in lines)
+
+
+def time_left(seconds: float | None) -> str:
+    """``about 3 minutes left``, as exact as a forecast is."""
+    if seconds is None:
+        return "time left not known yet"
+    if seconds < 90:
+        rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
+        return f"about {rounded} s left"
+    if seconds < 90 * 60:
+        return f"about {round(seconds / 60)} min left"
+    return f"about {seconds / 3600:.1f} h left"
