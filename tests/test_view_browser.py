@@ -126,7 +126,8 @@ def chromium() -> Iterator[Any]:
         pytest.skip(f"no Chromium is installed ({', '.join(BROWSERS)})")
     unboxed = ["--no-sandbox"] if os.geteuid() == 0 else []  # as root it starts in no other way
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=unboxed)
+        usual = ["--disable-ipc-flooding-protection"]  # readers' browsers refuse what comes too often
+        browser = driver.chromium.launch(executable_path=path, args=unboxed, ignore_default_args=usual)
         yield browser
         browser.close()
 
@@ -192,7 +193,7 @@ def test_it_opens_from_disk_and_is_filtered_by_keyboard(chromium: Any, view: Pat
     opened.page.focus("select[name=suite]")
     opened.page.keyboard.type("math")
     maths = [found["items"]["suite"][item] == "math" for item in found["flips"]["item"]]
-    opened.page.wait_for_function("location.hash === '#suite=math'")
+    opened.page.wait_for_url("**#suite=math")
     assert opened.count() == f"{sum(maths)} of {every} flips"
     opened.page.focus("#rows a")
     name = opened.page.inner_text("#rows a >> nth=0")
@@ -273,7 +274,7 @@ def test_keys_move_open_search_and_help(chromium: Any, view: Path) -> None:
     opened.press("Enter")
     assert opened.page.evaluate("location.hash") == f"#flip={keys[1]}"
     opened.press("j", "ArrowRight", "k")
-    assert opened.page.evaluate("location.hash") == f"#flip={keys[2]}"
+    opened.page.wait_for_url(f"**#flip={keys[2]}")
     opened.press("Escape")
     assert opened.page.is_visible("#list")
     assert opened.active() == "4"  # where it was looked at last
@@ -292,6 +293,54 @@ def test_keys_move_open_search_and_help(chromium: Any, view: Path) -> None:
     assert opened.active() == "2"  # letters can be switched off, for those whose software types
     opened.press("ArrowDown")
     assert opened.active() == "3"
+    opened.close()
+
+
+def test_a_key_that_is_held_down_is_followed_and_the_way_back_leads_to_the_list(chromium: Any, view: Path) -> None:
+    opened = Opened(chromium, view)
+    keys = table(view)["flips"]["key"]
+    opened.press("j", "Enter")
+    held = """for (let n = 0; n < 300; n += 1)
+      document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "j", bubbles: true }))"""
+    opened.page.evaluate(f"() => {{ {held} }}")
+    assert f"301 of {len(keys)}" in opened.page.inner_text("#flip nav")
+    opened.page.wait_for_url(f"**#flip={keys[300]}")
+    opened.page.go_back()
+    opened.page.wait_for_selector("#list:not([hidden])")
+    assert opened.active() == "302"
+    opened.press("Enter", "k")
+    opened.page.click("text=next flip")  # before the address has followed the key
+    opened.page.wait_for_url(f"**#flip={keys[300]}")
+    assert f"301 of {len(keys)}" in opened.page.inner_text("#flip nav")
+    opened.close()
+
+
+def test_an_address_of_a_flip_that_is_not_here_says_so(chromium: Any, view: Path) -> None:
+    opened = Opened(chromium, view, address="#suite=math&flip=0123456789")
+    assert opened.page.inner_text("#strange").startswith("The address names a flip that is not among these")
+    assert opened.page.is_visible("#rows a >> nth=0")
+    opened.press("j", "Enter")
+    assert not opened.page.is_visible("#strange")
+    opened.close()
+
+
+def test_search_can_be_held_to_what_one_side_answered(chromium: Any, view: Path, differing: list[Differing]) -> None:
+    opened = Opened(chromium, view)
+    refusals = sum(flip.suite == "refusal" for flip in differing)
+    heron = [["heron" in answer for answer in flip.answers] for flip in differing]
+    asked = [
+        ({"text": "vault word"}, refusals),  # stands in the prompts alone
+        ({"text": "vault word", "in": "both"}, 0),
+        ({"text": "heron", "in": "both"}, sum(map(any, heron))),
+        ({"text": "heron", "in": "reference"}, sum(reference for reference, _ in heron)),
+        ({"text": "heron", "in": "candidate"}, sum(candidate for _, candidate in heron)),
+        ({"text": "heron", "in": "nobody"}, 0),
+    ]
+    assert len({count for _, count in asked}) == 5
+    for state, count in asked:
+        opened.page.evaluate("(state) => go('#' + new URLSearchParams(state))", state)
+        opened.page.wait_for_selector("#reading", state="hidden")
+        assert (state, opened.count()) == (state, f"{count} of {len(differing)} flips")
     opened.close()
 
 

@@ -26,7 +26,8 @@ function element(name, attributes, ...children) {
 }
 
 // ---- what stands in the address: #suite=refusal&what=unsafe, and with flip=KEY one flip of that list
-const address = () => new URLSearchParams(location.hash.slice(1));
+let shown = location.hash; // the address follows it (view.js)
+const address = () => new URLSearchParams(shown.slice(1));
 function link(state, changes) {
   const next = new URLSearchParams(state);
   for (const [name, value] of Object.entries(changes)) value === null ? next.delete(name) : next.set(name, value);
@@ -35,8 +36,9 @@ function link(state, changes) {
 
 // ---- filters: label, the column of numbers, and the word of a number; "of" says whose column it is
 const same = (word) => word;
+const SAYERS = { both: [0, 1], reference: [0], candidate: [1] }; // whose answers are searched, by place in flips.answers
 const FILTERS = {
-  direction: { label: "lost or gained" },
+  direction: { label: "lost or gained", values: ["lost", "gained"] },
   suite: { label: "suite", of: "item", column: items.suite, word: same },
   what: { label: "what changed" },
   policy: { label: "policy", of: "flip", column: flips.policy, word: (code) => policies[code].short },
@@ -48,13 +50,14 @@ const FILTERS = {
   cache: { label: "lost by the cache", of: "flip", column: flips.lost, word: (code) => VIEW.lost[code] },
   item: { label: "item", of: "item", column: items.name, word: same, apart: true }, // no field: links lead to it
   template: { label: "template", of: "item", column: items.template, word: same, apart: true },
+  in: { label: "search in", values: Object.keys(SAYERS), says: (word) => (word === "both" ? "both answers" : `the ${word}'s answer`) },
 };
 const lost = ([, reference, candidate]) => candidate < reference;
 const way = (change) => (lost(change) ? "lost" : "gained");
 
 function valuesOf(name) {
-  if (name === "direction") return ["lost", "gained"];
-  const { column, word } = FILTERS[name];
+  const { values, column, word } = FILTERS[name];
+  if (values) return values;
   if (column) return [...new Set([...new Set(column)].map(word))];
   const seen = new Set(flips.changes.flatMap((changes) => changes.map(([metric]) => metric)));
   return metrics.map((metric) => metric.name).filter((_, code) => seen.has(code));
@@ -78,7 +81,7 @@ function chosen(state) {
   const metric = state.has("what") ? metrics.findIndex(({ name }) => name === state.get("what")) : null;
   const direction = state.get("direction");
   const changed = (change) => (metric === null || change[0] === metric) && (!direction || way(change) === direction);
-  const says = state.get("text") ? saying(state.get("text")) : null;
+  const says = state.get("text") ? saying(state.get("text"), state.get("in")) : null;
   const found = [];
   flips: for (let n = 0; n < COUNT; n += 1) {
     if (!fits[flips.item[n]]) continue;
@@ -97,14 +100,15 @@ const AT_ONCE = 4; // files that are read side by side
 const read = { files: 0, begun: 0, asked: [], said: [] }; // what was read, in small letters: by item, by number of the answer
 const search = { wanted: null, asked: [], said: [] }; // of each whether it holds what is wanted
 
-function saying(text) {
+function saying(text, sayer) {
   const wanted = text.toLowerCase();
   const holds = (words) => words.includes(wanted);
   if (search.wanted !== wanted) {
     const asked = NAMES.map((name, item) => holds(name) || (item in read.asked && holds(read.asked[item])));
     Object.assign(search, { wanted, asked, said: read.said.map(holds) });
   }
-  return (n) => search.asked[flips.item[n]] || flips.answers[n].some((answer) => search.said[answer]);
+  const sides = sayer === null ? SAYERS.both : SAYERS[sayer] ?? [];
+  return (n) => (sayer === null && search.asked[flips.item[n]]) || sides.some((side) => search.said[flips.answers[n][side]]);
 }
 
 function readTexts(table) {

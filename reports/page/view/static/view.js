@@ -4,10 +4,40 @@
 const byKey = new Map(flips.key.map((key, n) => [key, n]));
 const opened = () => byKey.get(address().get("flip"));
 
-// another address: a new step of the browser's way back, or in place of this one
+// Browsers refuse an address that changes too often, as under a key that is held down: it follows what is shown.
+const FOLLOWS = 400; // milliseconds
+const follower = { timer: null, written: location.hash };
+function follow() {
+  clearTimeout(follower.timer);
+  follower.timer = null;
+  if (location.hash !== follower.written) return; // the way back was gone meanwhile
+  history.replaceState(null, "", shown);
+  follower.written = location.hash;
+}
+
+// what is shown next: a new step of the browser's way back, or in place of this one
 function go(to, instead = false) {
-  if (instead) history.replaceState(null, "", to);
-  else history.pushState(null, "", to);
+  if (instead) {
+    follower.timer ??= setTimeout(follow, FOLLOWS);
+  } else {
+    if (follower.timer !== null) follow();
+    history.pushState(null, "", to);
+    follower.written = location.hash;
+  }
+  shown = to;
+  draw();
+}
+
+// a link may lead to where the address still is, which is no change of it
+addEventListener("click", (event) => {
+  const to = event.target.closest("a")?.getAttribute("href");
+  if (to === undefined || to === "#main" || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  go(to);
+});
+
+function gone() {
+  shown = follower.written = location.hash;
   draw();
 }
 
@@ -18,6 +48,7 @@ function draw() {
   if (n !== undefined && before === undefined) list.from = scrollY;
   find("list").hidden = find("about").hidden = n !== undefined;
   find("flip").hidden = n === undefined;
+  find("strange").hidden = !state.has("flip") || n !== undefined;
   if (n === undefined) {
     document.title = `Flips of ${run.name}`;
     if (before !== undefined) list.laid = null; // its width may be another
@@ -98,7 +129,7 @@ find("about").textContent =
   "A loss is the candidate's.";
 find("ask").addEventListener("click", help);
 find("skip").addEventListener("click", (event) => { event.preventDefault(); find("main").focus(); });
-addEventListener("hashchange", draw);
+addEventListener("hashchange", gone);
 addEventListener("scroll", () => { if (opened() === undefined) drawRows(); }, { passive: true });
 addEventListener("resize", () => { if (opened() === undefined) layRows(); });
 history.scrollRestoration = "manual";
