@@ -284,6 +284,7 @@ def test_keys_move_open_search_and_help(chromium: Any, view: Path) -> None:
     opened.page.fill("input[type=search]", "")
     opened.press("Escape", "?")
     assert opened.page.is_visible("#help")
+    assert opened.page.evaluate("document.activeElement.textContent") == "Close"
     opened.press("j")
     assert opened.active() == "2"  # nothing moves behind the help
     opened.page.uncheck("#letters")

@@ -109,6 +109,7 @@ addEventListener("keydown", (event) => {
 
 function help() {
   find("help").showModal();
+  find("close").focus();
 }
 
 // ---- on paper all rows stand one below the other; more than this no one reads there
