@@ -158,6 +158,7 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         ((*U4, "--policy", "snapkv:budget=96"), "give one way of serving"),
         (("embedded", "--policy", "snapkv:budget=96", "--kv", "u4"), "give one way of serving"),
         (("embedded", "--candidate", "http://a#m"), "give one way of serving"),
+        (("http://a:8000/v1",), "model is 'http://a:8000/v1', a server's address"),
         (("/nowhere/model", *U4[1:]), "model '/nowhere/model' is no folder and no file"),
         (("embedded", "--engine", "openvin", "--kv", "u4"), "unknown engine 'openvin'. Did you mean 'openvino'?"),
         (("embedded", "--engine", "openvino", "--kv", "q8_0"), "--kv is 'q8_0', wanted u8, u4"),

@@ -80,10 +80,11 @@ class Asking:
 
     def way(self) -> Way:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
-        from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
-        from kvaudit.core.spec import check_no_address
+        from kvaudit.core.endpoint import check_no_address
 
-        check_no_address(self.model)
+        check_no_address("model", self.model, "its folder, a .gguf file or embedded")
+        from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
+
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
         beside = [self.kv, self.python, self.weights, *self.settings]
