@@ -26,9 +26,10 @@ from urllib.parse import urlsplit
 
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
-from kvaudit.core.text import inline, is_text, one_line
+from kvaudit.core.text import clip, guide, inline, is_text, one_line
 
 T = TypeVar("T")
+_ADDRESS = re.compile(r"(?i)https?:/|localhost[:/]|\d{1,3}(\.\d{1,3}){3}[:/]")  # one slash: a path has lost the other
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w{0,99}")
 _PROBED = 2  # requests sent before all others
 _GRACE = 0.5  # seconds in which a reply that is late says so itself
@@ -371,3 +372,18 @@ def _retry_after(header: str | None) -> float | None:
         except (ValueError, OverflowError):
             return None
     return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
+
+
+def check_no_address(what: str, given: str, wanted: str) -> None:
+    """Raise SpecError where ``what`` was given as the address of a server; its user, password and query are not shown.
+
+    A server is audited too, but beside the folder of its model, whose chat template its prompts are held to.
+    """
+    if not _ADDRESS.match(given.strip()):
+        return
+    shown = re.sub(r"(?i)^(https?:)/+([^/@]*@)?", r"\1//", given.strip().partition("?")[0])
+    raise SpecError(
+        f"{what} is {clip(inline(shown), 80)!r}, a server's address, wanted {wanted}; of two servers: kvaudit check "
+        "MODEL --reference URL#NAME --candidate URL#NAME, where MODEL is the folder of what they serve; one: name it "
+        f"as engine: endpoint in evaluate.policies of a spec ({guide('audit-an-engine.md')})"
+    )

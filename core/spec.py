@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvaudit.core.conditions import compressed, engine_in
+from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
 from kvaudit.core.facets import FACETS
@@ -50,7 +51,7 @@ from kvaudit.core.spec_parts import (
     unique,
 )
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
-from kvaudit.core.text import clip, guide, inline, shown
+from kvaudit.core.text import shown
 
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
@@ -383,8 +384,8 @@ class RunSpec(SpecSection):
     def _check_asked(self) -> None:
         """Raise SpecError for what checkpoints, or an endpoint, cannot be asked."""
         if self.probe is None:
-            check_no_address(self.model)
             self.evaluate.check_draws()
+            _check_weights(self.model, self.checkpoints)
             return
         check_probed(self.evaluate)
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
@@ -396,14 +397,11 @@ class RunSpec(SpecSection):
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
 
-def check_no_address(model: str) -> None:
-    """Raise SpecError for the address of a server where a model is to be named."""
-    if re.match(r"(?i)https?://", model):
-        raise SpecError(
-            f"model is {inline(clip(model, 80))!r}, a server's address, wanted the model itself: a folder, a .gguf "
-            "file or a hub id; of two servers: kvaudit check MODEL --reference URL#NAME --candidate URL#NAME; one: "
-            f"name it as engine: endpoint in evaluate.policies ({guide('audit-an-engine.md')})"
-        )
+def _check_weights(model: str, arms: Mapping[str, ExternalArm]) -> None:
+    """Raise SpecError for a server where weights are wanted."""
+    given = {f"checkpoints.{arm}": text for arm, part in arms.items() for text in part.seeds.values()}
+    for key, text in {"model": model, **given}.items():
+        check_no_address(key, text, "a folder, a hub id, a .gguf file or embedded")
 
 
 def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
@@ -507,6 +505,7 @@ def load_spec(path: Path, names: Names | None = None) -> RunSpec:
 
     ``names`` check what plug-ins answer to, and fill in what follows from them; without, the spec is read as it stands.
     """
+    check_no_address("the spec", str(path), "a YAML file")
     return parse_spec(read_text(path, "spec"), str(path), names)
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
 
@@ -355,3 +356,44 @@ def test_an_old_run_of_public_rows_is_read_as_it_stands() -> None:
         "format: 1\nname: q\nevaluate:\n  policies: [none]\n  suites: {xstest: {items: 8}}\n  context_tokens: [160]\n"
     )
     assert parse_spec(text, "spec.yaml").evaluate.contexts_of("xstest") == (160,)
+
+
+# --- a server where weights are wanted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", ["http://127.0.0.1:8000/v1", "HTTPS://host/v1", "localhost:8000", "10.0.0.7:8000/v1", " http://host"]
+)
+@pytest.mark.parametrize("part", ["model: '{}'", "checkpoints: {{tuned: '{}'}}"])
+def test_a_server_as_model_leads_to_the_command_and_the_guide(model: str, part: str) -> None:
+    text = "name: a\nevaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [192]}\n"
+    with pytest.raises(SpecError) as error:
+        parse_spec(text + part.format(model), "spec.yaml", NAMES)
+    said = str(error.value)
+    assert "\n" not in said
+    assert f"{part.partition(':')[0]}{'.tuned' if 'tuned' in part else ''} is" in said
+    assert "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME" in said
+    assert "engine: endpoint" in said
+    assert Path(said.rpartition("(")[2].rstrip(")")).is_file()  # the guide of this installation
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    with pytest.raises(SpecError) as error:
+        check_no_address("model", "https://me:hidden@host/v1?key=hidden", "a folder")
+    assert "model is 'https://host/v1', a server's address" in str(error.value)
+    assert "hidden" not in str(error.value)
+
+
+def test_a_server_as_spec_file_is_told_apart_from_a_file_that_is_missing() -> None:
+    with pytest.raises(SpecError, match="the spec is 'http://host:8000/v1', a server's address"):
+        load_spec(Path("http://host:8000/v1"), NAMES)  # a path keeps one slash of two
+
+
+@pytest.mark.parametrize("name", ["./http", "org/http-model", "qwen:7", "localhost-model", "embedded", "1.5B/model"])
+def test_a_name_that_is_no_address_is_none(name: str) -> None:
+    check_no_address("model", name, "a folder")
+
+
+def test_a_probe_names_its_model_as_the_endpoint_does() -> None:
+    spec = parse_spec("name: q\nmodel: 'http://inside/name'\nprobe: {}\n", "probe.yaml", NAMES)
+    assert spec.model == "http://inside/name"

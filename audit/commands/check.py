@@ -78,12 +78,17 @@ class Asking:
     fast: bool
     data: Path | None
 
+    def check_model(self) -> None:
+        """Raise SpecError for a server where the model is to be named."""
+        from kvaudit.core.endpoint import check_no_address
+
+        check_no_address("model", self.model, "its folder, a .gguf file or embedded")
+
     def way(self) -> Way:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
+        self.check_model()
         from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
-        from kvaudit.core.spec import check_no_address
 
-        check_no_address(self.model)
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
         beside = [self.kv, self.python, self.weights, *self.settings]
@@ -136,6 +141,7 @@ class CheckDone(NamedTuple):
 
 def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> CheckDone:
     """Plan, run, say."""
+    asking.check_model()  # before it is shown: an address may hold a password
     typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
     from kvaudit.audit.runs.question import planned, spec_named, spec_text

@@ -107,6 +107,8 @@ _PHASES = {
     "remedies": "asking with a remedy",
 }
 _USUAL_BATCH = 64  # rows; a row of such a batch costs 1 in the forecast
+_PROMPT_COST = 40  # tokens of an answer that reading a prompt takes as long as, measured on the shipped model
+_USUAL_ROW = 80  # these and the tokens of an answer, on an average over the shipped suites
 _BATCH_COST = 0.5  # the power of its rows that a batch of our own cache costs: many rows take little longer than one
 _REPORT_SECONDS, _REPORT_SECONDS_A_ROW = 6.0, 3e-5
 
@@ -384,7 +386,7 @@ class Pipeline:
                 yield key, Part(("start", unit.policy.engine), 1.0, apart=True), 0.0
 
     def _unit_cost(self, phase: str, unit: Unit, *, taken_over: bool) -> float:
-        """What answering a unit costs beside others: its rows, dearer where a batch has few.
+        """What answering a unit costs beside others: its rows by their length, dearer where a batch has few.
 
         Of a grid's batches the pilot has answered some rows, which are not answered again.
         """
@@ -392,11 +394,12 @@ class Pipeline:
         batches = self._batches.get((unit.suite, unit.context_tokens))
         whole = sum(map(len, batches or ())) * self._spec.evaluate.samples_of(unit.suite)
         left = max(0, rows - self._piloted(unit)) if taken_over else rows
+        row = (_PROMPT_COST + asked_suite(self._spec, unit.suite).most_tokens) / _USUAL_ROW
         if isinstance(unit.policy, Condition) or not whole or batches is None:
-            return float(max(1, left))
+            return row * max(1, left)
         kept = left / whole  # about so much of every batch is answered now
         sizes = [len(batch) * self._spec.evaluate.samples_of(unit.suite) * kept for batch in batches]
-        return max(1.0, sum(_USUAL_BATCH * float((size / _USUAL_BATCH) ** _BATCH_COST) for size in sizes))
+        return row * max(1.0, sum(_USUAL_BATCH * float((size / _USUAL_BATCH) ** _BATCH_COST) for size in sizes))
 
     def _look(self) -> None:
         """Tell the forecast what other processes have done of what this one is not at."""

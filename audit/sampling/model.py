@@ -37,6 +37,7 @@ from kvaudit.audit.sampling.weights import (
     weight_files,
     weights_sha256,
 )
+from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.provenance import own_files
 from kvaudit.core.text import shown
@@ -145,6 +146,7 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
     path = own_path(name_or_path)
     if path.is_dir():
         return path
+    check_no_address("model", name_or_path, "a folder, a hub id, a .gguf file or embedded")
     if path.exists() or not _HUB_ID.fullmatch(name_or_path):
         raise DataError(f"model {name_or_path!r} is no folder, .gguf file or hub id; give one of those, or 'embedded'")
     try:
