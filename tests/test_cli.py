@@ -96,7 +96,7 @@ def damaged(path: Path) -> None:
 def test_a_run_leaves_checkpoints_records_provenance_and_a_report(finished: Path) -> None:
     run = finished / "run"
     out = (finished / "out.txt").read_text()
-    assert [line.split(":")[0] for line in out.splitlines()[2:5]] == ["MARGINS not declared", "model", "train"]
+    assert [line.split(":")[0] for line in out.splitlines()[2:4]] == ["MARGINS not declared", "model"]
     assert "(exit " in out
     assert f"report: {run / 'report' / 'report.html'}, card: " in out
     assert (run / "report" / "report.html").stat().st_size > 1000

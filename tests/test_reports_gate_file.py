@@ -336,5 +336,5 @@ def test_the_files_in_the_docs_can_be_used(data, tmp_path):
         data, gate=gate_file(tmp_path, text.replace("pin: pin.json", "")), waivers=waivers(tmp_path, waiver)
     )
     assert report.rules.profile == "release"
-    assert report.rules.estimands == ("alike", "deployed", "worst", "selectivity", "parity")
+    assert report.rules.estimands == ("serving", "alike", "deployed", "worst", "selectivity", "parity")
     assert report.waivers[0].who == "Ada Byron"
