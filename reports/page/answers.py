@@ -6,7 +6,7 @@ deployed   may an arm be deployed with a setting instead of the uncompressed ref
 
 Nothing is decided here: an answer is the worst standing of the gated cells that it is made of, in plain words. Rates
 are told as what happens ("attacks that succeed 0 → 5.6 %"), so that a limit and a bound have the sign of what is
-what_counts, and the one bound that is named is the one that the rule used.
+counted, and the one bound that is named is the one that the rule used.
 """
 
 from __future__ import annotations
@@ -155,14 +155,17 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
         yield Subjects(status, ordered, *why(sides, deciding[0]), tuple(deciding))
 
 
-def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, float]]:
-    """The order of cells that stand alike: what happened to safety before a score, which adds opposite errors; there
-    the one whose bound lies furthest beyond what may be lost."""
+def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
+    """The order of cells: the worst standing first.
 
-    def key(d: Decision) -> tuple[int, float]:
+    Of those that stand alike what happened to safety goes before a score, which adds opposite errors, and there the
+    cell whose bound lies furthest beyond what may be lost.
+    """
+
+    def key(d: Decision) -> tuple[int, int, float]:
         facet = facet_counted(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
-        return place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
+        return PRECEDENCE.index(d.standing), place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
 
     return key
 

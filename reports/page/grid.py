@@ -5,7 +5,6 @@ It reads without colour: a sign stands in every cell, and its meaning is spelled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.estimands import SERVING
@@ -13,11 +12,11 @@ from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.page.answers import QUESTIONS, before_after, moved, question_of, what_counts
+from kvaudit.reports.page.answers import QUESTIONS, before_after, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
-MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in verdict.json and contrasts.csv
+MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in contrasts.csv
 SIGNS = {
     Status.PASS: "✓",
     Status.PASS_NOTED: "✓",
@@ -69,7 +68,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """``columns`` are what is counted; ``left_out`` rows stand in the machine's files alone."""
+    """``columns`` are what is counted; ``left_out`` rows stand in contrasts.csv alone."""
 
     columns: tuple[str, ...]
     rows: tuple[GridRow, ...]
@@ -93,7 +92,8 @@ def grid_of(findings: Findings) -> Grid:
     order = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
     kept = order
     if len(order) > MOST_GRID_ROWS:
-        worst_first = sorted(order, key=lambda key: min(_rank(d) for d in placed[key].values()))
+        rank = gravest(sides)
+        worst_first = sorted(order, key=lambda key: min(map(rank, placed[key].values())))
         kept = [key for key in order if key in set(worst_first[:MOST_GRID_ROWS])]
     rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
     return Grid(tuple(columns), rows, len(order) - len(kept))
@@ -127,9 +127,3 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
         inline(f"{MEANS[standing]}: {says}" + (f". {why}" if why else "")),
         flips_behind(findings, d),
     )
-
-
-def _rank(d: Decision) -> tuple[int, float]:
-    order: Sequence[Status] = (Status.FAIL, Status.INVALID, Status.NOT_MEASURABLE, Status.INCONCLUSIVE, Status.WAIVED)
-    place = order.index(d.standing) if d.standing in order else len(order)
-    return place, (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.examples import Example
@@ -42,7 +43,6 @@ class Screen:
         said = [
             self.title,
             self.status.value,
-            self.grid.signs,
             self.alarm,
             *(word for fact in self.facts for word in fact),
         ]
@@ -80,11 +80,11 @@ def _within(screen: Screen) -> Screen:
         told = (replace(a, groups=tuple(groups)) for a, groups in zip(screen.answers, found, strict=True))
         return replace(screen, answers=tuple(told))
 
-    for shorter in ("brief", ""):
+    for brief in (True, False):
         for n, i in reversed(places):
             if with_groups().words <= MOST_WORDS:
                 return with_groups()
-            found[n][i] = replace(found[n][i], why=found[n][i].brief if shorter else "")
+            found[n][i] = replace(found[n][i], why=found[n][i].brief if brief else "")
     return with_groups()
 
 
@@ -115,6 +115,8 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
     who = "itself" if sides.reference == BASE_ARM else _clipped(sides.reference)
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
+    if not engines or any(not sides.is_engine(policy) and policy != DENSE_POLICY for policy in sides.policies):
+        engines.append("kvaudit's cache")
     items = Counter[str]()
     for cell in findings.drift.cells:
         items[cell.suite] = max(items[cell.suite], cell.n_items)
@@ -126,7 +128,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("model", f"{_clipped(sides.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
         ("reference", f"{who} @ {_clipped(plain)}"),
-        ("engine", ", ".join(engines[:_LISTED]) if engines else "kvaudit's cache"),
+        ("engine", ", ".join(engines[:_LISTED])),
         ("asked", ", ".join(asked[:_LISTED]) + more + seeds),
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.floor import floor_at
-from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status
+from kvaudit.reports.gate.verdict import Decision, Larger, Status
 from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS
@@ -56,8 +56,7 @@ def _worth_a_line(findings: Findings) -> list[Decision]:
     sides, gated = findings.comparison, [d for d in findings.verdict.decisions if d.gated]
     own = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     shown = [d for d in gated if d.suite not in own or d.standing is Status.FAIL]
-    key = gravest(sides)
-    return sorted(shown, key=lambda d: (PRECEDENCE.index(d.standing), *key(d)))
+    return sorted(shown, key=gravest(sides))
 
 
 def _cell(findings: Findings, d: Decision) -> str:
@@ -104,7 +103,7 @@ def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:
     for suite, seconds in cost.seconds.items():
         own = [d for d in gated if suite in (d.suite, d.suite.rpartition(".")[0]) and d.effect]
         open_ = [d for d in own if d.status is Status.INCONCLUSIVE]
-        if not open_ or all(d.status in PASSED for d in own):
+        if not open_:
             continue
         times = [_TIMES[d.larger] for d in open_ if d.larger in _TIMES]
         if len(times) < len(open_):

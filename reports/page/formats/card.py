@@ -17,7 +17,7 @@ from kvaudit.reports.page.screen import Screen, screen_of
 
 FILE = "card.md"
 MOST_CARD_WORDS = 150  # beside the tables
-_ROWS = 24  # of the grid; all of them stand in verdict.json
+_ROWS = 24  # of the grid; all of them stand in contrasts.csv
 _FACTS = {  # of how an arm came about: name here -> name in the disclosure
     "rollouts": "rollouts",
     "learner": "learner_view",
@@ -52,7 +52,7 @@ def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
     if screen.grid.rows:
         yield as_table(grid_table(screen.grid, _ROWS))
         left = screen.grid.left_out + max(0, len(screen.grid.rows) - _ROWS)
-        yield escape(f"{screen.grid.signs}." + (f" {left} more rows stand in verdict.json." if left else ""))
+        yield escape(f"{screen.grid.signs}." + (f" {left} more rows stand in contrasts.csv." if left else ""))
     if recipes := [recipe for recipe in told.recipes if recipe.role != "base"]:
         yield _recipes(recipes)
     yield _served(told)

@@ -47,7 +47,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
         most = max(1, words // (4 * (len(grid.columns) + 2)))
         left = grid.left_out + max(0, len(grid.rows) - most)
         yield as_table(grid_table(grid, most))
-        more = f" {left} more rows stand in verdict.json and contrasts.csv." if left else ""
+        more = f" {left} more rows stand in contrasts.csv." if left else ""
         yield escape(f"{grid.signs}.{more}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
+from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.answers import (
     Answer,
@@ -30,9 +30,7 @@ def render(page: Page) -> str:
     found = page.findings
     verdict, rules, story = found.verdict, found.rules, found.provenance
     gated = [d for d in verdict.decisions if d.gated]
-    key = gravest(found.comparison)
-    gravest_first = sorted(gated, key=lambda d: (PRECEDENCE.index(d.standing), *key(d)))
-    kept = {id(d) for d in gravest_first[:_CELLS]}
+    kept = {id(d) for d in sorted(gated, key=gravest(found.comparison))[:_CELLS]}
     return dumped(
         {
             "format": _FORMAT,
