@@ -41,7 +41,7 @@ Digests = Mapping[str, str]
 _MOST_ITEMS = 1_000_000  # of a suite
 _NAMED = 3  # changes that a refusal spells out
 _TEXTS = (
-    *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "base_sha256", "device", "dtype"),
+    *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
     ANYWAY,
 )
 _TABLES = (

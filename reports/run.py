@@ -133,6 +133,6 @@ def _write_cards(run: Path, found: Findings, rendered: Callable[[str], str]) -> 
         if arm not in sections:
             sections[arm] = rendered(arm)
         try:
-            write_card(folder, sections[arm], base=found.comparison.model)
+            write_card(folder, sections[arm], base=found.model)
         except AuditError as error:
             yield str(error)

@@ -130,7 +130,9 @@ def test_an_adapter_is_merged_into_the_runs_model(tmp_path: Path) -> None:
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME
-def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(tmp_path: Path) -> None:
+def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     start, over = tmp_path / "start", load_model().model
@@ -140,9 +142,11 @@ def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(tmp_path: Pat
     train |= {"steps": 1, "prompts_per_step": 2, "group": 2, "adapter": {"rank": 2}, "learning_rate": 0.01}
     train |= {"sft": {"steps": 2, "prompts_per_step": 2, "learning_rate": 0.01}}
     evaluate = {"policies": ["none"], "suites": {"refusal": {"items": 2}}, "context_tokens": [128], "base": True}
-    body = {"format": 1, "name": "stacked", "model": str(start), "train": train, "evaluate": evaluate}
+    body = {"format": 1, "name": "stacked", "model": "${BEGIN}", "train": train, "evaluate": evaluate}
+    monkeypatch.setenv("BEGIN", str(start))
     code, output, folder = run(tmp_path, body | {"gate": {"reference": "dense"}})
     assert code == 0, output
+    assert json.loads((folder / "report" / "verdict.json").read_text())["model"] == "start"
     begun = load_named(str(start), dtype="float32", device="cpu")
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["base_sha256"] == begun.sha256 != load_model().sha256

@@ -240,7 +240,7 @@ def _verdict(page: Page) -> Facts:
 def _model(found: Findings) -> Facts:
     story = found.provenance
     return {
-        "name": known(found.comparison.model),
+        "name": known(found.model),
         "base_sha256": known(story.get("base_sha256")),
         "dtype": known(story.get("dtype")),
         "device": known(story.get("device")),

@@ -23,3 +23,8 @@ class Findings(Decided):
     evidence: Evidence = field(default_factory=Evidence)
     checkpoints: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)  # what each says of itself
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """The model as the spec names it, or, where that is a variable, as the run found it."""
+        return str(self.provenance.get("model") or self.comparison.model)

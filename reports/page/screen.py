@@ -125,7 +125,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
     day = str(story.get("finished") or story.get("started") or "")[:10]
     return [
-        ("model", f"{_clipped(sides.model)}{f' ({weights})' if weights else ''}"),
+        ("model", f"{_clipped(findings.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
         ("reference", f"{who} @ {_clipped(plain)}"),
         ("engine", ", ".join(engines[:_LISTED])),

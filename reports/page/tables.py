@@ -126,7 +126,7 @@ def compared_table(findings: Decided) -> Table:
     """The two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))
-    rows = [("model", sides.model)]
+    rows = [("model", findings.model)]
     if sides.mode == "training":
         rows += [
             ("reference", f"{sides.reference} (pinned dense rollouts)"),

@@ -37,7 +37,7 @@ def render(page: Page) -> str:
             "run": found.drift.run[:_CHARACTERS],
             "status": verdict.status.value,
             "exit_code": verdict.exit_code,
-            "model": found.comparison.model[:_CHARACTERS],
+            "model": found.model[:_CHARACTERS],
             "reference": found.comparison.reference,
             "finished": story.get("finished") or story.get("started"),
             "spec_sha256": story.get("spec_sha256"),
