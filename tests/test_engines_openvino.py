@@ -26,6 +26,7 @@ CONDITIONS = {
     "u4": "openvino:KV_CACHE_PRECISION=u4",
     "k": "openvino:KEY_CACHE_PRECISION=u4,VALUE_CACHE_PRECISION=u8",
     "v": "openvino:KEY_CACHE_PRECISION=u8,VALUE_CACHE_PRECISION=u4",
+    "by token": "openvino:KV_CACHE_PRECISION=u4,KEY_CACHE_QUANT_MODE=BY_TOKEN",
 }
 
 
@@ -79,6 +80,7 @@ def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> Non
     [
         ("openvino:KV_CACHE_PRECISON=u4", "device CPU has no property KV_CACHE_PRECISON"),
         ("openvino:KV_CACHE_PRECISION=u5", "u5"),
+        ("openvino:KV_CACHE_PRECISION=u4,KEY_CACHE_QUANT_MODE=BY_HEAD", "Expected AUTO/BY_CHANNEL/BY_TOKEN"),
         ("openvino:KEY_CACHE_PRECISION=u4,VALUE_CACHE_PRECISION=f32", "key_cache_type u4 with value_cache_type f32 is"),
         (f"openvino:{EVICTING},aggregation_mode=MEAN", "openvino_genai has SUM, NORM_SUM"),
         (

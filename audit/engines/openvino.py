@@ -41,8 +41,8 @@ class OpenVino(Engine):
 
     name = "openvino"
     about = (
-        "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, start_size recent_size "
-        "max_cache_size (eviction), kvcrush_config.budget, sparse_attention_config.mode"
+        "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, KEY_CACHE_QUANT_MODE, "
+        "start_size recent_size max_cache_size (eviction), kvcrush_config.budget, sparse_attention_config.mode"
     )
     install = "pip install 'kvaudit[openvino]'"
     compresses: ClassVar = {

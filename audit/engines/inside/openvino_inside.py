@@ -24,9 +24,7 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
     _set_eviction(scheduler, settings)
     _set_sparse_prefill(scheduler, settings)
     core = ov.Core()
-    unknown = sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES")))
-    if unknown:
-        raise ValueError(f"device {device} has no property {', '.join(unknown)}")
+    _check_known(core, device, settings)
     properties = {name: _number(value) for name, value in settings.items()}
     properties["INFERENCE_NUM_THREADS"] = told["threads"]
     pipeline = genai.ContinuousBatchingPipeline(told["folder"], scheduler, device, properties)
@@ -37,6 +35,23 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
         **{name: str(value) for name, value in properties.items()},
     }
     return about, lambda rows: _answered(pipeline, rows)
+
+
+def _check_known(core: Any, device: str, settings: dict[str, str]) -> None:
+    """Raise ValueError for what the device does not take.
+
+    It lists most of its properties; others, such as KEY_CACHE_QUANT_MODE, it only takes, and checks: it is given them
+    with a model of one operation, for which that costs nothing.
+    """
+    nothing = ov.opset13.parameter([1], ov.Type.f32)
+    trial = ov.Model([ov.opset13.relu(nothing)], [nothing])
+    for name in sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES"))):
+        try:
+            core.compile_model(trial, device, {name: settings[name]})
+        except RuntimeError as error:
+            said = str(error).strip().splitlines()[-1]
+            unknown = "Unsupported property" in said
+            raise ValueError(f"device {device} has no property {name}" if unknown else said) from None
 
 
 def _set_eviction(scheduler: Any, settings: dict[str, str]) -> None:
