@@ -1,0 +1,162 @@
+"""``kvaudit diagnose``: which part of a KV cache a coarser code harms, and what to try in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.command_line import Threads, print_table, say, user_errors, wide_console
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.text import inline
+
+if TYPE_CHECKING:
+    from kvaudit.audit.again.diagnose import Diagnosis, Harm
+
+_EMBEDDED_TOKENS = 192  # a length that the suites of the embedded model can be asked at
+_MOST_BITS, _MOST_PROMPTS = 6, 400
+_SHOWN = 5  # layers
+_COLUMNS = ("stored", "bits a number", "nats a token", "of the harm", "in refusals", "refusals that begin otherwise")
+# in the engines' own words; whoever reads a name that is not here asks their engine for it
+_TRY = {
+    "keys by channel": "openvino KEY_CACHE_QUANT_MODE=BY_CHANNEL, its default; kivi:bits={bits} of our own",
+    "groups half as large": "openvino KEY_CACHE_GROUP_SIZE, VALUE_CACHE_GROUP_SIZE",
+    "keys in 8 bits": "llama.cpp type_k=q8_0 type_v=q4_0; openvino --kv u8/u4",
+    "values in 8 bits": "llama.cpp type_k=q4_0 type_v=q8_0; openvino --kv u4/u8",
+    "layers": "vllm kv_cache_dtype_skip_layers",
+    "last": "kivi:residual={window} of our own; transformers' quantized cache, residual_length",
+}
+
+
+def diagnose(
+    model: Annotated[str, typer.Argument(help="A hub id, a folder, a .gguf file, or 'embedded'.")],
+    *,
+    bits: Annotated[int, typer.Option(min=2, max=_MOST_BITS, help="Of every key and value.")] = 4,
+    group: Annotated[int, typer.Option(min=8, help="Channels that share a scale; 32 as in llama.cpp's q4_0.")] = 32,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="What is asked; default: xstest, of the embedded model refusal.", show_default=False),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=4, max=_MOST_PROMPTS, help="Requests, half of them for harm.")] = 20,
+    context_tokens: Annotated[
+        int | None, typer.Option(min=64, help="Of suites that are made to a length.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.", show_default=False)] = None,
+    threads: Threads = None,
+) -> None:
+    """Say what a coarse KV code harms in a model, and what to try.
+
+    A few requests are answered, and the answers passed again with keys and values coded token by token, in parts, layer
+    by layer, and in finer ways. Nothing is decided by it: what it suggests goes through `check`.
+    """
+    with user_errors():
+        import torch
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        from kvaudit.audit.again.diagnose import asked_of, check_group
+        from kvaudit.audit.again.diagnose import diagnose as diagnosed
+        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.sampling.model import EMBEDDED, DtypeName
+        from kvaudit.suites.base import SUITES
+
+        if dtype not in get_args(DtypeName):
+            raise UnknownName("dtype", dtype, get_args(DtypeName))
+        chosen = SUITES.get(suite or ("refusal" if model == EMBEDDED else "xstest"))()
+        if chosen.lengths == "none" and context_tokens:
+            raise SpecError(
+                f"suite {chosen.name!r} is asked as published, without a length; leave --context-tokens out"
+            )
+        length = 0 if chosen.lengths == "none" else context_tokens or _EMBEDDED_TOKENS
+        set_verbosity_error()
+        disable_progress_bar()
+        if threads:
+            torch.set_num_threads(threads)
+        console = wide_console()
+        loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        check_group(loaded, group)
+        asked = asked_of(loaded, chosen, prompts, length)
+        known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
+        say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
+        found = diagnosed(loaded, asked, bits=bits, group=group, heard=lambda one: say(console, _line(one)))
+        say(console, "")
+        _show(found, console)
+        if out is not None:
+            from kvaudit.core.files import write_output
+
+            write_output(out, _json(found, loaded.name, loaded.sha256))
+            say(console, inline(f"written: {out}"))
+
+
+def _line(one: Harm) -> str:
+    return f"  {one.case.name:<28} {one.nats:.4f} nats a token"
+
+
+def _show(found: Diagnosis, console: Any) -> None:
+    """The parts and the remedies beside the setting, the layers that carry most, and the words of it."""
+    from kvaudit.reports.layout.tables import table_of
+
+    rows = [_row(one, found) for one in (found.whole, *found.parts, found.fine, *found.remedies)]
+    print_table(console, table_of(_COLUMNS, rows))
+    most = sorted(found.layers, key=lambda one: -one.nats)[:_SHOWN]
+    say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
+    ratio = found.along_refusals
+    say(console, f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)")
+    say(console, f"mode: {found.mode}: {found.words}")
+    for one in found.mending:
+        least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
+        say(console, f"try: {one.case.name}, {least}{_how(one, found.bits)}")
+    if found.mode != "nothing" and not found.mending:
+        say(console, "try: nothing here takes away half of it at less than eight bits")
+    say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
+
+
+def _row(one: Harm, found: Diagnosis) -> list[str]:
+    turned = f"{one.turned} of {found.refused}"
+    bits = f"{one.case.bits:.3g}" if one.case.bits else "-"  # of a part alone, which nobody serves
+    return [one.case.name, bits, f"{one.nats:.4f}", _share(one, found), f"{one.refusals:.4f}", turned]
+
+
+def _share(one: Harm, found: Diagnosis) -> str:
+    return f"{100 * one.nats / found.whole.nats:.1f} %" if found.whole.nats > 0 else "-"
+
+
+def _how(one: Harm, bits: int) -> str:
+    words = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
+    return f" ({words.format(bits=bits, window=one.case.window)})" if words else ""
+
+
+def _json(found: Diagnosis, model: str, sha256: str) -> str:
+    import json
+
+    def one(harm: Harm) -> dict[str, Any]:
+        return {
+            "stored": harm.case.name,
+            "bits": round(harm.case.bits, 4),
+            "nats": harm.nats,
+            "nats_refusals": harm.refusals,
+            "nats_others": harm.others,
+            "refusals_turned": harm.turned,
+        }
+
+    table = {
+        "format": 1,
+        "model": model,
+        "base_sha256": sha256,
+        "bits": found.bits,
+        "group": found.group,
+        "requests": {"asked": found.asked, "to_be_refused": found.harmful, "refused": found.refused},
+        "setting": one(found.whole),
+        "parts": [one(part) for part in found.parts],
+        "layers": [one(layer) for layer in found.layers],
+        "remedies": [one(remedy) for remedy in found.remedies],
+        "eight_bits": one(found.fine),
+        "refusal_direction_reduction": found.along_refusals,
+        "mode": found.mode,
+    }
+    return json.dumps(table, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+COMMAND = Command("diagnose", group="Look", order=5, call=diagnose)
