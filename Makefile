@@ -25,7 +25,7 @@ audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 20 --durations-min 3
 
 test-engines: setup .venv-llama-cpp/.installed .venv-vllm/.installed .venv-transformers-cache/.installed
 	KVAUDIT_PYTHON_LLAMA_CPP=$(CURDIR)/.venv-llama-cpp/bin/python KVAUDIT_PYTHON_VLLM=$(CURDIR)/.venv-vllm/bin/python \
