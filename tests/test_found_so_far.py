@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.found_so_far import FoundSoFar
 from kvaudit.audit.runs.units import UnitFiles
@@ -15,7 +16,8 @@ from kvaudit.core.spec import RunSpec, parse_spec
 SPEC = """
 name: told
 evaluate:
-  policies: [none, int8]
+  base: true
+  policies: [none, "{int8}"]
   suites: {{refusal: {{items: {items}}}}}
   context_tokens: [192]
 """
@@ -26,7 +28,7 @@ def line(number: int, score: float | None) -> str:
 
 
 def spec_of(items: object) -> RunSpec:
-    return parse_spec(SPEC.format(items=items), "spec.yaml")
+    return parse_spec(SPEC.format(items=items, int8=parse_policy("int8").canonical), "spec.yaml")
 
 
 def write(folder: Path, spec: RunSpec, policy: str, text: str) -> None:

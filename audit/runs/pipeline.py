@@ -638,7 +638,7 @@ class Pipeline:
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
-            if model.name != self._spec.model:  # a variable says nothing to the reader of a report, a path says too much
+            if model.name != self._spec.model:  # a variable tells the reader of a report too little, a path too much
                 folder = Path(model.name)
                 self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)
             threads, workers = torch.get_num_threads(), self._processes
