@@ -22,7 +22,7 @@ from kvaudit.core.records import CONTRADICTED, RECORD_FORMAT, Outcome
 from kvaudit.core.spans import SPANS
 
 Array = npt.NDArray[np.float64]
-LARGEST = 2**62  # what a 64-bit column holds with room to sum
+LARGEST_STORED = 2**62  # what a 64-bit column holds with room to sum
 UNREAD = -1.0  # the answer has no form that the facet could be read in
 FACET_CODES = {None: UNREAD, False: 0.0, True: 1.0}
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -113,7 +113,7 @@ def block_of(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 def _fit(values: Mapping[str, Any]) -> bool:
     sized = (values[name] for name in (*_WHOLE, "seconds", *_MAYBE))
-    if any(np.any((column <= -LARGEST) | (column >= LARGEST)) for column in sized):
+    if any(np.any((column <= -LARGEST_STORED) | (column >= LARGEST_STORED)) for column in sized):
         return False
     return not np.any(values["kv_bytes_live"] < 0) and _scores_fit(values["outcome"], values["score"])
 

@@ -27,7 +27,7 @@ from kvaudit.core.spans import SPANS
 from kvaudit.core.text import is_text, one_line
 from kvaudit.reports.records.blocks import (
     FACET_CODES,
-    LARGEST,
+    LARGEST_STORED,
     UNREAD,
     Array,
     answers_said,
@@ -195,7 +195,7 @@ def _optional_fit(name: str, value: Any) -> bool:
     """Whether a value that may be absent is absent, or a finite number of its type."""
     if value is None:
         return True
-    if type(value) not in OPTIONAL[name] or not -LARGEST < value < LARGEST:
+    if type(value) not in OPTIONAL[name] or not -LARGEST_STORED < value < LARGEST_STORED:
         return False
     return name != LIVE or value >= 0
 
@@ -253,7 +253,7 @@ def checked(record: Record) -> Record:
             raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
         if isinstance(value, str) and name != "unanswered" and not is_text(value):  # a server's words are like answers
             raise DataError(f"record holds {name} with half a character, which no file can hold")
-        if isinstance(value, int | float) and not -LARGEST < value < LARGEST:
+        if isinstance(value, int | float) and not -LARGEST_STORED < value < LARGEST_STORED:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
     for name, types in OPTIONAL.items():
         given: Any = getattr(record, name)
