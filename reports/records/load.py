@@ -206,7 +206,7 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
     again = frame.duplicated(_KEY, keep="first")
     for file, line in frame.loc[again, ["file", "line"]].itertuples(index=False):
         problems.append(Problem(str(file), int(line), "duplicate of an earlier record of the same item and sample"))
-    return frame.loc[~again].reset_index(drop=True)
+    return frame.loc[~again].reset_index(drop=True) if again.any() else frame  # a copy is as large again
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:
