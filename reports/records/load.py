@@ -120,7 +120,7 @@ def load_run(run: Path) -> RunData:
             f"no records in {str(run / 'records')!r}; "
             + ("its pilot may have found nothing to lose: " if stopped else "evaluate first: ")
             + f"kvaudit run SPEC --out {run} --resume"
-            + (" says so, and --anyway goes on" if stopped else "")
+            + (" says so, and --anyway goes on" if stopped else ", or the check that began it")
         )
     frame = _without_duplicates(columns.frame(), problems)
     incomplete = tuple(name for name, seal in seals.items() if seal is None)
