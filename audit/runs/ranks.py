@@ -19,6 +19,7 @@ from torch import distributed as dist
 from kvaudit.audit.runs.launchers.base import Job, Say
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.sharded import can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
@@ -44,8 +45,11 @@ def is_follower(ranks: int) -> bool:
 
 def check_ranks(ranks: int, device: torch.device) -> None:
     """Raise SpecError or RunError where units of so many ranks cannot be trained from here."""
-    if ranks > 1 and not dist.is_available():
-        raise RunError(f"train.ranks is {ranks}, and this build of torch has no torch.distributed; install another one")
+    if ranks > 1 and not can_shard():
+        raise RunError(
+            f"train.ranks is {ranks}, and torch {torch.__version__} cannot share a model's weights out as they need "
+            "(FSDP2 whose gradients are sums); install a newer one, 2.13 can"
+        )
     if ranks > 1 and launched() and int(os.environ["WORLD_SIZE"]) != ranks:
         raise SpecError(
             f"train.ranks is {ranks}, and {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or none: "

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import distributed as dist
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvaudit.audit.training.ranks import RankGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+
+def can_shard() -> bool:
+    """Whether this build of torch has all that is needed; a model of one process needs none of it."""
+    if not dist.is_available():
+        return False
+    from torch.distributed import fsdp
+
+    return hasattr(fsdp, "FSDPModule") and hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
 
 
 def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
@@ -27,6 +37,9 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
 
     Nobody else may use its modules any more; tensors that it shares with another model stay as they are there.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (ranks.count,))
     computed = model.dtype
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -35,7 +48,7 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
         fully_shard(part, mesh=mesh, reshard_after_forward=part is not model, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.12: experts that a rank's tokens never reached
+        if hasattr(part, "set_reduce_scatter_unused_params"):  # experts that one rank's tokens never reached
             part.set_reduce_scatter_unused_params(True, recurse=False)
     return model
 
@@ -45,6 +58,9 @@ def _in_full(part: Any, computed: torch.dtype) -> MixedPrecisionPolicy:
 
     Beside an adapter, which is float32 already, frozen weights stay as they are and everything computes as it is.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
+
     own = [weight for weight in part.parameters() if not isinstance(weight, DTensor)]
     if computed == torch.float32 or not all(weight.requires_grad for weight in own):
         return MixedPrecisionPolicy()
@@ -77,6 +93,10 @@ def gather(model: Any) -> None:
 
 
 def _parts(model: Any) -> list[FSDPModule]:
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
@@ -96,9 +116,13 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 
 def is_sharded(model: Any) -> bool:
     """Whether its weights lie in several processes."""
-    return isinstance(model, FSDPModule)
+    return model in _parts(model)
 
 
 def local(weight: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, in the same memory; another tensor itself."""
+    if not dist.is_available() or not dist.is_initialized():
+        return weight
+    from torch.distributed.tensor import DTensor
+
     return cast("DTensor", weight.detach()).to_local() if isinstance(weight, DTensor) else weight
