@@ -208,7 +208,8 @@ def learn(
                 learner.optimiser.mark()
         steps.append(learner.step())
     # each rank read its own groups; from here on all know the whole batch
-    first, total, tally = ranks.summed(first), sum(ranks.gathered(total)), sum(ranks.gathered(tally), Tally())
+    losses, tallies = zip(*ranks.gathered((total, tally)), strict=True)
+    first, total, tally = ranks.summed(first), sum(losses), sum(tallies, Tally())
     for later in plan[1 : config.minibatches]:
         assert before is not None
         first[later.rows] = before.logprobs[later.rows]

@@ -89,7 +89,8 @@ class Optimiser:
                 two + float(second.square().sum()),
                 both + float((first * second).sum()),
             )
-        one, two, both = (sum(numbers) for numbers in zip(*self._ranks.gathered((one, two, both)), strict=True))
+        # in double, which holds a float of Python as it is
+        one, two, both = self._ranks.summed(torch.tensor([one, two, both], dtype=torch.float64)).tolist()
         if not math.isfinite(one + two):
             return dict.fromkeys(HALVES)
         lengths = math.sqrt(one * two)  # the product of both norms

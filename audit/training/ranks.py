@@ -1,8 +1,8 @@
 """The ranks of one training unit: processes that share its weights and its batch and take every step together.
 
 The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). In a
-step they say one thing to each other, what each has sampled; all else are sums of numbers. It is read as data alone
-(``_unpacked``), since whoever reaches the port may write to it; torch's own exchange of objects would unpickle it.
+step they say two things to each other, what each has sampled and measured; all else are tensors. It is read as data
+alone (``_unpacked``), since whoever reaches the port may write to it; torch's exchange of objects would unpickle it.
 """
 
 from __future__ import annotations

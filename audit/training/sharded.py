@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.ranks import RankGroup
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
         if hasattr(part, "set_reduce_scatter_unused_params"):  # experts that one rank's tokens never reached
             part.set_reduce_scatter_unused_params(True, recurse=False)
     return model
+
+
+@contextmanager
+def set_aside(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
+    """Inside, the whole weights that shards are made of wait in the machine's memory, and leave the GPU to the shards.
+
+    Of one process they stay where they are.
+    """
+    if ranks.count > 1:
+        start.model.to("cpu")
+    try:
+        yield
+    finally:
+        start.model.to(start.device)
 
 
 def _in_full(part: Any, computed: torch.dtype) -> MixedPrecisionPolicy:
