@@ -1,5 +1,6 @@
 # make audit | test | check | fix | bench: each sets up .venv by itself; test-matrix, one .venv-* per transformers.
 # make test-engines sets up .venv-llama-cpp, .venv-vllm and .venv-transformers-cache, each for an engine.
+# make gpu MODEL=FOLDER asks what only a GPU can tell, and writes docs/results/gpu.md.
 # make bench-peers sets up .venv-peers, for what bench compares with and whose pins differ from ours.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
 PYTHON ?= python3
@@ -20,12 +21,12 @@ TRANSFORMERS_CACHE ?= optimum-quanto==0.2.7 hqq==0.2.8.post1
 # what bench.decode stands beside, in the environment of its own
 PEERS ?= kvpress==0.5.5
 
-.PHONY: audit test test-engines test-matrix $(MATRIX:%=test-transformers-%) check fix bench bench-peers setup clean
+.PHONY: audit test test-engines test-matrix $(MATRIX:%=test-transformers-%) check fix bench gpu bench-peers setup clean
 audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 20 --durations-min 3
 
 test-engines: setup .venv-llama-cpp/.installed .venv-vllm/.installed .venv-transformers-cache/.installed
 	KVAUDIT_PYTHON_LLAMA_CPP=$(CURDIR)/.venv-llama-cpp/bin/python KVAUDIT_PYTHON_VLLM=$(CURDIR)/.venv-vllm/bin/python \
@@ -53,6 +54,9 @@ bench: setup
 	$(BIN)/python -m bench.grid
 	$(BIN)/python -m bench.learner
 	$(BIN)/python -m bench.report
+
+gpu: setup
+	$(BIN)/python -m bench.gpu $(MODEL) --vllm "$(VLLM_PYTHON)" --sglang "$(SGLANG_PYTHON)"
 
 bench-peers: .venv-peers/.installed
 

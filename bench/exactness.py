@@ -44,12 +44,14 @@ def main() -> None:
     asked = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     served, prompt = tiny(getattr(torch, asked.dtype)), noise(asked.prompt)
+    served.device = torch.device(asked.device)
+    served.model.to(served.device)
     if asked.model:
-        loaded = load_model(asked.model, dtype=asked.dtype)
+        loaded = load_model(asked.model, dtype=asked.dtype, device=asked.device)
         prompt = loaded.chat.tokenizer(TEXT.read_text())["input_ids"][: asked.prompt]
-        served = Served(asked.model.rstrip("/").rpartition("/")[2], loaded.model, loaded.max_positions)
-    print(f"{served.name}, {asked.dtype}, {len(prompt)} + {MESSAGE} tokens given, {2 * asked.new} drawn, "
-          f"{asked.group} rows\n")  # fmt: skip
+        served = Served(asked.model.rstrip("/").rpartition("/")[2], loaded.model, loaded.max_positions, loaded.device)
+    lengths = f"{len(prompt)} + {MESSAGE} tokens given, {2 * asked.new} drawn, {asked.group} rows"
+    print(f"{served.name}, {asked.dtype}, {served.device}, {lengths}\n")
     print("| policy | gap | without hints | dense | hints a token | bytes a token |\n|" + "---|" * 6)
     for text in asked.policies.split(";"):
         sampled = sample(served, parse_policy(text), prompt, asked.new, asked.group)
@@ -61,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a folder in Hugging Face format; default: a tiny random model")
     parser.add_argument("--policies", default="none;int8;fp8;kivi", help="specs separated by ';'")
     parser.add_argument("--dtype", default="float32", choices=("float64", "float32", "bfloat16"))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=NEW, help="tokens drawn in each of two turns")
     parser.add_argument("--group", type=int, default=GROUP)
@@ -119,7 +122,7 @@ def largest_gap(served: Served, sampled: Sampled, which: LearnerPass = "shadow")
     worst = 0.0
     for row, rollout in enumerate(sampled.rollouts):
         suffix, chosen = rollout.ids[rollout.prompt_length :], rollout.sampled[rollout.prompt_length :]
-        seen = logits[row, : len(suffix)].double().log_softmax(-1).gather(1, suffix[:, None])[:, 0][chosen]
+        seen = logits[row, : len(suffix)].cpu().double().log_softmax(-1).gather(1, suffix[:, None])[:, 0][chosen]
         worst = max(worst, float((seen - torch.tensor(sampled.drawn[row], dtype=torch.float64)).abs().max()))
     return worst
 

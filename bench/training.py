@@ -1,6 +1,6 @@
 """A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
 
-    KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]]
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]] [--device cuda]
 
 Without the variable, the embedded model; 1 step of 4 prompts of 512 tokens. A step samples, rewards, takes the gradient
 and updates; both sides take the gradient prompt by prompt, so fewer prompts take less time of both. Every side has a
@@ -46,6 +46,7 @@ class Asked(NamedTuple):
     steps: int
     prompts: int
     tokens: int
+    device: str = "cpu"
 
 
 class Found(NamedTuple):
@@ -59,10 +60,16 @@ def main() -> None:
     from kvaudit.audit.sampling.model import EMBEDDED, locate  # here, so that the processes measured load nothing of it
 
     folder = os.environ.get("KVAUDIT_REAL_MODEL") or str(locate(EMBEDDED))
-    asked = Asked(folder, *map(int, sys.argv[1:]), *GIVEN[len(sys.argv) - 1 :])
+    words, device = sys.argv[1:], "cpu"
+    if "--device" in words:
+        place = words.index("--device")
+        device = words[place + 1]
+        del words[place : place + 2]
+    asked = Asked(folder, *map(int, words), *GIVEN[len(words) :], device)
     sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
     lengths = f"{asked.tokens} + {NEW} tokens"
-    print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {DTYPE}, one thread, {asked.steps} step(s)", flush=True)
+    where = f"{DTYPE}, {asked.device}, one thread"
+    print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {where}, {asked.steps} step(s)", flush=True)
     found = {}
     for name, side in sides.items():
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
@@ -90,12 +97,16 @@ def measured(step: Callable[[], object], steps: int) -> Found:
     for _ in range(steps):
         started, used = time.perf_counter(), time.process_time()
         step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         rows.append(Step(time.perf_counter() - started, time.process_time() - used))
     return Found(rows, peak())
 
 
 def peak() -> int:
-    """Of this process so far, in bytes."""
+    """Of this process so far, in bytes; of the GPU where it has used one."""
+    if torch.cuda.is_available() and (used := torch.cuda.max_memory_allocated()):
+        return used
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -134,7 +145,7 @@ def ours(asked: Asked, arm: str) -> Found:
     from kvaudit.audit.training.learner import Learner
 
     torch.set_num_threads(1)
-    loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device="cpu"), asked.prompts * GROUP
+    loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device=asked.device), asked.prompts * GROUP
     prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, asked)]
     loaded.chat = SimpleNamespace(stop_ids=frozenset())  # neither side stops early
     checkpoint_layers(loaded.model)
@@ -188,7 +199,8 @@ def trl(asked: Asked) -> Found:
             output_dir=out, max_steps=asked.steps, per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=asked.prompts,
             num_generations=GROUP, max_completion_length=NEW, temperature=1.0, learning_rate=RATE, bf16=False,
-            report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1,
+            use_cpu=asked.device == "cpu",
             generation_kwargs={"min_new_tokens": NEW},
         )  # fmt: skip
         GRPOTrainer(

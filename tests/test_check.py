@@ -169,6 +169,10 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         (("embedded", "--reference", "ftp://a#m", "--candidate", "http://b#m"), "--reference is 'ftp://a#m', wanted"),
         (("embedded", "--reference", "http://a#m", "--candidate", "http://b"), "--candidate is 'http://b', wanted"),
         (("embedded", "--reference", "http://a#m", "--candidate", "http://a#m"), "are both 'http://a#m'"),
+        (
+            ("embedded", "--reference", "http://127.0.0.1:9/v1#m", "--candidate", "http://127.0.0.1:9/v1#n"),
+            "engine endpoint: nobody answers at http://127.0.0.1:9/v1",
+        ),
         (("embedded", "--engine", "endpoint", "--set", "model=m"), "for two servers give --reference URL#MODEL"),
         ((*U4, "--set", "engine=vllm"), "--set engine=vllm: the engine is named by --engine, which is openvino"),
         ((*U4, "--data", "/nowhere/rows"), "--data is '/nowhere/rows', which is no folder"),

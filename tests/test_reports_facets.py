@@ -22,8 +22,9 @@ from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.story import page_of
 from kvaudit.reports.page.tables import decided_table
+from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.records.rows import UNREAD, CellKey
+from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.outcomes import OutcomesSection
 

@@ -1,4 +1,4 @@
-"""Two ranks of a unit train what one process does, and each holds half of the optimiser's state.
+"""Two ranks of a unit train what one process does, and each holds half of the weights and of their moments.
 
 Rank 1 is another process, which runs this file.
 """
@@ -20,17 +20,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
-from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sharp, short, silent
+from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sampled, sharp, short, silent
 
 from kvaudit.audit.commands.run import Options, share
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.arms import ARMS
+from kvaudit.audit.training.checkpoint import Position, Resumable
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.ranks import ALONE, RankGroup, _packed, _unpacked
-from kvaudit.core.errors import RunError, SpecError
+from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.core.errors import DataError, RunError, SpecError
 
+ROUNDING = 2e-5  # of loss and gradient; float32, summed in another order
 LOSSES = ("grpo", "ppo")
 SUMS = (
     3e-4  # of the way that the weights went: where a gradient is near 0, Adam makes a step of what rounding left of it
@@ -45,6 +48,20 @@ def unit(arm: str, loss: str, **more: object) -> TrainConfig:
 MIXED = unit("smd", "grpo", policy=f"{POLICY}@2|int8|none", resample=1)
 UNITS = [MIXED, unit("sparse-rl", "ppo")]
 MORE = [unit(arm, loss) for arm in sorted(ARMS) for loss in LOSSES] + [unit("smd", "online-dpo")]
+ADAPTER = {"rank": 4}
+PART = "rank-1.safetensors"  # of a saved state
+# microbatches of one row, of which the second rank has two more: the first makes up for them
+UNLIKE: dict[str, object] = {"prompts_per_step": 5, "microbatch_tokens": 600, "minibatches": 1, "steps": 1}
+GRADIENTS = [unit("smd", "ppo", **UNLIKE), unit("smd-distill", "online-dpo", adapter=ADAPTER, **UNLIKE)]
+MORE_GRADIENTS = [
+    unit(arm, loss, adapter=adapter, **UNLIKE)
+    for arm in sorted(ARMS)
+    for loss in ("grpo", "ppo", "gspo", "online-dpo")
+    for adapter in (None, ADAPTER)
+] + [
+    unit("smd", "dapo", gradient_checkpointing=True, watch={"every": 1, "items": 2}, beta=0.1, **UNLIKE),
+    unit("tis", "dr_grpo", gradient_checkpointing=True, adapter=ADAPTER, **UNLIKE),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +93,9 @@ def trained(config: TrainConfig, base: LoadedModel, out: Path, ranks: RankGroup)
 
 
 def unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs by more than rounding, but for bytes allocated: they are padded to the longest of a rank's rows."""
+    """What differs by more than rounding, but for bytes that are padded by rank, and tokens of prompts not shared."""
     assert one.keys() == other.keys()
-    pairs = {key: (one[key], other[key]) for key in one if key != "kv_bytes_peak"}
+    pairs = {key: (one[key], other[key]) for key in one if key not in ("kv_bytes_peak", "learner_tokens")}
     return {
         key: pair
         for key, pair in pairs.items()
@@ -105,6 +122,37 @@ def test_two_ranks_train_what_one_does(
     assert [unlike(*pair) for pair in zip(rows(alone), rows(shared), strict=True)] == [{}] * 3
 
 
+def first_moments(state: Path) -> dict[str, torch.Tensor]:
+    """A tenth of the clipped gradient of the first step, put together from what every rank has saved of it."""
+    parts = [load_file(path) for path in (state / "tensors.safetensors", *sorted(state.glob("rank-*.safetensors")))]
+    names = [name for name in parts[0] if name.startswith("exp_avg/")]
+    assert names
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*GRADIENTS, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_GRADIENTS)],
+    ids=lambda one: f"{one.arm}-{one.loss}-{'adapter' if one.adapter else 'full'}",
+)
+def test_loss_and_gradient_of_ranks_are_those_of_one_process(
+    config: TrainConfig, base: LoadedModel, tmp_path: Path, ranks: RankGroup
+) -> None:
+    found = []
+    for name, group in (("alone", ALONE), ("shared", ranks)):
+
+        def keep(_: int, __: int, row: Any, out: Path = tmp_path / name) -> None:
+            found.append((row["loss"], first_moments(out / "state" / "step-000001")))
+
+        with group.unit(config.to_json()):
+            grpo.train(config, base, tmp_path / name, keep, ranks=group)
+    (loss, one), (other_loss, other) = found
+    apart, length = (torch.stack([(one[n] - k * other[n]).norm() for n in one]).norm() for k in (1, 0))
+    assert length > 0
+    assert apart < ROUNDING * length
+    assert other_loss == pytest.approx(loss, rel=ROUNDING, abs=ROUNDING)
+
+
 def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_path: Path, ranks: RankGroup) -> None:
     config = unit("smd", "ppo", steps=2, ledger_every=1)
 
@@ -119,15 +167,43 @@ def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_
     assert json.loads((killed / "provenance.json").read_text())["config"]["ranks"] == 2
 
 
-def test_a_rank_holds_its_share_of_the_optimiser(base: LoadedModel) -> None:
-    model = copy.deepcopy(base.model).bfloat16()
-    whole = sum(weight.numel() for weight in model.parameters())
-    shares = []
-    for number in range(2):
-        own = Optimiser(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=RankGroup(number, 2))
-        shares.append(sum(master.numel() for master in own.own_tensors().values()))
-    assert sum(shares) == whole
-    assert max(shares) < 0.6 * whole
+def test_a_rank_saves_half_of_the_weights_and_moments_and_goes_on_from_nothing_else(
+    base: LoadedModel, tmp_path: Path, ranks: RankGroup
+) -> None:
+    config, out = unit("smd", "grpo", steps=2), tmp_path / "killed"
+
+    def die(_: int, __: int, ___: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed), ranks.unit(config.to_json()):
+        grpo.train(config, base, out, die, ranks=ranks)
+    ranks.tell(None)
+    state = out / "state" / "step-000001"
+    own, other = (sum(t.numel() for t in load_file(state / name).values()) for name in ("tensors.safetensors", PART))
+    whole = 3 * sum(weight.numel() for weight in base.model.parameters())
+    assert own + other == whole
+    assert max(own, other) < 0.51 * whole
+    (state / PART).write_bytes(b"changed")
+    known = json.loads((state / "state.json").read_text())["parts"]
+    assert known.keys() == {PART}
+    resumed = Resumable(Learner(base.model, unit("smd", "grpo", steps=2), None), RankGroup(1, 2))
+    with pytest.raises(DataError, match=r"rank-1\.safetensors' is missing or does not have the sha256"):
+        resumed.resumed(out, Position(step=1))
+
+
+def test_an_idle_pass_takes_gradients_of_nothing(base: LoadedModel) -> None:
+    batch = sampled(base)
+    model = copy.deepcopy(base.model)
+    Learner(model, unit("smd-distill", "ppo"), None).idle(batch)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
+def test_rows_passed_apart_say_what_a_shared_prompt_says(base: LoadedModel) -> None:
+    batch = sampled(base)
+    for view in ("dense", "shadow"):
+        shared, apart = (read_tokens(base.model, batch.rollouts, 4, view, 1.0, apart=own) for own in (False, True))
+        assert (shared.logprobs - apart.logprobs).abs().max() < 1e-4
+        assert apart.columns.shape[1] == max(len(rollout.ids) for rollout in batch.rollouts) - 1
 
 
 def test_more_ranks_than_prompts_of_a_gradient_step_are_refused() -> None:

@@ -201,10 +201,10 @@ def _check_there(asking: Asking, way: Way) -> None:
 
     if asking.model != EMBEDDED and not os.path.exists(asking.model):
         raise DataError(f"model {asking.model!r} is no folder and no file; give where it lies, or {EMBEDDED}")
-    served = way.served
-    if isinstance(served, Condition):
-        part = EngineSpec.model_validate(way.engines.get(served.engine, {}))
-        ENGINES.get(served.engine).check(dict(served.settings), part)
+    for served in (way.named_reference, way.served):
+        if isinstance(served, Condition):
+            part = EngineSpec.model_validate(way.engines.get(served.engine, {}))
+            ENGINES.get(served.engine).check(dict(served.settings), part)
 
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:

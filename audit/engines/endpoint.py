@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
 from kvaudit.audit.engines.served import all_at_once, first_difference
-from kvaudit.core.endpoint import ChatCompletion, Endpoint, RefusedRequest, Unanswered
+from kvaudit.core.endpoint import ChatCompletion, Endpoint, RefusedRequest, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message, Role
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _KNOWN = ("base_url", "model", "key")
 _TRIES = 4  # of one request
+_THERE = 10.0  # seconds in which it says anything at all
 _KNOCK = 60.0  # seconds in which it shows how it renders
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
@@ -62,8 +64,17 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def check(cls, settings: Settings, part: EngineSpec) -> None:
-        """Raise SpecError where the key is not set."""
+        """Raise SpecError where the key is not set, or where nobody answers: a model takes longer to load."""
         _endpoint(settings, part.answer).client("engine endpoint")
+        url = f"{settings['base_url'].rstrip('/')}/models"
+        try:
+            over_http(url, b"", {}, _THERE)  # whatever it says
+        except (OSError, HTTPException, ValueError) as error:
+            why = getattr(error, "reason", None) or error
+            raise SpecError(
+                f"engine endpoint: nobody answers at {settings['base_url']} ({inline(str(why))[:80]}); start the "
+                "server, or mend base_url"
+            ) from None
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:

@@ -33,7 +33,7 @@ class SgLang(ServedEngine):
 
     name = "sglang"
     about = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"
-    install = "pip install sglang in an environment of its own, and engines: {sglang: {python: its python}}"
+    install = "pip install sglang in its own environment; give its --python, or engines: {sglang: {python: ...}}"
     compresses: ClassVar = {
         "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
         **dict.fromkeys(("quantization_param_path", "enable_hisparse", "hisparse_config"), ()),

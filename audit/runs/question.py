@@ -48,6 +48,12 @@ class Way:
             return parse_served({name: value for name, value in self.policy.items() if name != _REFERENCE})
         return parse_served(self.policy)
 
+    @property
+    def named_reference(self) -> Served | None:
+        """What it is compared with, where the way itself names that: of a server another."""
+        named = self.policy.get(_REFERENCE) if isinstance(self.policy, Mapping) else None
+        return parse_served({ENGINE: self.policy[ENGINE], **named}) if named else None
+
 
 @dataclass(frozen=True)
 class AskedSuite:

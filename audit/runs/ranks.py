@@ -19,12 +19,13 @@ from torch import distributed as dist
 from kvaudit.audit.runs.launchers.base import Job, Say
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.sharded import can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
 STUCK = 2  # the exit code of what the user can mend
-# of one exchange: validation, a judge or a disk may take as long as they need, and a rank that ends is seen otherwise
-_PATIENCE = timedelta(days=7)
+# seconds of one exchange: validation, a judge or a disk may take long, and a rank that ends is seen otherwise
+PATIENCE, _WEEK = "KVAUDIT_RANK_PATIENCE", 7 * 24 * 3600.0
 _SEEN_SECONDS = 60.0  # from the first that is seen of a rank's end to its exit code
 
 
@@ -44,8 +45,11 @@ def is_follower(ranks: int) -> bool:
 
 def check_ranks(ranks: int, device: torch.device) -> None:
     """Raise SpecError or RunError where units of so many ranks cannot be trained from here."""
-    if ranks > 1 and not dist.is_available():
-        raise RunError(f"train.ranks is {ranks}, and this build of torch has no torch.distributed; install another one")
+    if ranks > 1 and not can_shard():
+        raise RunError(
+            f"train.ranks is {ranks}, and torch {torch.__version__} cannot share a model's weights out as they need "
+            "(FSDP2 whose gradients are sums); install a newer one, 2.13 can"
+        )
     if ranks > 1 and launched() and int(os.environ["WORLD_SIZE"]) != ranks:
         raise SpecError(
             f"train.ranks is {ranks}, and {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or none: "
@@ -129,11 +133,20 @@ def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[]
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     kind = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     try:
-        dist.init_process_group(kind, init_method=where, rank=number, world_size=ranks, timeout=_PATIENCE)
+        dist.init_process_group(kind, init_method=where, rank=number, world_size=ranks, timeout=_patience())
     except (RuntimeError, ValueError) as error:
         line = inline(str(error).partition("\n")[0])
         raise RunError(f"the {ranks} ranks of train.ranks cannot meet ({line}); look at what the others say") from None
     return RankGroup(number, ranks, why)
+
+
+def _patience() -> timedelta:
+    """How long a rank that says nothing is waited for."""
+    asked = os.environ.get(PATIENCE, str(_WEEK))
+    try:
+        return timedelta(seconds=float(asked))
+    except (ValueError, OverflowError):
+        raise SpecError(f"{PATIENCE} is {inline(asked)!r}, wanted seconds, such as 3600") from None
 
 
 def _free_port() -> int:

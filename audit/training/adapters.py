@@ -24,6 +24,8 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
+from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.sharded import shard
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
 
@@ -39,19 +41,34 @@ class AdaptedModel(LoadedModel):
 
 
 def trainable_copy(
-    start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False
+    start: LoadedModel,
+    adapter: AdapterSpec | None,
+    seed: int,
+    *,
+    checkpointing: bool = False,
+    ranks: RankGroup = ALONE,
 ) -> LoadedModel:
     """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
 
-    ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew.
+    ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew. Of several
+    ranks each gets its shards of it.
     """
-    learner = _copied(start, adapter, seed)
+    learner = _copied(start, adapter, seed, sharded=ranks.count > 1)
     if checkpointing:
         checkpoint_layers(learner.model)
+    if ranks.count > 1:
+        learner.model = shard(learner.model, start.device, ranks)
     return learner
 
 
-def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int) -> LoadedModel:
+def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
+    """The reference, which learns nothing: the model of ``start`` itself, or each rank's shards of a copy."""
+    return start.model if ranks.count == 1 else shard(_sharing(start.model), start.device, ranks)
+
+
+def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, sharded: bool) -> LoadedModel:
+    if adapter is None and sharded:
+        return replace(start, model=_sharing(start.model, trains=True))  # shards are copies by themselves
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
@@ -141,11 +158,11 @@ def linear_layers(model: Any) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
 
 
-def _sharing(model: Any) -> Any:
-    """A copy of the modules around the same weights, frozen; an adapter's weights are copied."""
+def _sharing(model: Any, *, trains: bool = False) -> Any:
+    """A copy of the modules around the same weights, frozen unless it ``trains``; an adapter's weights are copied."""
     shared = {
         # by id, which deepcopy looks up: whatever is in here is not copied
-        id(weight): Parameter(weight.detach(), requires_grad=False)
+        id(weight): Parameter(weight.detach(), requires_grad=trains)
         for name, weight in model.named_parameters()
         if _MARK not in name
     }

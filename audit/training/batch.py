@@ -6,7 +6,7 @@ Questions and seeds are a function of (seed, step) alone, so every arm meets the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -124,6 +124,14 @@ class Batch:
         return self.mask[self.sampled]
 
     @property
+    def idle(self) -> Batch:
+        """Its shortest row as a batch in which nothing was sampled, so that nothing is learned from it."""
+        row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
+        own, nothing = self.of([row]), torch.zeros_like(self.sampled[:1])
+        quiet = replace(self.rollouts[row], sampled=torch.zeros_like(self.rollouts[row].sampled))
+        return replace(own, rollouts=(quiet,), sampled=nothing, mask=nothing)
+
+    @property
     def learner_tokens(self) -> int:
         """Tokens of one shared-prompt pass: each prompt once, and every suffix."""
         prompts = sum(rollout.prompt_length for rollout in self.rollouts[:: self.group])
@@ -172,32 +180,42 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
-def halves(batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False) -> list[list[list[int]]]:
-    """A rank's microbatches of the first and of the second half of a batch's groups; of one group there is one half.
+def halves(
+    batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False
+) -> tuple[list[list[list[int]]], list[int]]:
+    """A rank's microbatches of the first and of the second half of a batch's groups, and how many passes each takes.
 
-    The gradient is taken half by half, so that the two can be compared.
+    The gradient is taken half by half, so that the two can be compared; of one group there is one half. Ranks pass in
+    step, so there are as many passes as the rank that has most microbatches needs.
     """
     group, rows = batch.group, len(batch.rollouts)
-    middle, own = rows // group // 2 * group, ranks.share(rows // group)  # middle: rows of the first half, whole groups
+    middle = rows // group // 2 * group  # rows of the first half, whole groups
     parts = [range(middle), range(middle, rows)] if middle else [range(rows)]
-    found = []
+    of_ranks = [ranks.share(rows // group, number) for number in range(ranks.count)]
+    found, passes = [], []
     for part in parts:
-        # what of this half is this rank's, perhaps nothing
-        mine = range(max(part.start, own.start * group), min(part.stop, own.stop * group))
-        found.append([[mine[row] for row in micro] for micro in _split(batch, mine, limit, whole=whole)])
-    return found
-
-
-def _split(batch: Batch, rows: range, limit: int, *, whole: bool) -> list[list[int]]:
-    return microbatches(batch.rollouts[rows.start : rows.stop], batch.group, limit, whole=whole) if rows else []
+        split = []
+        for own in of_ranks:
+            # what of this half is that rank's, perhaps nothing
+            its = range(max(part.start, own.start * group), min(part.stop, own.stop * group))
+            chosen = batch.rollouts[its.start : its.stop] if its else ()
+            micros = microbatches(chosen, group, limit, whole=whole, apart=ranks.count > 1)
+            split.append([[its[row] for row in micro] for micro in micros])
+        found.append(split[ranks.number])
+        passes.append(max(map(len, split)))
+    return found, passes
 
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The rows of one gradient step, and the microbatches that are this rank's, by halves of the groups."""
+    """The rows of one gradient step, and the microbatches that are this rank's, by halves of the groups.
+
+    ``passes`` are how many all ranks take together in each half: one with fewer microbatches makes up for them.
+    """
 
     rows: list[int]
     halves: list[list[list[int]]]
+    passes: list[int]
 
     @property
     def microbatches(self) -> list[list[int]]:
@@ -217,8 +235,9 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
     for turn in range(config.updates_per_batch):
         for own in _dealt(groups, config.minibatches, derive_seed("minibatch", config.seed, step, turn)):
             rows = [index * batch.group + member for index in own for member in range(batch.group)]
-            parts = halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
-            steps.append(GradientStep(rows, [[[rows[row] for row in micro] for micro in part] for part in parts]))
+            parts, passes = halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
+            named = [[[rows[row] for row in micro] for micro in part] for part in parts]
+            steps.append(GradientStep(rows, named, passes))
     return steps
 
 
@@ -229,13 +248,16 @@ def _dealt(groups: int, hands: int, seed: int) -> list[list[int]]:
     return [order[hand * groups // hands : (hand + 1) * groups // hands] for hand in range(hands)]
 
 
-def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False) -> list[list[int]]:
+def microbatches(
+    rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False, apart: bool = False
+) -> list[list[int]]:
     """Rows of each microbatch: whole groups, like lengths together, ``limit`` padded tokens at most.
 
     A group that alone has more is split, each part with the prompt, down to single rows; it makes a microbatch of its
-    own where it must stay ``whole``. What was stored or chosen in different ways is passed apart.
+    own where it must stay ``whole``. What was stored or chosen in different ways is in different ones. ``apart``: rows
+    of a group do not share the pass over their prompt.
     """
-    sizes = [_group_size(rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
+    sizes = [_group_size(rollouts[start : start + group], apart=apart) for start in range(0, len(rollouts), group)]
     kinds = _kinds(rollouts[::group])
     split: list[list[int]] = []
     taken, prompt, suffix, kind = 0, 0, 0, -1
@@ -248,7 +270,7 @@ def microbatches(rollouts: Sequence[Rollout], group: int, limit: int, *, whole: 
             taken, wider, kind = 0, sizes[index], kinds[index]
         split[-1].extend(range(index * group, (index + 1) * group))
         taken, (prompt, suffix) = taken + 1, wider
-    return split if whole else [part for rows in split for part in _parts(rollouts, rows, group, limit)]
+    return split if whole else [part for rows in split for part in _parts(rollouts, rows, group, limit, apart=apart)]
 
 
 def _kinds(leaders: Sequence[Rollout]) -> list[int]:
@@ -260,17 +282,17 @@ def _kinds(leaders: Sequence[Rollout]) -> list[int]:
     return [order.index(kind) for kind in found]
 
 
-def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int) -> list[list[int]]:
+def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, *, apart: bool) -> list[list[int]]:
     """A microbatch of one group in parts that fit; of several groups as it is, since those fit."""
     if len(rows) > group:
         return [rows]
-    prompt, suffix = _group_size([rollouts[row] for row in rows])
+    prompt, suffix = _group_size([rollouts[row] for row in rows], apart=apart)
     # rows that fit beside the prompt; one goes through whatever the limit says
     most = max((limit - prompt) // suffix, 1)
     return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 
-def _group_size(members: Sequence[Rollout]) -> tuple[int, int]:
-    """Prompt tokens and the longest suffix of one group."""
-    prompt = members[0].prompt_length
+def _group_size(members: Sequence[Rollout], *, apart: bool) -> tuple[int, int]:
+    """Prompt tokens that one group shares, and the longest row behind them."""
+    prompt = 0 if apart else members[0].prompt_length
     return prompt, max(len(rollout.ids) for rollout in members) - prompt

@@ -1,7 +1,8 @@
 """A training folder: claimed by one configuration, resumed from its last whole state, finished as an HF folder.
 
 training.json              what this folder is of: configuration and base weights
-state/step-000020/         weights and moments after that step; replaced by the next one, gone when finished
+state/step-000020/         weights and moments after that step; replaced by the next one, gone when finished; of
+                            several ranks each has a file with its part
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
 ledgers/final.safetensors  rollouts of the finished weights; of a mixture final--HASH.safetensors of every policy drawn
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,14 +35,16 @@ from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
 from kvaudit.audit.training.ranks import RankGroup, everywhere
+from kvaudit.audit.training.sharded import is_sharded, whole_weights
 from kvaudit.core.errors import DataError, RunError
-from kvaudit.core.files import PARTIAL, read_json, write_json
+from kvaudit.core.files import PARTIAL, read_json, sync, write_json
 from kvaudit.core.provenance import PROVENANCE, own_files
 
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
 FINAL_LEDGER = "final"
 _TENSORS = "tensors.safetensors"
+_PARTS = "parts"  # files of the other ranks, with their sha256
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
 
 
@@ -123,24 +126,33 @@ class CheckpointFolder:
         self.telemetry.check_steps(position.step)
         return position
 
-    def save_state(self, position: Position, tensors: dict[str, torch.Tensor], *, keep_older: bool = False) -> None:
-        """Save everything that the next step needs, then drop the state before it unless it is kept too."""
+    def save_state(
+        self,
+        position: Position,
+        tensors: dict[str, torch.Tensor],
+        *,
+        others: Callable[[Path], dict[str, str]] = lambda _: {},
+        keep_older: bool = False,
+    ) -> None:
+        """Save everything that the next step needs, then drop the state before it unless it is kept too.
+
+        ``others`` has other ranks write their parts into a folder, and gives the sha256 of each.
+        """
         older = [] if keep_older else self._states()
         target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
             save_file(tensors, folder / _TENSORS)
-            write_json(
-                folder / STATE,
-                {
-                    "step": position.step,
-                    "updates": position.updates,
-                    "telemetry_bytes": position.telemetry_bytes,
-                    "ledgers": dict(position.ledgers),
-                    "config_hash": self._config.hash,
-                    "sha256": file_sha256(folder / _TENSORS),
-                },
-            )
+            state = {
+                "step": position.step,
+                "updates": position.updates,
+                "telemetry_bytes": position.telemetry_bytes,
+                "ledgers": dict(position.ledgers),
+                "config_hash": self._config.hash,
+                "sha256": file_sha256(folder / _TENSORS),
+            }
+            parts = others(folder)
+            write_json(folder / STATE, state | ({_PARTS: parts} if parts else {}))
 
         write_folder(target, fill)  # renamed in one step: a state is there whole or not at all
         # not before: until the new state stands, a kill goes back to the older one
@@ -216,7 +228,7 @@ class CheckpointFolder:
         if not (folder / _TENSORS).is_file():
             raise DataError(f"training state {str(folder)!r} lacks {_TENSORS}; delete {str(self.path)!r} to start over")
         state = read_json(folder / STATE)
-        if set(state) != _STATE_KEYS:
+        if set(state) - {_PARTS} != _STATE_KEYS:
             raise DataError(
                 f"{str(folder / STATE)!r} holds other keys than a state; delete {str(self.path)!r} to start over"
             )
@@ -266,23 +278,41 @@ class CheckpointFolder:
 
 
 class Resumable:
-    """What trains in one rank; all of them save its state, and are put back to it, where the first one is."""
+    """What trains in one rank; each saves its own part of the state, and is put back to it, where the first one is."""
 
     def __init__(self, learner: HasTrainingState, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @everywhere
     def resumed(self, folder: Path, position: Position) -> None:
-        """Go on from where the first rank does, by what it saved in its folder."""
-        # the first rank has loaded it already, as it checked it
+        """Go on from where the first rank does, by what was saved in its folder."""
+        # the first rank has loaded its own already, as it checked the folder
         if self.ranks.number and position.step:
-            saved = load_file(folder / "state" / _state_name(position.step) / _TENSORS)
-            self._learner.load(saved, position.updates)
+            state = folder / "state" / _state_name(position.step)
+            part = state / _part_name(self.ranks.number)
+            known = own_files(read_json(state / STATE).get(_PARTS), state / STATE)
+            if not part.is_file() or file_sha256(part) != known.get(part.name):
+                raise DataError(
+                    f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "
+                    f"{str(folder)!r} to start over"
+                )
+            self._learner.load(load_file(part), position.updates)
 
     @everywhere
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All that the next step needs, in the first rank."""
-        return self._learner.tensors()
+    def save_part(self, folder: Path) -> dict[str, str]:
+        """Have every rank but the first write its part of the state; the sha256 of each file."""
+        own = dict[str, str]()
+        if self.ranks.number:
+            path = folder / _part_name(self.ranks.number)
+            with guarded(path):
+                save_file(self._learner.tensors(), path)
+                sync(path)
+            own[path.name] = file_sha256(path)
+        return {name: digest for part in self.ranks.gathered(own) for name, digest in part.items()}
+
+
+def _part_name(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
 
 
 def _state_name(step: int) -> str:
@@ -307,7 +337,8 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        learner.model.save_pretrained(folder, safe_serialization=True)
+        weights = whole_weights(learner.model) if is_sharded(learner.model) else None
+        learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
         learner.chat.tokenizer.save_pretrained(folder)
     finally:
         if bars:

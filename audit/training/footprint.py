@@ -55,7 +55,11 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
     questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
     dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
     cached = questions * section.group * _cached(model, row) if dense else 0
-    question = section.context_tokens + section.group * answer  # tokens of a group, its prompt once
+    shared = section.ranks == 1
+    # tokens of a group: one process passes its prompt once
+    question = section.context_tokens + section.group * answer if shared else section.group * row
+    # ranks sample from whole weights, which they hold in shards otherwise
+    whole = 0 if shared else sum(weight.nbytes for weight in model.model.parameters())
     # rounded up: the rank that has most decides
     groups = -(-section.prompts_per_step // section.minibatches // section.ranks)
     alone = question if LOSSES.get(section.loss).whole_groups else row
@@ -67,7 +71,11 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
     kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
     return (
         MemoryUse("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
-        MemoryUse("the rollouts' caches", cached, "lower train.rollout_rows or train.context_tokens"),
+        MemoryUse(
+            "the rollouts' caches" if shared else "the rollouts' caches and the weights that they are sampled from",
+            cached + whole,
+            "lower train.rollout_rows or train.context_tokens",
+        ),
         MemoryUse("what a learner's pass keeps", kept, _less_kept(section)),
     )
 
@@ -75,11 +83,11 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
 def _learning(section: TrainSpec, model: LoadedModel) -> int:
     """Bytes beside the loaded weights: gradients, masters and moments, and a copy of what is trained."""
     weights: int = sum(weight.numel() for weight in model.model.parameters())
+    ranks = 1 if section.sft else section.ranks  # a warm start is made by one of them
+    if section.adapter is None and ranks > 1:
+        return weights * 16 // ranks  # float32 weights, gradients and both moments
     if section.adapter is None:
-        size = model.dtype.itemsize
-        shared = 8 + (0 if model.dtype == torch.float32 else 4)  # of which each rank has its part
-        together = 1 if section.sft else section.ranks  # a warm start is made by one rank
-        return weights * 2 * size + weights * shared // together
+        return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
     named = model.model.get_decoder().named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
     widths = (
@@ -88,7 +96,8 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
         if isinstance(module, Linear) and name.rpartition(".")[2] in targets
     )
     # float32 weight, gradient and two moments: 16 bytes a number
-    return section.adapter.rank * sum(widths, 0) * 16
+    frozen = 0 if ranks == 1 else weights * model.dtype.itemsize
+    return (section.adapter.rank * sum(widths, 0) * 16 + frozen) // ranks
 
 
 def _cached(model: LoadedModel, row: int) -> int:

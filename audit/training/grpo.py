@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import trainable_copy
+from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
 from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
 from kvaudit.audit.training.config import TrainConfig
@@ -34,6 +34,7 @@ from kvaudit.audit.training.losses import LOSSES, LossInputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
 from kvaudit.audit.training.rollouts import Questioner, StepRollouts, ledgers_of
+from kvaudit.audit.training.sharded import gather, gathered
 from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row
 from kvaudit.audit.training.validation import Validation
 from kvaudit.core.alarms import alarm_numbers
@@ -65,6 +66,7 @@ def train(
     if folder.finished:
         drop_state(out)
         return out
+    ranks.begun()
     run = TrainingRun(config, model, kept or out, ranks)
     run.resumed(out, position := folder.resume(run.learner, end))
     rows, stop = folder.telemetry.rows(), early_stop if end is None else None
@@ -80,7 +82,8 @@ def train(
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.learner.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
-            folder.save_state(position, run.tensors(), keep_older=early_stop is not None)
+            own = run.learner.tensors()
+            folder.save_state(position, own, others=run.save_part, keep_older=early_stop is not None)
         progress(done, config.steps, rows[-1])
     if ended:
         return out
@@ -89,6 +92,7 @@ def train(
     if config.ledger_every:
         final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
+    run.gather()
     folder.finish(run.model, position)
     return out
 
@@ -98,13 +102,20 @@ class TrainingRun(Resumable):
 
     def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup) -> None:
         self.config = config
-        self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=config.gradient_checkpointing)
-        self.learner = Learner(self.model.model, config, base.model if config.beta > 0 else None, ranks)
+        keeps = config.gradient_checkpointing
+        with ranks.together():
+            self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=keeps, ranks=ranks)
+            reference = frozen_copy(base, ranks) if config.beta > 0 else None
+            self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
         self._questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept), ranks)
-        watched = config.watch if ranks.number == 0 else None  # nothing of the training depends on it
-        self._validation = None if watched is None else Validation(config, watched, self.model, questions)
+        self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
+
+    @everywhere
+    def gather(self) -> None:
+        """Have the finished weights whole, where they are saved."""
+        gather(self.model.model)
 
     @everywhere
     def last(self, steps: int) -> StepRollouts:
@@ -126,7 +137,9 @@ class TrainingRun(Resumable):
         clock.lap("learner")
         row = step_row(step + 1, config, sampled, batch, learned, replayed)
         if self._validation is not None:
-            row |= self._validation.numbers(step + 1)
+            if self._validation.is_due(step + 1):
+                with gathered(self.model.model):
+                    row |= self._validation.numbers() if self.ranks.number == 0 else {}  # no training depends on it
             clock.lap("validation")
         return row | clock.laps, sampled
 
@@ -160,7 +173,7 @@ def learn(
     for update in plan:
         counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
         total = 0.0
-        for half in update.halves:
+        for half, passes in zip(update.halves, update.passes, strict=True):
             for rows in half:
                 part = batch.of(rows)
                 read, values = learner.read(part)
@@ -189,11 +202,14 @@ def learn(
                 tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
                 if update is plan[0]:  # later ones read weights that have moved
                     first[rows] = logprobs.detach()
+            for _ in range(passes - len(half)):
+                learner.idle(batch)
             if update is plan[0]:
                 learner.optimiser.mark()
         steps.append(learner.step())
     # each rank read its own groups; from here on all know the whole batch
-    first, total, tally = ranks.summed(first), sum(ranks.gathered(total)), sum(ranks.gathered(tally), Tally())
+    losses, tallies = zip(*ranks.gathered((total, tally)), strict=True)
+    first, total, tally = ranks.summed(first), sum(losses), sum(tallies, Tally())
     for later in plan[1 : config.minibatches]:
         assert before is not None
         first[later.rows] = before.logprobs[later.rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses import LOSSES, CriticInputs
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.sharded import gathered
 from kvaudit.audit.training.token_logprobs import TokenPredictions, pass_logprobs, read_tokens
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.spec_train import CriticSpec
@@ -33,10 +34,11 @@ class Critic:
         for weight in self._head.parameters():
             torch.nn.init.zeros_(weight)
         self._optimiser = Optimiser(
-            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm, ranks=ranks
+            self._head, learning_rate=spec.learning_rate, warmup_steps=0, max_grad_norm=max_grad_norm
         )
+        self._ranks = ranks  # each has the whole head
 
-    def read(self, model: Any, part: Batch, kind: LearnerPass, temperature: float) -> tuple[TokenPredictions, Tensor]:
+    def read(self, model: Any, part: Batch, passed: Callable[[], TokenPredictions]) -> tuple[TokenPredictions, Tensor]:
         """What a pass says of some rollouts, and the values [b, R] of the states it predicts their tokens from."""
         seen: list[Tensor] = []
 
@@ -46,7 +48,7 @@ class Critic:
 
         handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)
         try:
-            read = read_tokens(model, part.rollouts, part.group, kind, temperature)
+            read = passed()
         finally:
             handle.remove()
         # a decoder that is called by another road never reaches the hook
@@ -55,12 +57,15 @@ class Critic:
                 f"{type(model).__name__} does not ask its decoder as causal models do; train without a critic"
             )
         states = seen[-1]  # the pass over the prompts comes before
-        # [n, D]; a state predicts the token after it, as its logits do
-        chosen = states[part.sampled[:, : states.shape[1]]].float()
+        chosen = states[read.columns].float()  # [n, D]; a state predicts the token after it, as its logits do
         return read, part.spread(self._head(chosen)[:, 0])  # [n, 1] to [b, R], 0 where nothing was sampled
 
     def step(self) -> None:
         """Follow the gradient of the value term; one that is not finite changes nothing."""
+        if self._ranks.count > 1:
+            for weight in self._head.parameters():
+                # a rank whose rows all weigh nothing has none
+                weight.grad = self._ranks.summed(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         self._optimiser.step()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -96,7 +101,7 @@ class BeforeUpdate(NamedTuple):
 class Learner:
     """A model that learns as its arm and loss say; ``reference`` is the model that it is held against, or None.
 
-    Of several ranks each reads its own groups, and all know what every one has read.
+    Of several ranks, whose weights are shards, each reads its own groups, and all know what every one has read.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
@@ -114,10 +119,22 @@ class Learner:
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
         # dense or shadow: the one place where arms differ in what is learned from
-        kind, temperature = self.config.recipe.learner, self.config.temperature
+        kind = self.config.recipe.learner
         if self._critic is None:
-            return read_tokens(self.model, part.rollouts, part.group, kind, temperature), None
-        return self._critic.read(self.model, part, kind, temperature)
+            return self._tokens(part, kind), None
+        return self._critic.read(self.model, part, lambda: self._tokens(part, kind))
+
+    def _tokens(self, part: Batch, kind: LearnerPass) -> TokenPredictions:
+        apart = self.ranks.count > 1
+        return read_tokens(self.model, part.rollouts, part.group, kind, self.config.temperature, apart=apart)
+
+    def idle(self, batch: Batch) -> None:
+        """Keep the others company in a pass over a microbatch: they wait for each layer's weights and gradients."""
+        part = batch.idle
+        read, _ = self.read(part)
+        gap = self.distilled(part, read)
+        # both are sums over no token: 0, and so are the gradients
+        torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
     def before_update(self, batch: Batch, parts: Sequence[Sequence[int]]) -> BeforeUpdate:
         """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch of this rank's.
@@ -126,7 +143,7 @@ class Learner:
         gspo's would clip on it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
-        with torch.no_grad():
+        with torch.no_grad(), gathered(self.model):
             for rows in parts:
                 part = batch.of(rows)
                 read, own = self.read(part)
@@ -151,7 +168,8 @@ class Learner:
         # own groups of this rank; found [B, R]
         own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
         rows = range(own.start * batch.group, own.stop * batch.group)
-        found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config)
+        with gathered(model):
+            found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config, apart=self.ranks.count > 1)
         return self.ranks.summed(found)
 
     def distilled(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
@@ -162,7 +180,7 @@ class Learner:
         """
         if not self.config.recipe.distill:
             return None
-        dense = read_tokens(self.model, part.rollouts, part.group, "dense", self.config.temperature)
+        dense = self._tokens(part, "dense")
         student, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
         gap = part.spread(student.distributions.kl(teacher.distributions))  # nats [b, R]
         return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]

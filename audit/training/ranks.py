@@ -1,7 +1,8 @@
-"""The ranks of one training unit: processes that share its batch and its optimiser and take every step together.
+"""The ranks of one training unit: processes that share its weights and its batch and take every step together.
 
-The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). What
-they exchange is read as data alone (``_unpacked``), since whoever reaches the port may write to it.
+The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). In a
+step they say two things to each other, what each has sampled and measured; all else are tensors. It is read as data
+alone (``_unpacked``), since whoever reaches the port may write to it; torch's exchange of objects would unpickle it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -34,27 +35,20 @@ class RankGroup:
 
     def __init__(self, number: int = 0, count: int = 1, why: Callable[[], str] = str) -> None:
         self.number, self.count, self._why = number, count, why
+        self._unit: object = None  # what is worked on, until the others know
 
-    def share(self, count: int) -> range:
-        """Which of ``count`` things are this rank's: as many as any other's, or one more or less."""
+    def share(self, count: int, number: int | None = None) -> range:
+        """Which of ``count`` things are this rank's, or another's: as many as any other's, or one more or less."""
+        rank = self.number if number is None else number
         # rounding down at both ends leaves no gap and no overlap
-        return range(count * self.number // self.count, count * (self.number + 1) // self.count)
-
-    def dealt(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """A rank for every name, the largest first, each to whoever has least."""
-        loads, found = [0] * self.count, dict[str, int]()
-        # by name among equals: all ranks must deal alike without asking
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            found[name] = loads.index(min(loads))
-            loads[found[name]] += sizes[name]
-        return found
+        return range(count * rank // self.count, count * (rank + 1) // self.count)
 
     def gathered(self, own: T) -> list[T]:
         """Every rank's object, in their order."""
         if self.count == 1:
             return [own]
         mine = _packed(own)
-        with self._together():
+        with self.together():
             sizes = torch.zeros(self.count, dtype=torch.int64)  # bytes of every rank's object
             sizes[self.number] = len(mine)
             dist.all_reduce(sizes)
@@ -68,42 +62,15 @@ class RankGroup:
     def summed(self, tensor: Tensor) -> Tensor:
         """The tensor itself, which becomes the sum of all ranks'."""
         if self.count > 1:
-            with self._together():
+            with self.together():
                 dist.all_reduce(tensor)
         return tensor
-
-    def sum_at(self, rank: int, tensor: Tensor) -> None:
-        """Make a tensor the sum of all ranks' in one of them; elsewhere it may hold anything then."""
-        if self.count > 1:
-            with self._together():
-                dist.reduce(tensor, rank)
-
-    def spread(self, rank: int, tensor: Tensor) -> None:
-        """Make a tensor what it is in one of the ranks."""
-        if self.count > 1:
-            with self._together():
-                dist.broadcast(tensor, rank)
-
-    def collected(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the first rank the named tensors of all, those of the others on the CPU; elsewhere its own."""
-        # a receiver has to know shape and dtype before the bytes come
-        forms = self.gathered({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
-        found = dict(own)
-        for rank, form in enumerate(forms[1:], start=1):
-            for name, (shape, dtype) in form.items():
-                with self._together():
-                    if self.number == rank:
-                        dist.send(own[name].cpu(), 0)
-                    elif self.number == 0:
-                        found[name] = torch.empty(shape, dtype=dtype)
-                        dist.recv(found[name], rank)
-        return found
 
     def tell(self, word: object) -> None:
         """Say something to the other ranks; nothing where this is not the first."""
         if self.number == 0 and self.count > 1:
             packed = _packed(word)
-            with self._together():
+            with self.together():
                 # the length first: whoever listens must have room for the rest
                 dist.broadcast(torch.tensor([len(packed)]), 0)
                 dist.broadcast(packed, 0)
@@ -111,7 +78,7 @@ class RankGroup:
     def heard(self) -> Any:
         """What the first rank says next."""
         size = torch.zeros(1, dtype=torch.int64)
-        with self._together():
+        with self.together():
             dist.broadcast(size, 0)
             packed = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(packed, 0)
@@ -119,10 +86,17 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Tell the others what is worked on, and afterwards that it is done."""
-        self.tell(name)
+        """What is worked on in here; the others are told when it has ``begun``, and when it is done."""
+        self._unit = name
         yield
-        self.tell(None)
+        if self._unit is None:
+            self.tell(None)
+        self._unit = None
+
+    def begun(self) -> None:
+        """Tell the others what is worked on: from here on they take part."""
+        self.tell(self._unit)
+        self._unit = None
 
     def obey(self, run: object) -> None:
         """Call of ``run`` what the first rank calls of its own, until its unit is done."""
@@ -133,14 +107,20 @@ class RankGroup:
             getattr(run, name)(*arguments)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
+        """Around whatever exchanges something: RunError where another rank was lost."""
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # of the transport, which has no class of its own for it
+        except RuntimeError as error:
+            if self.count == 1 or not _of_transport(error):
+                raise
             what = self._why() or f"another rank was lost ({inline(str(error).partition(chr(10))[0])})"
             raise RunError(f"{what}; what is saved stays: go on with --resume") from None
+
+
+def _of_transport(error: RuntimeError) -> bool:
+    """Whether an exchange failed: NCCL has a class for it, and gloo says by its files where it was."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _packed(thing: object) -> Tensor:
@@ -191,7 +171,8 @@ def everywhere(method: Method) -> Method:
 
     @wraps(method)
     def called(self: HasRanks, *arguments: Any) -> Any:
-        self.ranks.tell((method.__name__, arguments))
-        return method(self, *arguments)
+        with self.ranks.together():  # weights and gradients are exchanged deep inside
+            self.ranks.tell((method.__name__, arguments))
+            return method(self, *arguments)
 
     return cast("Method", called)

@@ -20,6 +20,7 @@ from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards import Pays
+from kvaudit.audit.training.sharded import gathered
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Questioner:
 
         Of several ranks each samples and pays its own groups, and all get those of every one.
         """
-        return _joined(self._ranks.gathered(self._sampled(step, self._own)))
+        with gathered(self._model.model):  # rows end when they like, so ranks cannot sample in step
+            own = self._sampled(step, self._own)
+        return _joined(self._ranks.gathered(own))
 
     @property
     def _own(self) -> slice:
@@ -100,7 +103,8 @@ class Questioner:
         own, group = self._own, self._config.group
         policies = group_policies(self._config, steps)[own]
         seeds = row_seeds(self._config, steps)[own.start * group : own.stop * group]
-        played = self._play(self._questions[steps - 1][own], policies, seeds)
+        with gathered(self._model.model):
+            played = self._play(self._questions[steps - 1][own], policies, seeds)
         return _joined(self._ranks.gathered(StepRollouts(played, [None] * len(played), policies)))
 
     def _play(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.replay.head import Head
-from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits, suffix_states
+from kvaudit.audit.replay.learner_pass import LearnerPass, shared_tokens, suffix_logits, suffix_states
 from kvaudit.audit.training.batch import Batch, microbatches
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import full_kl
@@ -65,42 +65,54 @@ class TokenPredictions(NamedTuple):
     distributions: Distributions
     logprobs: Tensor  # [n], nats
     entropy: Tensor  # [n], nats, no gradient
+    columns: Tensor  # bool [b, Q], which columns of the pass predict them
 
 
 def read_tokens(
-    model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float
+    model: Any,
+    rollouts: Sequence[Rollout],
+    group: int,
+    kind: LearnerPass,
+    temperature: float,
+    *,
+    apart: bool = False,
 ) -> TokenPredictions:
-    """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with."""
+    """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with.
+
+    ``apart``: every row by itself, see ``suffix_logits``.
+    """
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE:
-        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind)
+        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, apart=apart)
     else:
-        states, valid = suffix_logits(model, rollouts, group=group, kind=kind)
-    # both [b, Q], Q columns of the longest suffix
+        states, valid = suffix_logits(model, rollouts, group=group, kind=kind, apart=apart)
+    # both [b, Q], Q columns of the longest suffix, or row
     sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
-        suffix = rollout.ids[rollout.prompt_length :]
-        ids[row, : len(suffix)] = suffix
-        sampled[row, : len(suffix)] = rollout.sampled[rollout.prompt_length :]
+        first = shared_tokens(rollout, apart=apart) + 1  # token that the first column predicts
+        ids[row, : len(rollout.ids) - first] = rollout.ids[first:]
+        sampled[row, : len(rollout.ids) - first] = rollout.sampled[first:]
+    sampled, wanted = sampled.to(states.device), ids[sampled].to(states.device)
     # given tokens go before anything is made wide
-    chosen = states[sampled.to(states.device)]
+    chosen = states[sampled]
     found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
 
-    def numbers(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def numbers(own: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = found.logits(own).log_softmax(dim=-1)  # [m, V], the largest tensor of training
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, wanted[:, None])[:, 0], entropy  # [m], [m]
+        return logprobs.gather(1, tokens[:, None])[:, 0], entropy  # [m], [m]
 
-    return TokenPredictions(found, *found.each(numbers, ids[sampled].to(states.device)))
+    logprobs, entropy = found.each(numbers, wanted)
+    return TokenPredictions(found, logprobs, entropy, sampled)
 
 
-def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig) -> Tensor:
+def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig, *, apart: bool = False) -> Tensor:
     """Log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
     result = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
-        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens):
+        for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, apart=apart):
             part = batch.of(rows)
-            read = read_tokens(model, part.rollouts, part.group, kind, config.temperature)
+            read = read_tokens(model, part.rollouts, part.group, kind, config.temperature, apart=apart)
             result[rows] = part.spread(read.logprobs)
     return result

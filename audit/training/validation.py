@@ -38,10 +38,12 @@ class Validation:
         self._config, self._spec, self._model = config, spec, model
         self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
-    def numbers(self, done: int) -> TelemetryRow:
-        """``validation/*`` after so many steps; nothing where none is due."""
-        if done % self._spec.every and done != self._config.steps:  # the last step always, whatever the interval
-            return {}
+    def is_due(self, done: int) -> bool:
+        """Whether it takes place after so many steps."""
+        return done % self._spec.every == 0 or done == self._config.steps  # the last always, whatever the interval
+
+    def numbers(self) -> TelemetryRow:
+        """``validation/*`` of the learner as it is."""
         named = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
         if named == Dense():

@@ -15,8 +15,9 @@ from kvaudit.core.text import clip
 from kvaudit.reports.drift.drift import seed_pairs, weights_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.verdict import Decision, Verdict
+from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, UNREAD, CellKey, Panel
+from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, CellKey, Panel
 
 PER_CELL = 2
 AT_MOST = 12

@@ -18,8 +18,9 @@ import pandas as pd
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.records.blocks import UNREAD, Array
 from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, UNREAD, Array
+from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE
 
 _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 

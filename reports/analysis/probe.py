@@ -22,8 +22,9 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS, facet_of
 from kvaudit.core.provenance import ASKED, table_of
 from kvaudit.reports.analysis.slopes import slope
+from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, facets_of
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm

@@ -16,7 +16,8 @@ import pandas as pd
 
 from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import Outcome
-from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.reports.records.blocks import UNREAD
+from kvaudit.reports.records.rows import FACET_COLUMNS
 
 Array = npt.NDArray[np.float64]
 
@@ -46,9 +47,13 @@ class Answers:
         return f"{self.suite}.{self.facet}" if self.facet else self.suite
 
 
+_NEEDED = ("policy", "suite", "context_tokens", "item_id", "cluster_id", "score", "outcome")
+
+
 def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[Answers, ...]]:
     """Serving policy -> what the reference answered under it."""
-    own = records[records["arm"] == reference]
+    needed = [name for name in (*_NEEDED, *FACET_COLUMNS.values()) if name in records]
+    own = records.loc[records["arm"] == reference, needed]
     return {str(policy): tuple(answers_of(part)) for policy, part in own.groupby("policy", observed=True)}
 
 

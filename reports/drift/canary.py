@@ -22,8 +22,9 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import AGAIN
-from kvaudit.reports.records.rows import LOGPROB, SAID, Array
+from kvaudit.reports.records.rows import LOGPROB, SAID
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 
 CANARY = "CANARY"

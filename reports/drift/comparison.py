@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
@@ -118,17 +118,17 @@ class Comparison:
 
 def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
     """The comparison that a complete spec declares, with everything that its records hold besides."""
-    seen = list(dict.fromkeys(records["policy"]))
+    seen = list(records["policy"].unique())  # of a million rows a few words
     references = spec.evaluate.references
     policies = tuple(dict.fromkeys([*_served_as(spec, seen), *sorted(seen)]))
     trained = tuple(dict.fromkeys(arm for arm, _ in spec.arms if arm != BASE_ARM))
-    recorded = sorted(set(records["arm"]))
+    recorded = sorted(records["arm"].unique())
     reference = spec.gate.reference or BASE_ARM
     # a reference of one seed may serve them all; where there is nothing but a reference its own are meant
     asked = [(arm, seed) for arm, seed in spec.arms if arm != BASE_ARM]
     paired = tuple(dict.fromkeys(seed for arm, seed in asked if arm != reference) or dict.fromkeys(s for _, s in asked))
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
-    suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(set(records["suite"]))]))
+    suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
     facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in spec.gate.margins if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
     engines = condition_names(references)
@@ -218,7 +218,7 @@ def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str
 
 
 def _recorded_seeds(records: pd.DataFrame, reference: str) -> tuple[int, ...]:
-    return tuple(sorted({int(s) for s in records.loc[records["arm"] == reference, "train_seed"]}))
+    return tuple(sorted({int(s) for s in records.loc[records["arm"] == reference, "train_seed"].unique()}))
 
 
 def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[s
 def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Every reason for which the run as a whole is INVALID."""
     records = data.records
-    if comparison.reference not in set(records["arm"]):
+    if comparison.reference not in set(records["arm"].unique()):
         yield Reason("REFERENCE", f"the reference arm {comparison.reference!r} has no records")
     duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
     if duplicates:
@@ -277,7 +277,7 @@ def some(names: Iterable[str]) -> str:
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
     """A name that stands for two things: weights, policy, suite version or judge."""
     # of the rest a suite's judge has said nothing
-    judged = records[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value])]
+    judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
     for table, by, column, what in (
         (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
         (records, ["policy"], "policy_hash", "a policy's hash"),
@@ -306,8 +306,10 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
     strange, unpinned = [], []
-    for (arm, seed), part in data.records.groupby(["arm", "train_seed"], observed=True):
-        found = set(part["checkpoint"])
+    weights = data.records.groupby(["arm", "train_seed"], observed=True)["checkpoint"].unique()
+    for index, several in weights.items():
+        arm, seed = cast(tuple[str, int], index)
+        found = set(several)
         known = listed.get(f"{arm}/{seed}")
         if known is None and arm == BASE_ARM:  # otherwise it is the warm start of its seed
             known = data.provenance.get("base_sha256")

@@ -98,8 +98,9 @@ def _asked_again(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataF
 
 
 def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
-    own = records[records["arm"] == arm]
-    return {int(str(seed)): frozenset(part["checkpoint"]) for seed, part in own.groupby("train_seed", observed=True)}
+    own = records.loc[records["arm"] == arm, ["train_seed", "checkpoint"]]
+    found = own.groupby("train_seed", observed=True)["checkpoint"].unique()
+    return {int(str(seed)): frozenset(weights) for seed, weights in found.items()}
 
 
 # --- what is contrasted with what -------------------------------------------------------------------------------------

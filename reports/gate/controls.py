@@ -32,7 +32,8 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.reports.drift.answers import Answers, answers_of
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.reports.records.blocks import UNREAD
+from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.stats.clustered import Array
 from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS

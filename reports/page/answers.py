@@ -178,7 +178,7 @@ def why(sides: Comparison, d: Decision) -> tuple[str, str]:
         said = f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
         return said, said
     if d.effect is None:
-        said = _short(d.reasons[0].text) if d.reasons else "no number"
+        said = _short(f"{d.suite}: {d.reasons[0].text}") if d.reasons else "no number"
         return said, said
     said, brief = moved(sides, d), f"{what_counts(sides, d)} {before_after(sides, d)}, limit {_signed(sides, d)[0]}"
     return (f"{said}; {_MORE[d.larger]}" if d.larger else said), brief

@@ -169,7 +169,7 @@ def _beside_passage(findings: Findings) -> Passage:
     )
 
 
-def _compared_passage(findings: Decided) -> Passage:
+def _compared_passage(findings: Findings) -> Passage:
     fixed = "the rules fixed before the numbers were seen."
     if findings.rules.declared == DECLARED_AFTER_RUN:
         fixed = "rules that were declared after the run, when its numbers could be known."

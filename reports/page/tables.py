@@ -13,6 +13,7 @@ from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
 from kvaudit.reports.layout.names import named, plain_words
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, marked
+from kvaudit.reports.page.findings import Findings
 
 
 class DecidedLine(NamedTuple):
@@ -122,7 +123,7 @@ def _room(d: Decision) -> float:
     return (d.effect.lower if d.effect else 0.0) + (d.margin or 0.0)
 
 
-def compared_table(findings: Decided) -> Table:
+def compared_table(findings: Findings) -> Table:
     """The two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))

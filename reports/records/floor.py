@@ -6,7 +6,7 @@ RUN/floor/shuffled/<unit>.jsonl    the same in another order; records and seals 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pandas as pd
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
 from kvaudit.core.provenance import check_sealed, seal_of
-from kvaudit.reports.records.rows import Columns, Problem, read_unit
+from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
 
 FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
 WAYS = (AGAIN, SHUFFLED)
@@ -44,14 +44,14 @@ def read_floor(run: Path, records: pd.DataFrame) -> AskedAgain:
                 unfinished.append(f"{way}/{unit.name}")
         if columns.rows:
             found[way] = columns.frame().drop_duplicates(ONE_ANSWER)
-            _check_same(pd.concat([records, found[way]], ignore_index=True), folder)
+            _check_same((records, found[way]), folder)
     return AskedAgain(found, tuple(problems), tuple(unfinished))
 
 
-def _check_same(records: pd.DataFrame, folder: Path) -> None:
+def _check_same(tables: Sequence[pd.DataFrame], folder: Path) -> None:
     """Pairs are of one checkpoint, of one version of a suite and of one condition."""
     for column, by in _SAME.items():
-        several = records[column].astype(str).groupby([records[name].astype(str) for name in by]).nunique()
+        several = names_under(tables, column, by)
         if (several > 1).any():
             raise DataError(
                 f"records in {str(folder)!r} have another {column} than those of the run; delete the folder and "

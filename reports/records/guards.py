@@ -22,7 +22,8 @@ from kvaudit.core.facets import FACETS
 from kvaudit.core.files import read_json
 from kvaudit.core.provenance import seal_of
 from kvaudit.core.text import is_text
-from kvaudit.reports.records.rows import FACET_COLUMNS, UNREAD
+from kvaudit.reports.records.blocks import UNREAD
+from kvaudit.reports.records.rows import FACET_COLUMNS
 
 GUARDS_FOLDER, GUARDS_FORMAT, GUARDS_VERSION = "guards", "kvaudit.guard", 1
 LET_THROUGH, INPUT, OUTPUT, FAILED = 0, 1, 2, 3

@@ -120,7 +120,7 @@ def load_run(run: Path) -> RunData:
             f"no records in {str(run / 'records')!r}; "
             + ("its pilot may have found nothing to lose: " if stopped else "evaluate first: ")
             + f"kvaudit run SPEC --out {run} --resume"
-            + (" says so, and --anyway goes on" if stopped else "")
+            + (" says so, and --anyway goes on" if stopped else ", or the check that began it")
         )
     frame = _without_duplicates(columns.frame(), problems)
     incomplete = tuple(name for name, seal in seals.items() if seal is None)
@@ -206,7 +206,7 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
     again = frame.duplicated(_KEY, keep="first")
     for file, line in frame.loc[again, ["file", "line"]].itertuples(index=False):
         problems.append(Problem(str(file), int(line), "duplicate of an earlier record of the same item and sample"))
-    return frame.loc[~again].reset_index(drop=True)
+    return frame.loc[~again].reset_index(drop=True) if again.any() else frame  # a copy is as large again
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:

@@ -7,7 +7,7 @@ RUN/remedies/<unit>.jsonl   records and seals as those of the run's own grid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
 from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.core.text import is_text
-from kvaudit.reports.records.rows import Columns, Problem, read_unit
+from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
 
 REMEDIES_FOLDER, TRIED_FILE, REMEDIES_FORMAT, REMEDIES_VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
 WITH_RUN, AFTER_RUN = "with the run", "after the run"
@@ -68,15 +68,14 @@ def read_served(run: Path, records: pd.DataFrame) -> Served:
         else:
             unfinished.append(unit.name)
     found = columns.frame() if columns.rows else records.iloc[:0]
-    _check_same(pd.concat([records, found], ignore_index=True), run / REMEDIES_FOLDER)
+    _check_same((records, found), run / REMEDIES_FOLDER)
     return Served(tried, found, tuple(problems), tuple(unfinished))
 
 
-def _check_same(records: pd.DataFrame, folder: Path) -> None:
+def _check_same(tables: Sequence[pd.DataFrame], folder: Path) -> None:
     """Pairs are of one checkpoint, of one version of a suite and of one policy."""
     for column, by in _SAME.items():
-        names = [records[name].astype(str) for name in by]
-        several = records[column].astype(str).groupby(names).nunique()
+        several = names_under(tables, column, by)
         if (several > 1).any():
             raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_MEND}")
 

@@ -9,14 +9,10 @@ Of the table a ``Panel`` for every suite and length: items by (arm, seed, policy
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BytesIO
-from itertools import chain
-from json.scanner import make_scanner
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -26,9 +22,18 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, WELL_FORMED
-from kvaudit.core.records import CONTRADICTED, READABLE_FORMATS, TOKEN_ROLES, Outcome, Record, Role, spans_fit
+from kvaudit.core.records import TOKEN_ROLES, Outcome, Record, Role
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import is_text, one_line
+from kvaudit.reports.records.blocks import (
+    FACET_CODES,
+    LARGEST_STORED,
+    UNREAD,
+    Array,
+    answers_said,
+    block_of,
+    by_name,
+)
 
 ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 COPIED = (
@@ -46,7 +51,6 @@ SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was ke
 LIVE = "kv_bytes_live"  # NaN in records from before it was counted
 LOGPROB = "logprob"  # NaN where nobody gave one
 SAID = "said"  # stands for all that an engine's answer says, 0 for one of our own cache
-UNREAD = -1.0  # the answer has no form that the facet could be read in
 # what an engine need not show, NaN where it does not: the type of a value that is there
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "retention": (int, float),
@@ -62,19 +66,9 @@ REAL = (
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
 )
-_FACET_CODES = {None: UNREAD, False: 0.0, True: 1.0}
 BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
-_LARGEST = 2**62  # what a 64-bit column holds with room to sum
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 _SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
-_FIELDS = tuple(f.name for f in fields(Record))
-_values = itemgetter(*_FIELDS)
-# json.loads wants a text to be one value; its scanner says where a value ends, so a block needs no splitting
-_scan: Any = make_scanner(json.JSONDecoder())  # type: ignore[arg-type] # the stubs name the wrong class
-_OUTCOMES = {outcome.value for outcome in Outcome}
-_CONTRADICTIONS = {(outcome.value, score) for outcome, score in CONTRADICTED.items()}
-_SPEAKERS = {role.value for role in Role}
-Array = npt.NDArray[np.float64]
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -86,35 +80,58 @@ class _Numbering(dict[str, int]):
 
 
 class Columns:
-    """The rows read so far; ``file`` and ``line`` say where each one stood."""
+    """The rows read so far; ``file`` and ``line`` say where each one stood.
+
+    A column is one array that grows in place: a list of parts would be in memory twice when they are joined. One that
+    no record has a value for takes no memory before the end.
+    """
 
     def __init__(self) -> None:
         self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
-        self._parts: dict[str, list[npt.NDArray[Any]]] = {
-            name: [] for name in (*_WORDS, *WHOLE_NUMBERS, SAID, *REAL, "file", "line")
-        }
+        kinds = dict.fromkeys(self._words, np.int32) | dict.fromkeys((*WHOLE_NUMBERS, SAID, "line"), np.int64)
+        self._arrays: dict[str, npt.NDArray[Any]] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
         self.rows = 0
 
-    def add(self, file: str, lines: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score``, survival, facets, spans."""
-        count = len(lines)
+    def add(self, file: str, lines: Sequence[int] | npt.NDArray[np.int64], values: Mapping[str, Sequence[Any]]) -> None:
+        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score`` and what else is known."""
+        place = slice(self.rows, self.rows + len(lines))
+        self.rows = place.stop
         for name in _WORDS:
-            numbers = map(self._words[name].__getitem__, values[name])
-            self._parts[name].append(np.fromiter(numbers, np.int32, count))
-        for names, kind in (((*WHOLE_NUMBERS, SAID), np.int64), (REAL, np.float64)):
-            for name in names:
-                self._parts[name].append(np.array(values[name], dtype=kind))
-        self._parts["file"].append(np.full(count, self._words["file"][file], dtype=np.int32))
-        self._parts["line"].append(np.array(lines, dtype=np.int64))
-        self.rows += count
+            self._room(name)[place] = self._numbered(name, values[name])
+        for name in (*WHOLE_NUMBERS, SAID):
+            self._room(name)[place] = values[name]
+        for name in REAL:
+            if name in values or name in self._arrays:
+                self._room(name, place.start)[place] = values.get(name, math.nan)  # NaN for None, too
+        self._room("file")[place] = self._words["file"][file]
+        self._room("line")[place] = lines
+
+    def _numbered(self, name: str, words: Sequence[str]) -> Any:
+        numbers = self._words[name]
+        if words and words.count(words[0]) == len(words):  # as most are within a file
+            return numbers[words[0]]
+        return np.fromiter(map(numbers.__getitem__, words), np.int32, len(words))
+
+    def _room(self, name: str, before: int = 0) -> npt.NDArray[Any]:
+        """The array of a column, with room for all rows; a new one knows nothing of the rows ``before``."""
+        if name not in self._arrays:
+            self._arrays[name] = np.full(before, np.nan)
+        array = self._arrays[name]
+        if len(array) < self.rows:
+            # in place and without a copy, where the system can move pages; nothing else holds these arrays
+            array.resize(max(self.rows, len(array) + len(array) // 4), refcheck=False)
+        return array
 
     def frame(self) -> pd.DataFrame:
         """All rows; empties the columns, so that both are never in memory."""
-        return pd.DataFrame({name: self._column(name) for name in list(self._parts)}, copy=False)
+        unknown = np.full(self.rows, np.nan)  # one for all, as nothing writes to a frame's columns
+        names = [*_WORDS, *WHOLE_NUMBERS, SAID, *REAL, "file", "line"]
+        found = {name: self._column(name) if name in self._arrays else unknown for name in names}
+        return pd.DataFrame(found, copy=False)
 
     def _column(self, name: str) -> Any:
-        parts = self._parts.pop(name)
-        values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        values = self._arrays.pop(name)
+        values.resize(self.rows, refcheck=False)
         if name not in self._words:
             return values
         words = list(self._words.pop(name))
@@ -144,13 +161,14 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
     first = 1
     for raw in _blocks(path):
         digest.update(raw)
-        count = raw.count(b"\n") + (not raw.endswith(b"\n"))
-        values = _plain(raw, count)
+        values = _plain(raw)
         if values is None:
+            count = raw.count(b"\n") + (not raw.endswith(b"\n"))
             read = list(_strict(path.name, BytesIO(raw), first, problems))
             columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
         else:
-            columns.add(path.name, range(first, first + count), values)
+            count = len(values["score"])
+            columns.add(path.name, np.arange(first, first + count), values)
         first += count
     return digest.hexdigest()
 
@@ -162,141 +180,46 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block if block.endswith(b"\n") else block + handle.readline()
 
 
-def _plain(raw: bytes, count: int) -> dict[str, Sequence[Any]] | None:
-    """The columns of a block in which everything is as it should be, else None."""
-    if b"\\ud" in raw.lower():
-        return None  # perhaps half a character
-    try:
-        rows = _objects(raw.decode(), count)
-        if rows is None or set(map(type, rows)) != {dict}:
-            return None
-        _complete(rows)
-        if set(map(len, rows)) != {len(_FIELDS)}:
-            return None
-        values = dict(zip(_FIELDS, zip(*map(_values, rows), strict=True), strict=True))
-        if not _scalars_fit(values) or not _scores_fit(values) or not _messages_fit(values["transcript"]):
-            return None
-        if not _shares_fit(values["survival"]) or not _facets_fit(values["facets"]):
-            return None
-        readable = all(map(spans_fit, values["spans"])) and all(_optional_fit(name, values[name]) for name in OPTIONAL)
-        if not readable or set(map(type, values["unsure"])) != {bool}:
-            return None
-        shares = [{name: span["kept"] for name, span in table.items()} for table in values["spans"]]
-        said = [
-            0 if kept is not None else _digest(m["content"] for m in messages if m["role"] == Role.ASSISTANT)
-            for kept, messages in zip(values["retention"], values["transcript"], strict=True)
-        ]
-        return _kept({**values, "spans": shares, SAID: said})
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration):
-        return None  # the strict reading says what and where
+def _plain(raw: bytes) -> dict[str, Sequence[Any]] | None:
+    """The columns of a block in which everything is as it should be, else None: the strict reading says what is not."""
+    values = block_of(raw)
+    if values is None:
+        return None
+    said = np.zeros(len(values["score"]), dtype=np.int64)
+    shown = np.flatnonzero(np.isnan(values["retention"]))  # by an engine, whose cache nobody sees
+    said[shown] = [_digest(texts) for texts in answers_said(values["transcript"], shown.tolist())]
+    return _kept({**values, SAID: said})
 
 
-def _complete(rows: Sequence[dict[str, Any]]) -> None:
-    """Give rows what they may lack: spans, which a suite need not mark, live bytes and facets, once there were none."""
-    for row in rows:
-        row.setdefault("spans", {})
-        row.setdefault("unsure", False)
-        row.setdefault(LIVE, None)
-        row.setdefault(LOGPROB, None)
-        row.setdefault("unanswered", "")
-    if set(map(len, rows)) == {len(_FIELDS) - 1} and {row["format"] for row in rows} == {1}:
-        for row in rows:
-            row.setdefault("facets", {})
-
-
-def _objects(text: str, count: int) -> list[Any] | None:
-    """The values of a text with exactly one on every line; None where a line ends elsewhere."""
-    rows, end = [], 0
-    for _ in range(count):
-        value, end = _scan(text, end)
-        rows.append(value)
-        if text[end : end + 1] not in ("\n", ""):
-            return None
-        end += 1
-    return rows if end >= len(text) else None
-
-
-def _scalars_fit(values: Mapping[str, Sequence[Any]]) -> bool:
-    for name, types in _SCALARS:
-        column = values[name]
-        if not set(map(type, column)) <= set(types):
-            return False
-        if types != (str,) and not (min(column) > -_LARGEST and max(column) < _LARGEST):
-            return False
-    # NaN hides from min and max
-    return set(values["format"]) <= set(READABLE_FORMATS) and math.isfinite(math.fsum(values["seconds"]))
-
-
-def _scores_fit(values: Mapping[str, Sequence[Any]]) -> bool:
-    outcomes, scores = values["outcome"], values["score"]
-    if not set(map(type, scores)) <= {int, float, type(None)} or not set(outcomes) <= _OUTCOMES:
-        return False
-    unscored = Outcome.UNSCORED.value
-    fit = all(
-        outcome == unscored if score is None else outcome != unscored and 0 <= score <= 1
-        for outcome, score in zip(outcomes, scores, strict=True)
-    )
-    return fit and _CONTRADICTIONS.isdisjoint(zip(outcomes, scores, strict=True))
-
-
-def _shares_fit(survival: Sequence[Any]) -> bool:
-    shares = list(chain.from_iterable(table.values() for table in survival))
-    return set(map(type, shares)) <= {int, float} and math.isfinite(math.fsum(shares))
-
-
-def _optional_fit(name: str, column: Sequence[Any]) -> bool:
-    """Whether every value of a column that may be absent is absent, or a finite number of its type."""
-    known = [value for value in column if value is not None]
-    if not known:
+def _optional_fit(name: str, value: Any) -> bool:
+    """Whether a value that may be absent is absent, or a finite number of its type."""
+    if value is None:
         return True
-    if not set(map(type, known)) <= set(OPTIONAL[name]) or not (min(known) > -_LARGEST and max(known) < _LARGEST):
+    if type(value) not in OPTIONAL[name] or not -LARGEST_STORED < value < LARGEST_STORED:
         return False
-    return math.isfinite(math.fsum(known)) and (name != LIVE or min(known) >= 0)
+    return name != LIVE or value >= 0
 
 
-def _facets_fit(tables: Sequence[Any]) -> bool:
-    if set(map(type, tables)) != {dict} or not set(chain.from_iterable(tables)) <= FACETS.keys():
-        return False
-    return set(map(type, chain.from_iterable(table.values() for table in tables))) <= {bool, type(None)}
-
-
-def _messages_fit(transcripts: Sequence[Any]) -> bool:
-    if set(map(type, transcripts)) != {list}:
-        return False
-    messages = list(chain.from_iterable(transcripts))
-    if not set(map(type, messages)) <= {dict} or not {message["role"] for message in messages} <= _SPEAKERS:
-        return False
-    return {type(message["content"]) for message in messages} <= {str}
-
-
-def _kept(values: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What the report keeps of a block: unscored as NaN, degenerate as 0; survival, facets, spans by name."""
-    kept = {name: values[name] for name in (*COPIED, "outcome", "unsure", SAID)}
-    degenerate = Outcome.DEGENERATE.value
-    for name in OPTIONAL:
-        kept[name] = [math.nan if value is None else value for value in values[name]]
-    kept["score"] = [
-        math.nan if score is None else 0.0 if outcome == degenerate else score
-        for outcome, score in zip(values["outcome"], values["score"], strict=True)
-    ]
-    for role in ROLES:
-        kept[f"survival_{role}"] = [table.get(role, math.nan) for table in values["survival"]]
-    for name, column in FACET_COLUMNS.items():
-        kept[column] = [_FACET_CODES[table[name]] if name in table else math.nan for table in values["facets"]]
-    for name, column in SPAN_COLUMNS.items():
-        kept[column] = [table.get(name, math.nan) for table in values["spans"]]
+def _kept(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """What the report keeps of a block: degenerate as 0; survival, facets and spans by name, where there are any."""
+    kept = {name: values[name] for name in (*COPIED, *OPTIONAL, "outcome", "score", "unsure", SAID)}
+    degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
+    kept["score"] = np.where(degenerate, 0.0, kept["score"])
+    kept |= {f"survival_{role}": shares for role, shares in values["survival"].items() if role in ROLES}
+    kept |= {FACET_COLUMNS[name]: codes for name, codes in values["facets"].items()}
+    kept |= {SPAN_COLUMNS[name]: shares for name, shares in values["spans"].items()}
     return kept
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     """The same columns of records."""
-    values: dict[str, Sequence[Any]] = {
-        name: [getattr(r, name) for r in records] for name in (*COPIED, *OPTIONAL, "survival", "facets", "unsure")
-    }
+    values: dict[str, Any] = {name: [getattr(r, name) for r in records] for name in (*COPIED, *OPTIONAL, "unsure")}
     values["outcome"] = [record.outcome.value for record in records]
-    values["score"] = [record.score for record in records]
+    values["score"] = np.array([record.score for record in records], dtype=np.float64)  # NaN for None
     values[SAID] = [0 if r.retention is not None else _digest(_answer(r)) for r in records]
-    values["spans"] = [{name: span.share for name, span in record.spans.items()} for record in records]
+    codes = [{name: FACET_CODES[value] for name, value in record.facets.items()} for record in records]
+    shares = [{name: span.share for name, span in record.spans.items()} for record in records]
+    values |= {"survival": by_name([r.survival for r in records]), "facets": by_name(codes), "spans": by_name(shares)}
     return _kept(values)
 
 
@@ -330,11 +253,11 @@ def checked(record: Record) -> Record:
             raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
         if isinstance(value, str) and name != "unanswered" and not is_text(value):  # a server's words are like answers
             raise DataError(f"record holds {name} with half a character, which no file can hold")
-        if isinstance(value, int | float) and not -_LARGEST < value < _LARGEST:
+        if isinstance(value, int | float) and not -LARGEST_STORED < value < LARGEST_STORED:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
     for name, types in OPTIONAL.items():
         given: Any = getattr(record, name)
-        if not _optional_fit(name, [given]):
+        if not _optional_fit(name, given):
             wanted = "a number of bytes" if int in types and float not in types else "a finite number"
             raise DataError(f"record holds {name}={str(given)[:40]!r}, wanted {wanted} below 2^62, or none")
     if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
@@ -387,13 +310,16 @@ class Panel:
     readings: tuple[Mapping[CellKey, Array], ...] = ()
 
 
+_PANEL = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "cluster_id", "score", "unsure")
 Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and context length
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     """One panel per (suite, context), and one per (suite.facet, context) that some record has."""
     found = {}
-    for index, part in records.groupby(["suite", "context_tokens"], sort=True, observed=True):
+    known = [column for column in FACET_COLUMNS.values() if column in records and records[column].notna().any()]
+    needed = [column for column in (*_PANEL, *known) if column in records]  # every group is a copy of its columns
+    for index, part in records[needed].groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         score = part["score"].to_numpy(dtype=np.float64)
         read, unsure = np.ones(len(score), dtype=np.bool_), _unsure(part)
@@ -407,13 +333,20 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     return found
 
 
+def names_under(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
+    """How many words a column has, over all tables together, under the same words of the columns ``by``."""
+    # a million rows hold a few different ones, and as text every row would be an object
+    found = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
+    return found.groupby(list(by))[column].nunique()
+
+
 def facets_of(records: pd.DataFrame) -> list[str]:
     """SUITE.FACET of everything that some record has, in the order of the vocabulary."""
     known = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
-    suites = {name: set(records.loc[records[column].notna(), "suite"].astype(str)) for name, column in known}
+    suites = {name: set(map(str, records.loc[records[column].notna(), "suite"].unique())) for name, column in known}
     return [
         f"{suite}.{name}"
-        for suite in sorted(set(records["suite"].astype(str)))
+        for suite in sorted(map(str, records["suite"].unique()))
         for name in suites
         if suite in suites[name]
     ]

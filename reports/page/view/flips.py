@@ -18,8 +18,9 @@ import pandas as pd
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import seed_pairs, sides, two_sides, weights_of
+from kvaudit.reports.records.blocks import UNREAD, Array
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, UNREAD, Array, CellKey, Panel, RecordPlace
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace
 
 KINDS = {"alike": "alike", "deployed": "deployed", "serving": "serving"}  # how a spec and the report call the sides
 
