@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.diagnose import Asked, Case, CodedAttention, Diagnosis, diagnose, read_back
+from kvaudit.audit.again.diagnose import Case, CodedAttention, Diagnosis, Request, diagnosis_of, read_back
 from kvaudit.audit.cache.attention import NAME
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore
 from kvaudit.audit.cli import app
@@ -42,19 +42,19 @@ def tiny(loud: tuple[int, ...] = (), *, by: float = 4.0, outliers: bool = False)
     return SimpleNamespace(model=model, device=torch.device("cpu"))
 
 
-def asked(model: Any) -> list[Asked]:
+def asked(model: Any) -> list[Request]:
     found = []
     for n in range(6):
         ids = torch.randint(1, 61, (TOKENS + n,), generator=torch.Generator().manual_seed(n))
         kv = CodedAttention(model, Case("uncompressed", 0.0, {}))
         with torch.no_grad():
             logits = model.model(input_ids=ids[None], use_cache=False, kv=kv).logits[0, TOKENS - 9 : -1]
-        found.append(Asked(ids, TOKENS - 8, n % 2 == 0, n % 3 == 0, logits))
+        found.append(Request(ids, TOKENS - 8, n % 2 == 0, n % 3 == 0, logits))
     return found
 
 
 def diagnosed(model: Any) -> Diagnosis:
-    return diagnose(model, asked(model), bits=4, group=SIZE)
+    return diagnosis_of(model, asked(model), bits=4, group=SIZE)
 
 
 @torch.no_grad()

@@ -56,8 +56,7 @@ def diagnose(
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from kvaudit.audit.again.diagnose import asked_of, check_group
-        from kvaudit.audit.again.diagnose import diagnose as diagnosed
+        from kvaudit.audit.again.diagnose import answered_requests, check_group, diagnosis_of
         from kvaudit.audit.sampling.checkpoints import load_named
         from kvaudit.audit.sampling.model import EMBEDDED, DtypeName
         from kvaudit.suites.base import SUITES
@@ -77,10 +76,10 @@ def diagnose(
         console = wide_console()
         loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
         check_group(loaded, group)
-        asked = asked_of(loaded, chosen, prompts, length)
+        asked = answered_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
         say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
-        found = diagnosed(loaded, asked, bits=bits, group=group, heard=lambda one: say(console, _line(one)))
+        found = diagnosis_of(loaded, asked, bits=bits, group=group, heard=lambda one: say(console, _line(one)))
         say(console, "")
         _show(found, console)
         if out is not None:
