@@ -22,7 +22,7 @@ from trl_world import POLICY, config, model, questions, rows, trainer
 from kvaudit.audit.sampling.model import EMBEDDED, locate
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
-from kvaudit.audit.training.trl.plan import TRL_CORRECTIONS, Plan
+from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what it calls experimental and names of transformers
@@ -353,7 +353,7 @@ def test_what_cannot_be_trained_so_is_one_line(
 
 
 def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
-    plan = Plan.of("tis", None, "vLLM")
+    plan = HostedArm.of("tis", None, "vLLM")
     given = config(Path("out"), use_vllm=True, vllm_importance_sampling_clip_max=9.0)
     with pytest.raises(SpecError, match=r"clip_max=9\.0, arm 'tis' means 2\.0; leave it out"):
         plan.settle(given)

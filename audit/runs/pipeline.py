@@ -19,6 +19,7 @@ from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.elsewhere import joined_recipe, take_over
 from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
@@ -49,7 +50,7 @@ from kvaudit.audit.runs.pilot import (
 )
 from kvaudit.audit.runs.progress import RunBar
 from kvaudit.audit.runs.ranks import check_ranks, started
-from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.runs.recipe import recipe_of, refusal_set
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
@@ -491,6 +492,8 @@ class Pipeline:
         declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
         if declared:
             self._run.note(declared=declared)
+            take_over(self._run)
+            self._join_recipes()
         reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
@@ -669,6 +672,15 @@ class Pipeline:
         self._hold_reward(paying_of(section.reward, section.suites))
         if not path.exists():
             write_json(path, recipe_of(self._spec, section, model, self._batches))
+
+    def _join_recipes(self) -> None:
+        """The same of checkpoints that were trained elsewhere, where each of them says it."""
+        path = self._run.path / RECIPE
+        if self._spec.train is None and not path.exists():
+            self._load_base()
+            joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
+            if joined is not None:
+                write_json(path, joined)
 
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""

@@ -39,6 +39,7 @@ from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
+from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm
 from kvaudit.audit.training.trl.output import (
     Finished,
     OutputFolder,
@@ -49,7 +50,6 @@ from kvaudit.audit.training.trl.output import (
     settings_of,
     staging,
 )
-from kvaudit.audit.training.trl.plan import FUNCTION, VLLM, Plan
 from kvaudit.audit.training.trl.step import COUNTS, Compared, StepNumbers
 from kvaudit.core.errors import SpecError
 
@@ -103,9 +103,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         config = given.get("args")
         outside = FUNCTION if given.get("rollout_func") is not None else None
         outside = VLLM if config is not None and config.use_vllm else outside
-        self._plan = Plan.of(arm, policy, outside)
+        self._hosted = HostedArm.of(arm, policy, outside)
         if config is not None:
-            self._plan.settle(config)
+            self._hosted.settle(config)
         super().__init__(model, *args, **options)
         self._seen: Sequence[Rollout] = ()  # of the rows that the next pass of the learner is about
         self._passed: Tensor | None = None  # [b, T] nats, what it said
@@ -138,7 +138,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> Any:
         """TRL's seam for whatever samples: completions, and their log-probs."""
-        if self._plan.policy is None:
+        if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
         self._seen, self._prompts = self._sample(prompt_ids), prompt_ids
         suffixes = [slice(rollout.prompt_length, None) for rollout in self._seen]
@@ -148,13 +148,13 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _sample(self, prompts: list[list[int]]) -> list[Rollout]:
         """One rollout per prompt; all draws are functions of (seed, step, row), the same in every arm."""
-        assert self._plan.policy is not None
+        assert self._hosted.policy is not None
         group = _shared_by(prompts)
         first = self.accelerator.process_index * len(prompts)
         split = "rollout" if self.model.training else "rollout-evaluation"
         seeds = [derive_seed(split, self.args.seed, *self._drawn, first + n) for n in range(len(prompts))]
         with self._served() as served:
-            episode = Sampler(served, self._plan.policy).open(prompts[::group], seeds, group=group)
+            episode = Sampler(served, self._hosted.policy).open(prompts[::group], seeds, group=group)
             episode.decode(Decoding(self.max_completion_length, temperature=self.temperature))
             return episode.rollouts()
 
@@ -194,7 +194,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _corrected(self, output: dict[str, Any]) -> dict[str, float]:
         """Let the arm's correction weigh the batch; returns its rates, over all processes."""
-        arm = self._plan.arm
+        arm = self._hosted.arm
         if arm.correction == "none":
             return {"mismatch/masked_tokens": 0.0, "mismatch/rejected_sequences": 0.0}
         mask = _mask(output)
@@ -208,7 +208,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * rows
         own = fixed.of(range(first, first + rows))
         output |= {_LEARNER: learner, _ADVANTAGES: output["advantages"]}
-        if not self._plan.by_trl:
+        if not self._hosted.by_trl:
             output["advantages"] = output["advantages"][:, None] * own.weights[:, :width]  # [B, T]
         if arm.correction == "naive-ratio":
             output[_OLD] = own.old_logprobs[:, :width]
@@ -238,7 +238,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's own, under the ledgers of the rows where the arm's learner sees what its sampler saw."""
-        if self._plan.arm.learner == "dense":
+        if self._hosted.arm.learner == "dense":
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
             )
@@ -309,16 +309,16 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if model is not self.accelerator.unwrap_model(self.model):
             adapter = self.accelerator.unwrap_model(self.model).active_peft_config
             settings["adapter"] = {"rank": getattr(adapter, "r", None), "alpha": getattr(adapter, "lora_alpha", None)}
-        arm, base = self._plan.arm.name, self._base
+        arm, base = self._hosted.arm.name, self._base
         questions = questions_sha256(self.train_dataset)
-        policy = None if self._plan.policy is None else self._plan.policy.canonical
-        config = settings | {"arm": arm, "policy": policy or self._plan.told, "loss": self.loss_type}
+        policy = None if self._hosted.policy is None else self._hosted.policy.canonical
+        config = settings | {"arm": arm, "policy": policy or self._hosted.told, "loss": self.loss_type}
         config |= {"steps": self.state.max_steps, "ledger_every": 0, "questions_sha256": questions}
         self._folder = OutputFolder(Path(self.args.output_dir), config, base)
         names = dict.fromkeys(self.reward_func_names, "function")
         reward = {"written": names, "sha256": reward_sha256(self.reward_funcs), "graded_by": names}
         origin = {"name": str(model.config._name_or_path), "sha256": base}
-        told = sections_of(arm, self._plan.told, origin, reward, questions, settings)
+        told = sections_of(arm, self._hosted.told, origin, reward, questions, settings)
         self._folder.begin(self.state.global_step, told)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
@@ -332,7 +332,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """One row of telemetry, and what of it TRL does not log by itself."""
         counts = torch.tensor([self._numbers.counts[name] for name in COUNTS], device=self.accelerator.device)
         totals = dict(zip(COUNTS, self.accelerator.reduce(counts, reduction="sum").tolist(), strict=True))
-        replays = self._plan.arm.learner == "shadow"
+        replays = self._hosted.arm.learner == "shadow"
         row = self._numbers.row(self.state.global_step, grad_norm, totals, replays=replays)
         alarms = {} if self._folder is None else self._folder.add(row)
         for name, value in (row | alarms).items():
@@ -349,13 +349,13 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._folder is None:
             self.accelerator.wait_for_everyone()
             return
-        policy = self._plan.policy
+        policy = self._hosted.policy
         replayed = policy is not None and policy.replayable and bool(self._prompts)
         self._drawn = (self.state.global_step, 0)
         self.model.train()
         done = Finished(
             self.state.global_step,
-            self._plan.disclosed()
+            self._hosted.disclosed()
             | {
                 "loss": self.loss_type,
                 "reward": ", ".join(self.reward_func_names),

@@ -31,7 +31,7 @@ _WHOLE: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostedArm:
     """An arm and its sampler: our cache under ``policy``, or somebody else (``outside``) under what ``told`` says."""
 
     arm: Arm
@@ -40,7 +40,7 @@ class Plan:
     told: str
 
     @classmethod
-    def of(cls, arm: str, policy: str | None, outside: str | None) -> Plan:
+    def of(cls, arm: str, policy: str | None, outside: str | None) -> HostedArm:
         """Raises UnknownName and SpecError for what cannot be trained in this way."""
         recipe = get_arm(arm)
         if recipe.distill:
@@ -71,7 +71,7 @@ class Plan:
         return self.outside == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def settle(self, config: Any) -> None:
-        """Hold a GRPOConfig to the plan, and set what TRL corrects by; raises SpecError for what contradicts it."""
+        """Hold a GRPOConfig to the arm, and set what TRL corrects by; raises SpecError for what contradicts it."""
         if self.arm.correction != "none" and config.loss_type == "vespo" and not self.by_trl:
             raise SpecError(
                 f"loss_type 'vespo' weighs rollouts by a ratio of its own, arm {self.arm.name!r} by another; take "
