@@ -2,7 +2,13 @@
 
     from kvaudit.trl import AuditedGRPOTrainer
 
-Needs the extra ``trl``, which is loaded when the name is first used.
+    settings = GRPOConfig("runs/smd")
+    AuditedGRPOTrainer(model, reward, settings, data, arm="smd", policy="snapkv:budget=512").train()
+
+``AuditedGRPOTrainer`` is TRL's GRPOTrainer with two arguments more: ``arm`` (dense, naive, naive-ratio, tis, mis,
+sparse-rl, sparse-rl-text, smd) and the ``policy`` of the cache that rollouts are sampled from. With ``use_vllm`` or a
+``rollout_func`` others sample, in every arm but smd, and ``policy`` is what the report says of them. ``output_dir``
+becomes a checkpoint that a spec names under ``checkpoints:``. Needs the extra ``trl``, loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
