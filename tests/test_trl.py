@@ -24,6 +24,7 @@ from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
+from kvaudit.core.recipe import changes, read_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what it calls experimental and names of transformers
 
@@ -125,6 +126,41 @@ def test_a_batch_is_learnt_from_several_times_under_its_ledgers(tmp_path: Path) 
     assert max(gaps(tmp_path)) < 2e-5
     assert found[1]["kl_ref"] > 0
     assert found[2]["reward_mean"] == found[0]["reward_mean"] == 0.5
+
+
+def test_an_evaluation_between_two_passes_leaves_the_batch_its_ledgers(tmp_path: Path) -> None:
+    settings = {"num_iterations": 2, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    made = trainer(tmp_path, settings=settings | {"per_device_eval_batch_size": 2}, eval_dataset=questions("viper"))
+    made.train()
+    assert max(gaps(tmp_path)) < 2e-5
+    assert any("eval_reward" in row for row in made.state.log_history)
+
+
+def test_a_mixture_of_policies_is_sampled_where_nothing_is_replayed(tmp_path: Path) -> None:
+    trainer(tmp_path, "naive", "snapkv:budget=24,window=8|none").train()
+    assert 0 < rows(tmp_path)[0]["token_savings"] < 0.5
+    told = json.loads((tmp_path / "provenance.json").read_text())
+    assert told["recipe"]["rollouts"].endswith("|none")
+    assert told["ledgers"] == {}
+
+
+def test_two_arms_meet_the_same_questions_and_the_same_numbers(tmp_path: Path) -> None:
+    """Until a weight has moved they draw the same tokens; the recipe differs in the policy alone."""
+    kept: dict[str, list[list[int]]] = {}
+    for arm in ("naive", "tis"):
+        made = trainer(tmp_path / arm, arm)
+        drawn = made._sample
+
+        def keep(prompts: list[list[int]], arm: str = arm, drawn: Any = drawn) -> Any:
+            found = drawn(prompts)
+            kept.setdefault(arm, [rollout.ids.tolist() for rollout in found])
+            return found
+
+        made._sample = keep
+        made.train()
+    assert kept["naive"] == kept["tis"]
+    changed = list(changes(read_recipe(tmp_path / "naive"), read_recipe(tmp_path / "tis")))
+    assert {change.section for change in changed} == {"policy"}
 
 
 def test_an_adapter_is_trained_under_the_ledger_and_left_as_one(tmp_path: Path) -> None:
@@ -321,6 +357,12 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
     assert two[0]["mismatch/k3_kl"] == pytest.approx(one[0]["mismatch/k3_kl"], rel=1e-4, abs=1e-9)
     assert two[0]["mismatch/masked_tokens"] == one[0]["mismatch/masked_tokens"]
     assert largest(model().state_dict(), after(tmp_path / "one")) > 1e-3
+    again = subprocess.run(
+        [*launch, str(tmp_path / "script.py"), str(tmp_path / "two"), arm, "2"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert again.returncode != 0
+    assert "holds 2 steps of this run; go on with" in again.stderr
     assert largest(after(tmp_path / "one"), after(tmp_path / "two")) < 1e-5
 
 

@@ -40,6 +40,7 @@ LEARNT_BY = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
     *("num_generations", "max_completion_length", "temperature", "mask_truncated_completions", "disable_dropout"),
     *("loss_type", "beta", "epsilon", "epsilon_high", "delta", "scale_rewards", "importance_sampling_level"),
+    *("reward_weights", "multi_objective_aggregation"),
     *("off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_vllm", "vllm_mode"),
 )
 _LEFT = (".bin", ".md")  # pickles and cards that are saved beside a model: no part of it
