@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason='the extra is not installed: pip install "kvaudit[trl]"')
 
+from conform.policies import small_policies
 from transformers import AutoTokenizer
 from trl_world import POLICY, config, model, questions, rows, trainer
 
@@ -36,18 +37,10 @@ def gaps(out: Path) -> list[float]:
     return [row["mismatch/max_abs_gap"] for row in rows(out)]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        POLICY,
-        "random:budget=24",
-        "int8",
-        "kivi:bits=4,residual=16,group=8",
-        "fp8",
-        "quest:budget=32,page=8",
-        "snapkv:budget=32,window=8+kivi:bits=4,residual=16,group=8",
-    ],
-)
+EVERY = [policy.canonical for policy in small_policies()]
+
+
+@pytest.mark.parametrize("policy", [*EVERY, POLICY, "fp8:write=true", "snapkv:budget=40,window=8+fp8:write=true"])
 def test_a_learner_of_smd_sees_what_its_sampler_saw(policy: str, tmp_path: Path) -> None:
     trainer(tmp_path, "smd", policy).train()
     assert gaps(tmp_path)[0] < 2e-5
@@ -376,6 +369,7 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
         ("smd", "snapkw:budget=8", {}, UnknownName, "Did you mean 'snapkv'"),
         ("smd", None, {}, SpecError, "arm 'smd' samples under a policy; give one"),
         ("smd", "snapkv:budget=48|none", {}, SpecError, "leaves no ledger that a learner could replay"),
+        ("smd", "streaming:budget=48,reposition=true", {}, SpecError, "leaves no ledger that a learner could replay"),
         ("smd", "snapkv:budget=48,pin=system", {}, SpecError, "pins roles"),
         ("smd-distill", POLICY, {}, SpecError, "TRL's loss has the sampled tokens alone"),
         ("smd", None, {"use_vllm": True}, SpecError, "rollouts come from vLLM, which leaves none; take arm 'tis'"),
