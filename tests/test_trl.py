@@ -21,9 +21,11 @@ from transformers import AutoTokenizer
 from trl_world import POLICY, config, model, questions, rows, trainer
 
 from kvaudit.audit.sampling.model import EMBEDDED, locate
+from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
+from kvaudit.audit.training.trl.output import base_sha256
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 from kvaudit.core.recipe import changes, read_recipe
 
@@ -357,6 +359,33 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
     assert again.returncode != 0
     assert "holds 2 steps of this run; go on with" in again.stderr
     assert largest(after(tmp_path / "one"), after(tmp_path / "two")) < 1e-5
+
+
+# --- what training begins from ---------------------------------------------------------------------------------------
+
+
+def test_weights_are_named_by_the_files_that_they_were_loaded_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = locate(EMBEDDED), model()
+    assert base_sha256(made) == weights_sha256(folder)
+    made.config._name_or_path = "us/model"
+    in_memory = base_sha256(made)
+    assert in_memory != weights_sha256(folder)
+    asked: list[str] = []
+
+    def cached(name: str, file: str, revision: str | None) -> str:
+        asked.append(f"{name} {file} {revision}")
+        return str(folder / file)
+
+    monkeypatch.setattr("kvaudit.audit.training.trl.output.try_to_load_from_cache", cached)
+    assert base_sha256(made) == weights_sha256(folder)
+    assert asked == ["us/model config.json None"]
+    made.config._name_or_path = ""
+    assert base_sha256(made) == in_memory
+    with torch.no_grad():
+        made.get_input_embeddings().weight[0, 0] += 1
+    assert base_sha256(made) != in_memory
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from kvaudit.audit.cache.attention import unwrapped
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
-from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
+from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
 from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, LEDGERS
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
 from kvaudit.core.alarms import alarm_numbers
@@ -161,10 +163,12 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def base_sha256(model: Any) -> str:
-    """The sha256 of the weights that training begins from: of their folder's files, or of the tensors themselves."""
+    """The sha256 of the weights that training begins from: of the files that they were loaded from, as every command
+    names a model, or of the tensors where those are of another format or nowhere.
+    """
     whole = unwrapped(model)
-    folder = Path(whole.config._name_or_path or "nowhere")
-    if folder.is_dir():
+    folder = _loaded_from(whole.config)
+    if folder is not None and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weights_sha256(folder)
     digest = hashlib.sha256()
     tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.state_dict().items()}
@@ -174,6 +178,18 @@ def base_sha256(model: Any) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _loaded_from(config: Any) -> Path | None:
+    """The folder of a model, that of the hub's cache included; None for one that was made in memory."""
+    name = str(config._name_or_path)
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+    except HFValidationError:  # no name that the hub could have
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def reward_sha256(functions: Iterable[Any]) -> str:

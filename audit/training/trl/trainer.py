@@ -141,10 +141,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
         self._seen, self._prompts = self._sample(prompt_ids), prompt_ids
-        suffixes = [slice(rollout.prompt_length, None) for rollout in self._seen]
-        return [r.ids[own].tolist() for r, own in zip(self._seen, suffixes, strict=True)], [
-            r.sampler_logprobs[own].tolist() for r, own in zip(self._seen, suffixes, strict=True)
-        ]
+        completions = [rollout.ids[rollout.prompt_length :].tolist() for rollout in self._seen]
+        logprobs = [rollout.sampler_logprobs[rollout.prompt_length :].tolist() for rollout in self._seen]
+        return completions, logprobs
 
     def _sample(self, prompts: list[list[int]]) -> list[Rollout]:
         """One rollout per prompt; all draws are functions of (seed, step, row), the same in every arm."""
@@ -330,7 +329,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _write_row(self, grad_norm: float | None) -> None:
         """One row of telemetry, and what of it TRL does not log by itself."""
-        counts = torch.tensor([self._numbers.counts[name] for name in COUNTS], device=self.accelerator.device)
+        own = [self._numbers.counts[name] for name in COUNTS]
+        counts = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)  # bytes pass float32
         totals = dict(zip(COUNTS, self.accelerator.reduce(counts, reduction="sum").tolist(), strict=True))
         replays = self._hosted.arm.learner == "shadow"
         row = self._numbers.row(self.state.global_step, grad_norm, totals, replays=replays)
