@@ -20,9 +20,11 @@ from conform.policies import small_policies
 from transformers import AutoTokenizer
 from trl_world import POLICY, config, model, questions, rows, trainer
 
-from kvaudit.audit.sampling.model import EMBEDDED, locate
+from kvaudit.audit.replay.learner_pass import LearnerPass
+from kvaudit.audit.sampling.model import EMBEDDED, load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.audit.training.corrections import CORRECTIONS
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.audit.training.trl.output import base_sha256
@@ -112,6 +114,36 @@ def test_microbatches_checkpointing_and_the_side_of_padding_change_nothing(tmp_p
     assert gaps(tmp_path / "parts")[0] < 2e-5
 
 
+@pytest.mark.parametrize(("arm", "kind"), [("smd", "shadow"), ("naive", "dense")])
+def test_the_gradient_is_that_of_our_own_learner(arm: str, kind: LearnerPass, tmp_path: Path) -> None:
+    """Of the same rollouts, by the packed pass that shares prompts."""
+    settings = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e9, "loss_type": "grpo"}
+    made = trainer(tmp_path, arm, settings=settings)
+    kept: list[Any] = []
+    drawn = made._sample
+
+    def keep(prompts: list[list[int]]) -> Any:
+        kept.append(drawn(prompts))
+        return kept[-1]
+
+    made._sample = keep
+    made.train()
+    ours = load_model()
+    begun = {name: weight.detach().clone() for name, weight in ours.model.named_parameters()}
+    read = read_tokens(ours.model, kept[0], 2, kind, 1.0)
+    # rewards 0 and 1 in every group: +-.5 over their standard deviation, .7071, and TRL's 1e-4
+    gain = [sign * 0.5 / (0.5**0.5 + 1e-4) for sign in (-1.0, 1.0)] * 2
+    by_row = torch.split(read.logprobs, [int(rollout.sampled.sum()) for rollout in kept[0]])
+    loss = -sum(weight * row.mean() for weight, row in zip(gain, by_row, strict=True)) / 4
+    loss.backward()
+    moved, largest_gradient = after(tmp_path), 0.0
+    for name, weight in ours.model.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(begun[name] - moved[name], weight.grad, rtol=1e-3, atol=1e-5)
+        largest_gradient = max(largest_gradient, float(weight.grad.abs().max()))
+    assert largest_gradient > 0.1
+
+
 def test_a_batch_is_learnt_from_several_times_under_its_ledgers(tmp_path: Path) -> None:
     settings = {"num_iterations": 2, "max_steps": 4, "beta": 0.01, "steps_per_generation": 2, "temperature": 0.7}
     trainer(tmp_path, settings=settings | {"per_device_train_batch_size": 2}).train()
@@ -161,7 +193,6 @@ def test_two_arms_meet_the_same_questions_and_the_same_numbers(tmp_path: Path) -
 def test_an_adapter_is_trained_under_the_ledger_and_left_as_one(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from kvaudit.audit.sampling.checkpoints import load_comparable
-    from kvaudit.audit.sampling.model import load_model
 
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer(tmp_path, settings={"learning_rate": 0.1, "beta": 0.01}, peft_config=lora).train()
