@@ -468,6 +468,34 @@ def test_tools_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, tools=[clock])
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "words"),
+    [
+        (None, "rollout_func gave no log-probs, and every arm is measured by them"),
+        ([[-1.0, -2.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], "gave 1 log-probs for the 2 tokens of rollout 1"),
+        ([[-1.0, None], [-1.0, 0.7], [-1.0, -2.0], [-1.0, -2.0]], "gave log-prob 0.7 in rollout 1, wanted at most 0"),
+    ],
+)
+def test_a_sampler_without_log_probs_is_one_line(logprobs: Any, words: str, tmp_path: Path) -> None:
+    def rollouts(prompts: list[Any], _: Any) -> dict[str, Any]:
+        return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7, 8]] * 4, "logprobs": logprobs}
+
+    with pytest.raises(DataError) as caught:
+        trainer(tmp_path, "naive", None, rollout_func=rollouts).train()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_parted_weights_are_refused_where_our_cache_samples(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(tmp_path)
+    monkeypatch.setattr(made, host, True)
+    with pytest.raises(SpecError, match="part the weights that kvaudit's cache samples from; launch without them"):
+        made._check_host()
+
+
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0", "1.160.0"])
 def test_another_trl_is_one_line(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.training.trl.metadata.version", lambda _: found)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.replay.recorded import LOGPROB_ROUNDING
 from kvaudit.audit.training.arms import Arm, get_arm
 from kvaudit.audit.training.corrections import MIS_RANGE, TIS_CAP
-from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.errors import AuditError, DataError, SpecError
 
 VLLM, FUNCTION = "vLLM", "rollout_func"  # samplers that are not ours
 # settings by which TRL's own correction is one of ours, where its log-probs come from vLLM
@@ -109,6 +110,25 @@ class HostedArm:
             "correction": self.arm.correction,
             "distillation": self.arm.distill,
         }
+
+
+def check_logprobs(
+    outside: str, completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]] | None
+) -> None:
+    """Raise DataError where somebody else sampled and did not say how likely every token was; None is not scored."""
+    if logprobs is None:
+        raise DataError(f"{outside} gave no log-probs, and every arm is measured by them; have it give one a token")
+    for number, (ids, values) in enumerate(zip(completions, logprobs, strict=False)):
+        if len(ids) != len(values):
+            raise DataError(f"{outside} gave {len(values)} log-probs for the {len(ids)} tokens of rollout {number}")
+        above = next((value for value in values if value is not None and value > LOGPROB_ROUNDING), None)
+        if above is not None:
+            raise DataError(
+                f"{outside} gave log-prob {above} in rollout {number}, wanted at most 0: the natural logarithm of a "
+                "probability"
+            )
+    if len(completions) != len(logprobs):
+        raise DataError(f"{outside} gave log-probs of {len(logprobs)} rollouts for {len(completions)}")
 
 
 def _told(arm: Arm, policy: str | None, outside: str) -> str:

@@ -39,7 +39,7 @@ from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
-from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm
+from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
 from kvaudit.audit.training.trl.output import (
     Finished,
     OutputFolder,
@@ -133,6 +133,13 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
 
     # --- rollouts ------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """TRL's own; what others sampled is held to having log-probs."""
+        made = super()._generate(prompts)
+        if self._hosted.outside is not None:
+            check_logprobs(self._hosted.outside, made[1], made[4])
+        return made
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
