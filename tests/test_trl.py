@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,7 @@ def test_where_vllm_samples_trl_weighs_as_the_arm_does(
 
 LAUNCHED = """
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from trl_world import trainer
 settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "loss_type": "grpo"}
@@ -502,6 +504,15 @@ def test_another_trl_is_one_line(found: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RunError, match=rf"was written against TRL 1\.16, installed is {found}: pip install") as caught:
         require_trl()
     assert "\n" not in str(caught.value)
+
+
+def test_without_trl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvaudit.audit.training.trl.metadata.version", missing)
+    with pytest.raises(RunError, match=r"which is not installed: pip install 'trl==1\.16\.\*'"):
+        require_trl()
 
 
 def test_the_module_loads_nothing_until_its_name_is_used() -> None:

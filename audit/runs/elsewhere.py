@@ -27,16 +27,14 @@ def external_folders(run: RunFolder) -> dict[tuple[str, int], Path]:
     return {pair: locate(str(run.spec.external(*pair))) for pair in pairs}
 
 
-def take_over(run: RunFolder) -> None:
-    """Copy the stories and the telemetry of finished checkpoints; their files were held to the story as they loaded."""
-    for (arm, seed), source in external_folders(run).items():
-        if not (source / PROVENANCE).is_file():
-            continue
-        target = run.checkpoint(arm, seed)
-        target.mkdir(parents=True, exist_ok=True)
-        if (source / TELEMETRY).is_file():
-            shutil.copyfile(source / TELEMETRY, target / TELEMETRY)
-        write_json(target / ORIGIN, read_json(source / PROVENANCE))
+def take_over(source: Path, target: Path) -> None:
+    """Copy the story and the telemetry of a finished checkpoint, whose files were held to its story as it loaded."""
+    if not (source / PROVENANCE).is_file():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    if (source / TELEMETRY).is_file():
+        shutil.copyfile(source / TELEMETRY, target / TELEMETRY)
+    write_json(target / ORIGIN, read_json(source / PROVENANCE))
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ from kvaudit.audit.runs.recipe import recipe_of, refusal_set
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
-from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
@@ -492,8 +492,6 @@ class Pipeline:
         declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
         if declared:
             self._run.note(declared=declared)
-            take_over(self._run)
-            self._join_recipes()
         reference = {str(s): self._sha256_of((a, s)) for a, s in self._spec.arms if a == self._spec.gate.reference}
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
@@ -677,7 +675,6 @@ class Pipeline:
         """The same of checkpoints that were trained elsewhere, where each of them says it."""
         path = self._run.path / RECIPE
         if self._spec.train is None and not path.exists():
-            self._load_base()
             joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
             if joined is not None:
                 write_json(path, joined)
@@ -710,6 +707,9 @@ class Pipeline:
                 f"checkpoint {name!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
                 "back, or give another --out"
             )
+        # before its first answer is sealed: a run that has all answers no longer needs the folder
+        take_over(locate(name), self._run.checkpoint(*pair))
+        self._join_recipes()
         return model
 
     def _sha256_of(self, pair: Pair) -> str:
