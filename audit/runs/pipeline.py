@@ -19,6 +19,7 @@ from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.elsewhere import joined_recipe, take_over
 from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
@@ -49,11 +50,11 @@ from kvaudit.audit.runs.pilot import (
 )
 from kvaudit.audit.runs.progress import RunBar
 from kvaudit.audit.runs.ranks import check_ranks, started
-from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.runs.recipe import recipe_of, refusal_set
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
-from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
@@ -672,6 +673,14 @@ class Pipeline:
         if not path.exists():
             write_json(path, recipe_of(self._spec, section, model, self._batches))
 
+    def _join_recipes(self) -> None:
+        """The same of checkpoints that were trained elsewhere, where each of them says it."""
+        path = self._run.path / RECIPE
+        if self._spec.train is None and not path.exists():
+            joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
+            if joined is not None:
+                write_json(path, joined)
+
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
         if not paying.by_grade_alone:
@@ -700,6 +709,9 @@ class Pipeline:
                 f"checkpoint {name!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
                 "back, or give another --out"
             )
+        # before its first answer is sealed: a run that has all answers no longer needs the folder
+        take_over(locate(name), self._run.checkpoint(*pair))
+        self._join_recipes()
         return model
 
     def _sha256_of(self, pair: Pair) -> str:
