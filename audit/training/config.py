@@ -6,11 +6,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.engines import ENGINES, Condition, parse_condition
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.training.arms import Arm, get_arm
@@ -20,6 +19,9 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import Seed
 from kvaudit.core.spec_train import CriticSpec, Training, TrainSpec
 from kvaudit.suites.base import SUITES
+
+if TYPE_CHECKING:
+    from kvaudit.audit.cache.engine_store import EngineStore
 
 
 def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
