@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.quantised.hints import sound_hints
 from kvaudit.audit.cache.selection import Selection, misfit
 from kvaudit.audit.policies import Policy, Quantiser, parse_policy, quantiser_of
@@ -100,6 +101,8 @@ class Rollout:
     row_keys: tuple[int, int] | None = None
     selection: Selection | None = None
     kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
+    stored: EngineStore | None = None  # how the engine that sampled it stores keys and values; in no ledger file
+    written: tuple[Tensor, Tensor] | None = None  # keys and values [L, H, T - 1, D] as that engine wrote them
 
 
 def joined_ledger(rollouts: Sequence[Rollout]) -> Ledger:

@@ -20,7 +20,7 @@ from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
 from kvaudit.audit.runs.elsewhere import joined_recipe, take_over
-from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -61,6 +61,7 @@ from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.early_stop import EarlyStop, mark_of
+from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
@@ -141,6 +142,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
+            check_drawn(spec.train, model, spec.engine(spec.train.rollouts or ""))
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
@@ -591,8 +593,23 @@ class Pipeline:
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
+                engine = EngineUse() if config.rollouts is None else self._use(config.rollouts)
                 with self._ranks.unit(pair), set_aside(start, self._ranks):
-                    train(config, start, out, progress, kept=self._run.path, early_stop=early_stop, ranks=self._ranks)
+                    train(
+                        *(config, start, out, progress),
+                        kept=self._run.path,
+                        early_stop=early_stop,
+                        ranks=self._ranks,
+                        engine=engine,
+                    )
+
+    def _use(self, rollouts: str) -> EngineUse:
+        """How the engine that draws is run; what it says it is stands in the run's provenance."""
+
+        def hold(condition: Condition, about: Mapping[str, str]) -> None:
+            hold_engine(self._run, f"rollouts of {condition.canonical}", condition.engine, about)
+
+        return EngineUse(self._spec.engine(rollouts), hold)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""
