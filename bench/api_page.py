@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import kvaudit
+import kvaudit.trl
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 WORK = ("check", "run", "load_run", "gate", "compare")
@@ -36,6 +37,7 @@ def page() -> str:
         *(entry(name) + members(name) for name in RESULTS),
         "## The cache alone\n",
         *(entry(name) for name in CACHE),
+        f"## In a trainer of TRL\n\n{shown(inspect.getdoc(kvaudit.trl) or '')}\n",
         "## Bases of plug-ins\n\nHow to write one: CONTRIBUTING.md of the sources.\n",
         "\n".join(f"* `kvaudit.{name}`: {first_line(getattr(kvaudit, name))}" for name in rest),
     ]

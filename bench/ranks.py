@@ -1,9 +1,10 @@
 """Ranks against one process: the gap of loss and gradient in every arm and loss, and the bytes that a rank holds.
 
-Run: python -m bench.ranks; with KVAUDIT_REAL_MODEL=FOLDER the bytes are of that model, in bfloat16, otherwise of the
-embedded one. One thread each, over gloo. Rollouts of unlike length are sampled once and rewarded by the parity of their
-tokens, so that groups differ; microbatches are small, so that ranks have unlike numbers of them. A gap is the largest
-of |loss - loss'| / max(|loss|, 1) and |gradient - gradient'| / |gradient|, the gradient as one vector over all weights.
+Run: python -m bench.ranks [bytes]; with KVAUDIT_REAL_MODEL=FOLDER the bytes are of that model, in bfloat16, otherwise
+of the embedded one; ``bytes``: nothing else. One thread each, over gloo. Rollouts of unlike length are sampled once and
+rewarded by the parity of their tokens, so that groups differ; microbatches are small, so that ranks have unlike numbers
+of them. A gap is the largest of |loss - loss'| / max(|loss|, 1) and |gradient - gradient'| / |gradient|, the gradient
+as one vector over all weights.
 """
 
 from __future__ import annotations
@@ -63,29 +64,29 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    folder = os.environ.get("KVAUDIT_REAL_MODEL", EMBEDDED)
+    folder, alone = os.environ.get("KVAUDIT_REAL_MODEL", EMBEDDED), "bytes" in sys.argv
     with tempfile.TemporaryDirectory() as place:
         for count in COUNTS:
             with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-                work = [pool.submit(found, number, count, place, folder) for number in range(count)]
+                work = [pool.submit(found, number, count, place, folder, alone) for number in range(count)]
                 parts = [part.result() for part in work]
             print(f"{count} processes, {Path(folder).name}: bytes a parameter and rank {parts[0].held}", flush=True)
-            for adapter in ADAPTERS if count > 1 else ():
+            for adapter in ADAPTERS if parts[0].gaps else ():
                 own = {name: gap for name, gap in parts[0].gaps.items() if name.endswith(adapter)}
                 worst = max(own, key=lambda name: own[name])
                 print(f"  {len(own)} cases: largest gap {own[worst]:.1e} ({worst})", flush=True)
 
 
-def found(number: int, count: int, place: str, folder: str) -> Found:
+def found(number: int, count: int, place: str, folder: str, only_bytes: bool) -> Found:
     """Take every case as one of ``count`` ranks; one process leaves behind what the others are compared with."""
     torch.set_num_threads(1)
     if count > 1:
         meet = f"file://{place}/meet-{count}"
         dist.init_process_group("gloo", init_method=meet, rank=number, world_size=count)
     ranks, base = RankGroup(number, count), load_model(EMBEDDED, device="cpu")
-    batches = {arm: sampled(config("smd" if arm != "dense" else arm, "grpo", None), base) for arm in ("dense", "smd")}
+    batches = {} if only_bytes else {arm: sampled(config(arm, "grpo", None), base) for arm in ("dense", "smd")}
     gaps = {}
-    for name, case in cases():
+    for name, case in () if only_bytes else cases():
         batch = batches["dense" if case.arm == "dense" else "smd"]
         loss, gradients = learned(case, base, batch, ranks)
         file = Path(place) / f"{name}.safetensors"

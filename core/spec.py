@@ -201,7 +201,7 @@ class RunSpec(SpecSection):
     checkpoints: dict[_ArmName, ExternalArm] = Field(default_factory=dict)
     evaluate: EvaluateSpec
     probe: ProbeSpec | None = None
-    engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those of evaluate.policies are run, by name
+    engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those that serve, or draw rollouts, are run
     gate: GateSpec = GateSpec()
     guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
@@ -377,6 +377,8 @@ class RunSpec(SpecSection):
     def _check_engines(self) -> None:
         """Raise UnknownName for an engine that nothing is served by, and whose options would be read by nobody."""
         served = {engine_in(text) for pair in self.evaluate.references.items() for text in pair}
+        if self.train is not None and self.train.rollouts is not None:
+            served.add(engine_in(self.train.rollouts))
         for name in self.engines:
             if name not in served:
                 raise UnknownName("engine in engines", name, served)

@@ -54,6 +54,7 @@ _LATER = (
     "watch",
     "reward",
     "ranks",
+    "rollouts",
 )
 
 
@@ -158,6 +159,7 @@ class Training(SpecSection):
     watch: ValidationSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
     ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
+    rollouts: str | None = None  # the engine that draws them, with its settings; without, our own cache does
 
     @property
     def updates_per_step(self) -> int:
@@ -192,10 +194,10 @@ class Training(SpecSection):
             if k not in _LATER or getattr(self, k) != fields[k].get_default(call_default_factory=True)
         }
 
-    @field_validator("policy", mode="before")
+    @field_validator("policy", "rollouts", mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return canonical_policy(value, info.context)
+        return value if value is None else canonical_policy(value, info.context)
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -276,7 +278,12 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        """A sweep as a section whose own policy compresses nothing: no arm is trained under it but ``dense``."""
+        """A sweep as a section whose own policy compresses nothing: no arm is trained under it but ``dense``.
+
+        So is a section whose rollouts an engine draws.
+        """
+        if isinstance(value, Mapping) and value.get("rollouts") is not None:
+            return _drawn_by_engine(value)
         if not isinstance(value, Mapping) or "policies" not in value:
             return value
         if "policy" in value:
@@ -319,6 +326,15 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         if not own:
             raise SpecError(f"train.only.{arm} names no policy; leave the arm out of train.arms instead")
         return tuple(policy for policy in self.policies if policy in own)
+
+
+def _drawn_by_engine(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with ``rollouts``, which stand in the place of a policy of ours."""
+    if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
+        raise SpecError("train has rollouts of an engine and a policy of our own cache; give one of the two")
+    if value.get("ranks", 1) != 1:
+        raise SpecError("train has rollouts of an engine and ranks; an engine draws for one process, leave ranks out")
+    return {**value, "policy": DENSE_POLICY}
 
 
 def _require(name: str, got: Any, wanted: str, holds: bool) -> None:

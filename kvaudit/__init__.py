@@ -8,9 +8,9 @@
     kvaudit.gate("runs/mine").status                        # PASS, FAIL, INCONCLUSIVE, ...
     kvaudit.compare("a.jsonl", "b.jsonl", margin=5)         # two result files, ours or other tools'
 
-``CompressedCache`` and ``shadow`` work on stock transformers models. Bases of plug-ins: ``Evictor``, ``Selector``,
-``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Guard``, ``Loss``, ``Reward``. Everything is imported on first use,
-torch only where something needs it.
+``CompressedCache`` and ``shadow`` work on stock transformers models, ``kvaudit.trl`` in a trainer of TRL. Bases of
+plug-ins: ``Evictor``, ``Selector``, ``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Guard``, ``Loss``, ``Reward``.
+Everything is imported on first use, torch only where something needs it.
 """
 
 from importlib import import_module

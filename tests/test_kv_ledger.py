@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
+from kvaudit.audit.cache.ledger import NEVER, Rollout, joined_ledger, load_ledgers, save_ledgers
 from kvaudit.audit.cache.quantised.hints import pack_hints
 from kvaudit.audit.policies import parse_policy, quantiser_of
 from kvaudit.core.errors import DataError
@@ -43,6 +43,23 @@ def test_ledger_comes_back_as_written(tmp_path: Path) -> None:
     assert [len(r.ids) for r in loaded] == [200, 80]
     assert torch.equal(loaded[0].evicted_at, rollout().evicted_at)
     assert (loaded[1].prompt_length, loaded[1].retention) == (60, 0.5)
+
+
+def test_ledgers_of_several_rows_are_filled_up_to_the_longest() -> None:
+    short, long = rollout(150), rollout(200)
+    both = joined_ledger([short, long])
+    assert both.evicted_at.shape == (2, 4, 2, 200)
+    assert torch.equal(both.evicted_at[0, :, :, :150], short.evicted_at)
+    assert bool((both.evicted_at[0, :, :, 150:] == NEVER).all())
+    assert both.ids is not None
+    assert both.ids[0, 149:152].tolist() == [int(short.ids[149]), -1, -1]
+    assert torch.equal(both.ids[1], long.ids)
+    assert (both.codec, both.keys_quantised_at, both.experts, both.hints) == (None, None, None, ())
+
+
+def test_ledgers_of_rows_that_were_stored_otherwise_are_not_joined() -> None:
+    with pytest.raises(DataError, match="stored by unlike quantisers; replay them apart"):
+        joined_ledger([rollout(), coded()])
 
 
 def test_equal_ledgers_have_equal_hashes(tmp_path: Path) -> None:

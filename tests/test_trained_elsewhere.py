@@ -16,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
+from kvaudit.audit.runs.elsewhere import joined_recipe
+from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.checkpoints import chat_named, check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.recipe import read_recipe, sealed
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.drift.comparison import comparison_of
 from kvaudit.reports.drift.drift import seed_pairs
@@ -100,6 +103,41 @@ def test_a_run_is_held_to_the_pin_of_its_given_reference(other: bool, trained: P
     verdict = CliRunner().invoke(app, ["gate", str(made)])
     assert (verdict.exit_code == 5) is other, verdict.output
     assert ("REFHASH" in verdict.output) is other
+
+
+def made_of(**changes: Any) -> dict[str, Any]:
+    reward = {"written": "grade", "sha256": "a", "graded_by": {}}
+    data = {"suites": {}, "weights": [], "context_tokens": 0, "items_sha256_by_seed": {"1": "b"}}
+    plain = {"model": {"name": "m", "sha256": "c"}, "reward": reward, "constitution": None, "data": data}
+    return sealed(plain | {"policy": {"x": "none"}, "refusal_set": {}, "training": {"seed": 1, "steps": 2}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "joined"),
+    [
+        ({"policy": {"y": "int8"}}, True),
+        ({"training": {"seed": 2, "steps": 2}}, True),
+        ({"training": {"seed": 1, "steps": 3}}, False),
+        ({"model": {"name": "m", "sha256": "d"}}, False),
+        (None, False),
+    ],
+)
+def test_recipes_of_arms_that_are_alike_but_for_arm_and_seed_are_one(
+    changes: dict[str, Any] | None, joined: bool, tmp_path: Path
+) -> None:
+    for arm, recipe in (("dense", made_of()), ("fast", None if changes is None else made_of(**changes))):
+        (tmp_path / arm).mkdir()
+        if recipe is not None:
+            (tmp_path / arm / "recipe.json").write_text(json.dumps(recipe))
+    given = {arm: {"seeds": {1: str(tmp_path / arm)}} for arm in ("dense", "fast")}
+    found = joined_recipe(RunFolder(tmp_path, cast(RunSpec, read(checkpoints=given))), {"refusal": {}})
+    assert (found is not None) is joined
+    if found is not None:
+        (tmp_path / "recipe.json").write_text(json.dumps(found))
+        held = read_recipe(tmp_path)["sections"]
+        assert held["policy"]["holds"].keys() == {"dense", "fast"}
+        assert held["training"]["holds"] == {"steps": 2}
+        assert held["refusal_set"]["holds"] == {"refusal": {}}
 
 
 def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_path: Path) -> None:

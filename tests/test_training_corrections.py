@@ -44,6 +44,19 @@ def test_mis_drops_ratios_outside_half_to_five_and_caps_none() -> None:
     assert result.metrics["masked_tokens"] == pytest.approx(0.4)
 
 
+def test_tis_of_a_sequence_truncates_the_product_of_what_was_sampled() -> None:
+    result = correct("tis-sequence", [[0.5, 3.0, 9.0], [2.0, 2.0, 1.0]], [[True, True, False], [True] * 3])
+    torch.testing.assert_close(result.weights, torch.tensor([[1.5, 1.5, 0.0], [2.0, 2.0, 2.0]]))
+    assert result.keep.tolist() == [[True, True, False], [True] * 3]
+
+
+def test_mis_of_a_sequence_drops_whole_rollouts() -> None:
+    result = correct("mis-sequence", [[0.5, 3.0], [0.5, 0.9], [3.0, 2.0]])
+    torch.testing.assert_close(result.weights, torch.tensor([[1.5, 1.5], [0.0, 0.0], [0.0, 0.0]]))
+    assert result.keep.tolist() == [[True, True], [False, False], [False, False]]
+    assert result.metrics == {"masked_tokens": pytest.approx(2 / 3), "rejected_sequences": pytest.approx(2 / 3)}
+
+
 def test_sparse_rl_masks_vetoes_and_scales_to_mean_one_over_kept_tokens() -> None:
     result = correct("sparse-rl", [[1.0, 1.4, 2.0], [1.0, 0.4, 0.9], [1.0, 5e-5, 1.0]])
     wanted = torch.tensor([[1.0, 1.4, 0.0], [1.0, 0.0, 0.9], [0.0, 0.0, 0.0]]) / 1.075
@@ -83,6 +96,8 @@ def test_the_arms_are_these() -> None:
         "naive-ratio": ("compressed", "dense", "naive-ratio", False),
         "tis": ("compressed", "dense", "tis", False),
         "mis": ("compressed", "dense", "mis", False),
+        "tis-sequence": ("compressed", "dense", "tis-sequence", False),
+        "mis-sequence": ("compressed", "dense", "mis-sequence", False),
         "sparse-rl": ("compressed", "dense", "sparse-rl", False),
         "sparse-rl-text": ("compressed", "dense", "sparse-rl-text", False),
         "smd": ("compressed", "shadow", "none", False),

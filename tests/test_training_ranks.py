@@ -56,8 +56,7 @@ GRADIENTS = [unit("smd", "ppo", **UNLIKE), unit("smd-distill", "online-dpo", ada
 MORE_GRADIENTS = [
     unit(arm, loss, adapter=adapter, **UNLIKE)
     for arm in sorted(ARMS)
-    for loss in ("grpo", "ppo", "gspo", "online-dpo")
-    for adapter in (None, ADAPTER)
+    for loss, adapter in (("gspo", ADAPTER), ("online-dpo", None))
 ] + [
     unit("smd", "dapo", gradient_checkpointing=True, watch={"every": 1, "items": 2}, beta=0.1, **UNLIKE),
     unit("tis", "dr_grpo", gradient_checkpointing=True, adapter=ADAPTER, **UNLIKE),

@@ -25,7 +25,7 @@ from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
 from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
-from kvaudit.audit.cache.schedule import Eviction, Schedule
+from kvaudit.audit.cache.schedule import Eviction, Schedule, arriving_of
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
@@ -69,11 +69,12 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
-        new = (positions >= 0).sum(1)  # [B] tokens of this forward
-        first = torch.where(positions >= 0, positions, NEVER).amin(1)  # [B], NEVER where a row gets nothing
-        assert bool(((new == 0) | (first == self.seen)).all()), "rows continue at the number of tokens seen"
-        self.seen = self.seen + new
-        longest = int(self.seen.max())
+        arriving, before = arriving_of(positions), self.seen.tolist()
+        pairs = zip(arriving.first, before, strict=True)
+        assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
+        seen = [held + new for held, new in zip(before, arriving.new, strict=True)]
+        self.seen = torch.tensor(seen)
+        longest = max(seen)
         if self._steady is not None and longest > self._steady:
             require_steady(self._config, longest)
         self._attended: set[int] = set()  # layers, so that one that never called is found
@@ -83,20 +84,33 @@ class EvictingCache:
         if self.routes:
             self.routes.begin(self._announced, longest)
         # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
-        starts = bool((self.seen == new).all()) and not any(layer.store.length for layer in self.layers)
+        starts = not any(before) and not any(layer.store.length for layer in self.layers)
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
-        on_device, coded = positions.to(self._device, torch.int32), None
+        on_device = self._announced if self._order is None else positions.to(self._device, torch.int32)
+        coded = None
         for schedule in self._schedules.values():
-            schedule.begin(positions, self.seen, self._device, decoding=decoding)
+            schedule.begin(arriving, self.seen, self._device, decoding=decoding)
         if self._choices and decoding:
             self._choices.begin(on_device[:, 0])
         if self._pins and pinned is not None:
             self._pins.add(on_device, pinned.to(self._device))
         if self._times:
-            self._times.advance(self.seen, new)
-            keys, values = (part._replace(rows=part.rows.to(self._device)) for part in self._times.until())
-            coded = (keys, values)  # how many of each row's keys and values are codes from now on
-        self._now = Forward(on_device, decoding, self.seen.to(self._device), longest, starts, coded)
+            self._times.advance(seen, arriving.new)
+            coded = self._times.until()  # how many of each row's keys and values are codes from now on
+        even = arriving.first[0] if arriving.even else None
+        there = self.seen.to(self._device)
+        self._now = Forward(
+            on_device,
+            decoding,
+            there,
+            longest,
+            starts,
+            coded,
+            even,
+            columns=on_device[:, None],
+            gone=there.to(torch.int32)[:, None, None],
+            all_fed=min(arriving.new) == arriving.width,
+        )
 
     def _right_padded(self, positions: Tensor, pinned: Tensor | None, *, starts: bool) -> tuple[Tensor, Tensor | None]:
         """The same columns with padding last, where that lets the whole be attended to causally; notes their order."""
@@ -177,6 +191,7 @@ class EvictingCache:
         if layers[0].replaces(eviction):
             self._replace(layers, eviction)
             return
+        layers[0].schedule.order = None
         views = [layer.view(eviction.rows, self._now, self._row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
             layer.evict(eviction, self._now, view, importance, self._pins)
@@ -184,6 +199,8 @@ class EvictingCache:
     def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the place of the one that leaves, in every head of these layers."""
         schedule = layers[0].schedule
+        if schedule.victims is None and schedule.evictor.by_position:
+            schedule.victims = layers[0].known_victims(self._now, self._pins)
         if schedule.victims is not None:
             layers[0].replace(schedule.victims, eviction, self._now)
             return
@@ -194,6 +211,8 @@ class EvictingCache:
             if schedule.evictor.by_position:
                 schedule.victims = victims = victims.joined()
             layer.replace(victims, eviction, self._now)
+            if schedule.evictor.by_position:
+                layer.learn_order(self._now, self._pins)
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
@@ -282,7 +301,8 @@ class EvictingCache:
 
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
-        counts = [layer.held.rows for layer in self.layers if layer.plan.governed]  # [B] each, mean over heads
+        # [B] each, mean over heads
+        counts = [layer.held.on(self.seen.device) for layer in self.layers if layer.plan.governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:

@@ -28,7 +28,9 @@ class Forward(NamedTuple):
     ``positions`` int32 [B, Q] are the row positions of its queries, -1 = padding, on the model's device. ``seen`` [B]
     counts tokens there, ``longest`` those of the longest row. ``starts``: nothing is held yet, and padding is on the
     right, where plain causal attention never lets a real token see it. ``coded`` says how many keys and values of each
-    row are codes by now, where the policy quantises.
+    row are codes by now, where the policy quantises. ``even`` is the position of the first query, where all rows have
+    one there and none has padding. ``columns`` [B, 1, Q] are ``positions``, and ``gone`` int32 [B, 1, 1] is ``seen``,
+    as all heads of all layers take them. ``all_fed``: no query is padding.
     """
 
     positions: Tensor
@@ -37,6 +39,10 @@ class Forward(NamedTuple):
     longest: int
     starts: bool
     coded: tuple[Counts, Counts] | None
+    even: int | None
+    columns: Tensor
+    gone: Tensor
+    all_fed: bool
 
 
 class CachedLayer:
@@ -70,7 +76,7 @@ class CachedLayer:
     def append(self, call: AttentionCall, now: Forward) -> None:
         """Take the call's keys and values in."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
-        self.store.append(call.key, call.value, now.positions, limit=self.schedule.limit)
+        self.store.append(call.key, call.value, now.columns, now.even, limit=self.schedule.limit)
         self.flush(now, on_write=True)
         self.held = self.schedule.arrived
 
@@ -86,9 +92,13 @@ class CachedLayer:
         if self._last:
             self._last.add(query, now.positions, self.schedule.places)
         if store.mass is not None:
+            # one query per row, none of padding, behind every entry: masks would hide nothing
+            sees_all = query.shape[2] == 1 and now.decoding and self._is_full and now.all_fed
             for rows, keys, _ in store.read():
                 at, positions = now.positions[rows], store.positions[rows]
-                store.mass[rows] += attention_mass(query[rows], at, keys, positions, self._scaling, self._sink_logits)
+                store.mass[rows] += attention_mass(
+                    query[rows], at, keys, positions, self._scaling, self._sink_logits, sees_all=sees_all
+                )
         for statistics in (self._moments, self._centres):
             if statistics:
                 statistics.add(query, now.positions)
@@ -111,7 +121,7 @@ class CachedLayer:
         whole = now.starts and queries > 1 and (window is None or queries <= window)
         out = []
         for part in store.read():
-            query = call.query[part.rows]
+            query = call.query if part.rows == slice(None) else call.query[part.rows]
             if whole:
                 out.append(causal_attention(query, part.keys, part.values, call.scaling, call.sink_logits))
             elif queries == 1 and window is None and not padded:
@@ -201,21 +211,55 @@ class CachedLayer:
         self._keep(kept, now)
         if self._sinks:
             # all that is gone stood between the sinks and the rest: tokens seen less those held
-            self._sinks.move(
-                store, eviction.rows, by=view.seen - eviction.budgets.rows[eviction.due].to(view.seen.device)
-            )
+            self._sinks.move(store, eviction.rows, by=view.seen - eviction.budgets.on(view.seen.device)[eviction.rows])
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """The one entry of every head that ``importance`` [B, H, K] ranks last."""
         slots = only_victim(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
+    def known_victims(self, now: Forward, pins: Pins | None) -> Victims | None:
+        """What ``victims`` would find, without asking the device: where all hold alike, and positions alone rank.
+
+        None where the host does not know what is held, as the schedule says.
+        """
+        order, at = self.schedule.order, now.even
+        if order is None or at is None or pins is not None or len(order) + 1 != self.store.length:
+            return None
+        order.append(at)
+        positions, seen = torch.tensor([[order]], dtype=torch.int32), torch.tensor([at + 1])
+        nothing = torch.zeros(1, 1, len(order))
+        no_vectors = nothing[..., None]
+        view = View(
+            layer=self.number,
+            keys=no_vectors,
+            values=no_vectors,
+            positions=positions,
+            seen=seen,
+            queries=no_vectors,
+            query_positions=positions[0],
+            mass=nothing,
+            scaling=self._scaling,
+            entry_keys=positions,
+        )
+        slot = only_victim(self.evictor.importance(view), positions, seen, self.evictor).tolist()[0][0]
+        gone, newest = order[slot], order.pop()
+        if slot < len(order):
+            order[slot] = newest
+        return Victims(slot, gone)
+
+    def learn_order(self, now: Forward, pins: Pins | None) -> None:
+        """Let the schedule know the positions by slot, where all rows and heads hold the same ones: one read."""
+        positions = self.store.positions
+        if now.even is not None and pins is None and bool((positions == positions[:1, :1]).all()):
+            self.schedule.order = positions[0, 0].tolist()
+
     def replace(self, victims: Victims, eviction: Eviction, now: Forward) -> None:
         """Let the newest entry take the place of the one that leaves."""
         self.held = self.schedule.left
-        self.store.replace(victims, now.seen, now.longest)
+        self.store.replace(victims, now.gone, now.longest)
         if self._sinks:
-            self._sinks.move(self.store, eviction.rows, by=now.seen - eviction.budgets.rows.to(now.seen.device))
+            self._sinks.move(self.store, eviction.rows, by=now.seen - eviction.budgets.on(now.seen.device))
 
     def _pinned(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
         """Which entries of the view a role pins, None for no such roles; no pin may narrow the model's own window."""
@@ -224,7 +268,7 @@ class CachedLayer:
     def _keep(self, kept: Tensor, now: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.held.largest
-        self.store.keep(kept, width, now.seen, now.longest)
+        self.store.keep(kept, width, now.gone, now.longest)
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows [n] instead, in this order, each as often as it is named, as ``schedule`` does by now."""

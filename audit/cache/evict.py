@@ -25,12 +25,19 @@ def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Ten
 
 
 def attention_mass(
-    query: Tensor, at: Tensor, keys: Tensor, positions: Tensor, scaling: float, sink_logits: Tensor | None = None
+    query: Tensor,
+    at: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+    *,
+    sees_all: bool = False,
 ) -> Tensor:
     """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
-    Blocks of queries keep memory at O(block * K).
+    ``sees_all`` promises that every query sees every slot. Blocks of queries keep memory at O(block * K).
     """
     keys = keys.float()
     groups = query.shape[1] // keys.shape[1]
@@ -41,9 +48,11 @@ def attention_mass(
         reach = _reach(asked, positions) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)
         # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
-        visible = visibility(asked, positions[:, :, :reach], None)
-        shares = softmax(logits.masked_fill_(~visible[:, :, None], -_INF), sink_logits)
-        shares *= (asked >= 0).float()[:, None, None, :, None]
+        if not sees_all:
+            logits.masked_fill_(~visibility(asked, positions[:, :, :reach], None)[:, :, None], -_INF)
+        shares = softmax(logits, sink_logits)
+        if not sees_all:
+            shares *= (asked >= 0).float()[:, None, None, :, None]
         total[:, :, :reach] += shares.sum((2, 3))
     return total
 

@@ -34,8 +34,9 @@ class LastQueries:
             self._take_chunk(query, positions)
             return
         rows, place = places
-        self._queries[rows, :, place] = query[rows, :, 0]
-        self._positions[rows, place] = positions[rows, 0]
+        all_fed = len(place) == len(positions)
+        self._queries[rows, :, place] = query[:, :, 0] if all_fed else query[rows, :, 0]
+        self._positions[rows, place] = positions[:, 0] if all_fed else positions[rows, 0]
 
     def _take_chunk(self, query: Tensor, positions: Tensor) -> None:
         if bool((positions[:, -self._window :] >= 0).all()):  # none before these can stay

@@ -26,7 +26,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.quantised.hints import sound_hints
 from kvaudit.audit.cache.selection import Selection, misfit
 from kvaudit.audit.policies import Policy, Quantiser, parse_policy, quantiser_of
@@ -99,6 +101,39 @@ class Rollout:
     row_keys: tuple[int, int] | None = None
     selection: Selection | None = None
     kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
+    stored: EngineStore | None = None  # how the engine that sampled it stores keys and values; in no ledger file
+    written: tuple[Tensor, Tensor] | None = None  # keys and values [L, H, T - 1, D] as that engine wrote them
+
+
+def joined_ledger(rollouts: Sequence[Rollout]) -> Ledger:
+    """What every query of some rollouts could see, as one batch filled up to the longest.
+
+    Raises DataError where they were not stored in one way.
+    """
+    first, longest = rollouts[0], max(len(rollout.ids) for rollout in rollouts)
+    if any(rollout.codec != first.codec for rollout in rollouts):
+        raise DataError("rollouts of one batch were stored by unlike quantisers; replay them apart")
+    evicted_at = [torch.nn.functional.pad(r.evicted_at, (0, longest - len(r.ids)), value=NEVER) for r in rollouts]
+    experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]  # [T, M, k] of all or of none
+    return Ledger(
+        torch.stack(evicted_at),
+        first.codec,
+        _filled([r.keys_quantised_at for r in rollouts if r.keys_quantised_at is not None], NEVER),
+        _filled([r.values_quantised_at for r in rollouts if r.values_quantised_at is not None], NEVER),
+        _filled(experts, -1),
+        _filled([rollout.ids for rollout in rollouts], -1),
+        () if first.codec is None else tuple(_words(rollout.hints) for rollout in rollouts),
+        [rollout.selection for rollout in rollouts],
+    )
+
+
+def _filled(rows: Sequence[Tensor], value: int) -> Tensor | None:
+    """Rows [T, ...] of unlike lengths as one tensor; None of none."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value) if rows else None
+
+
+def _words(hints: Tensor | None) -> Tensor:
+    return torch.zeros(0, dtype=torch.uint16) if hints is None else hints
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:

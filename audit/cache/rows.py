@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.schedule import Counts, counts_of
+from kvaudit.audit.cache.schedule import Counts
 from kvaudit.audit.policies import Evictor, Quantiser
 from kvaudit.core.errors import SpecError
 
@@ -115,9 +115,9 @@ class Times:
         self._keys: list[list[int]] = [[] for _ in range(rows)]  # one query index per quantised position
         self._values: list[list[int]] = [[] for _ in range(rows)]
 
-    def advance(self, seen: Tensor, new: Tensor) -> None:
-        """Rows that were given ``new`` [B] tokens have now seen ``seen`` [B]."""
-        for row, (count, fresh) in enumerate(zip(seen.tolist(), new.tolist(), strict=True)):
+    def advance(self, seen: Sequence[int], new: Sequence[int]) -> None:
+        """Rows that were given ``new`` tokens have now seen ``seen``."""
+        for row, (count, fresh) in enumerate(zip(seen, new, strict=True)):
             if fresh:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
                     before = len(times[row])  # entries that are codes already
@@ -125,7 +125,7 @@ class Times:
 
     def until(self) -> tuple[Counts, Counts]:
         """How many keys and values of each row are quantised."""
-        keys, values = (counts_of(torch.tensor([len(t) for t in times])) for times in (self._keys, self._values))
+        keys, values = (Counts([len(t) for t in times]) for times in (self._keys, self._values))
         return keys, values
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:

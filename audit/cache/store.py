@@ -51,7 +51,7 @@ class Store:
     @property
     def positions(self) -> Tensor:
         """[B, H, length] int32."""
-        return self._slots["positions"][:, :, : self.length]
+        return self._front("positions")
 
     @property
     def keys(self) -> Tensor:
@@ -66,7 +66,7 @@ class Store:
     @property
     def mass(self) -> Tensor | None:
         """Accumulated attention [B, H, length] float32, where the policy asks."""
-        return self._slots["mass"][:, :, : self.length] if self._accumulates else None
+        return self._front("mass") if self._accumulates else None
 
     def read(self) -> Iterator[Entries]:
         """Everything the cache holds, in one or several parts by rows."""
@@ -74,18 +74,29 @@ class Store:
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Keys and values [b, H, length, D] of some rows."""
-        return self._slots["keys"][rows, :, : self.length], self._slots["values"][rows, :, : self.length]
+        keys, values = self._front("keys"), self._front("values")
+        if isinstance(rows, slice) and rows == slice(None):
+            return keys, values
+        return keys[rows], values[rows]
 
-    def append(self, key: Tensor, value: Tensor, positions: Tensor, *, limit: int | None) -> None:
-        """Add slots for ``key`` [B, H, Q, D] at ``positions`` [B, Q]; ``limit`` caps the slack."""
+    def _front(self, name: str) -> Tensor:
+        """The slots in use: a view costs an operator, so none is made of what is used whole."""
+        tensor = self._slots[name]
+        return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
+
+    def append(self, key: Tensor, value: Tensor, positions: Tensor, even: int | None, *, limit: int | None) -> None:
+        """Add slots for ``key`` [B, H, Q, D] at ``positions`` [B, 1, Q]; ``limit`` caps the slack.
+
+        ``even`` is the position of the first column where all rows stand there without padding.
+        """
         if not self._slots:
             self._create(key, value)
         start, end = self.length, self.length + key.shape[2]
         self._reserve(end, limit)
-        self._slots["positions"][:, :, start:end] = positions[:, None]
+        self._slots["positions"].narrow(2, start, end - start).copy_(positions)
         if self._accumulates:
-            self._slots["mass"][:, :, start:end] = 0.0
-        self._fill(start, end, key, value)
+            self._slots["mass"].narrow(2, start, end - start).zero_()
+        self._fill(start, key, value, even)
         self.length = end
 
     def _create(self, key: Tensor, value: Tensor) -> None:
@@ -103,9 +114,9 @@ class Store:
         for name, tensor in (("keys", key), ("values", value)):
             self._slots[name] = tensor.new_zeros(*tensor.shape[:2], 0, tensor.shape[3])
 
-    def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        self._slots["keys"][:, :, start:end] = key
-        self._slots["values"][:, :, start:end] = value
+    def _fill(self, start: int, key: Tensor, value: Tensor, even: int | None) -> None:  # noqa: ARG002
+        self._slots["keys"].narrow(2, start, key.shape[2]).copy_(key)
+        self._slots["values"].narrow(2, start, key.shape[2]).copy_(value)
 
     def _reserve(self, slots: int, limit: int | None) -> None:
         held = self._slots["positions"].shape[2]
@@ -115,14 +126,14 @@ class Store:
             for name, tensor in self._slots.items():
                 self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
 
-    def keep(self, kept: Tensor, counts: int, seen: Tensor, longest: int) -> None:
+    def keep(self, kept: Tensor, counts: int, gone: Tensor, longest: int) -> None:
         """Drop every slot where ``kept`` [B, H, length] is False, pack to the front by position, write the ledger.
 
-        ``counts`` is the largest number of kept slots in any row; ``seen`` [B] the index of the next query, at most
-        ``longest``.
+        ``counts`` is the largest number of kept slots in any row; ``gone`` int32 [B, 1, 1] the index of the next query,
+        at most ``longest``.
         """
         positions = self.positions
-        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), seen, longest)
+        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), gone, longest)
         self._move_to_front(kept, counts)
         self.uniform = False
 
@@ -149,28 +160,40 @@ class Store:
                 tensor[:, :, :counts] = moved
                 tensor[:, :, counts:] = self._blank.get(name, 0)
 
-    def replace(self, victims: Victims, seen: Tensor, longest: int) -> None:
+    def replace(self, victims: Victims, gone: Tensor, longest: int) -> None:
         """Drop one slot per row and head, and move the last slot into its place; see ``keep``."""
         last = self.length - 1
-        self._write_ledger(victims.positions, seen, longest)
+        if isinstance(victims.positions, int):  # in every row, which have then all seen as many
+            self._widen_ledger(longest)
+            self.evicted_at.select(2, victims.positions).fill_(longest)
+        else:
+            self._widen_ledger(longest)
+            self.evicted_at.scatter_(2, victims.positions.long(), gone.expand(*victims.positions.shape))
+        places = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
         for tensor in self._slots.values():  # the last slot stays as it is: what is appended next overwrites it
             if isinstance(victims.slots, int):
                 tensor.select(2, victims.slots).copy_(tensor.select(2, last))
                 continue
-            index = victims.slots[:, :, None]
-            at = index if tensor.dim() == 3 else index[..., None].expand(-1, -1, -1, tensor.shape[3])
-            # a copy: with one row and one head the last slot is a view into the memory that is written
-            tensor.scatter_(2, at, tensor[:, :, last : last + 1].clone())
+            if tensor.dim() == 4 and 4 not in places:
+                places[4] = places[3][..., None]
+            at = places[3] if tensor.dim() == 3 else places[4].expand(-1, -1, -1, tensor.shape[3])
+            newest = tensor.narrow(2, last, 1)
+            if newest.is_contiguous():  # with one row and one head it is a view into the memory that is written
+                newest = newest.clone()
+            tensor.scatter_(2, at, newest)
         self.length, self.ordered, self.uniform = last, False, False
 
-    def _write_ledger(self, dropped: Tensor, seen: Tensor, longest: int) -> None:
-        """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``seen`` [B] on."""
+    def _write_ledger(self, dropped: Tensor, gone: Tensor, longest: int) -> None:
+        """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``gone`` [B, 1, 1] on."""
+        self._widen_ledger(longest)
+        trash = self.evicted_at.shape[2] - 1
+        index = torch.where(dropped >= 0, dropped, trash).long()
+        self.evicted_at.scatter_(2, index, gone.expand(*index.shape))
+
+    def _widen_ledger(self, longest: int) -> None:
         needed = longest + 1
         if needed > self.evicted_at.shape[2]:
             self.evicted_at = self._ledger_of(2 * needed)
-        trash = self.evicted_at.shape[2] - 1
-        index = torch.where(dropped >= 0, dropped, trash).long()
-        self.evicted_at.scatter_(2, index, seen.to(torch.int32)[:, None, None].expand(*index.shape))
 
     def _ledger_of(self, columns: int) -> Tensor:
         """The ledger with so many columns, at least as many as it has."""

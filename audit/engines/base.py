@@ -26,6 +26,9 @@ from kvaudit.core.registry import Registry
 from kvaudit.core.text import is_text, shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvaudit.audit.cache.engine_store import EngineStore
     from kvaudit.audit.sampling.model import LoadedModel
 
 Settings = Mapping[str, str]  # name -> value, as text
@@ -89,6 +92,45 @@ class Session(ABC):
         self.stop()
 
 
+class Drawn(NamedTuple):
+    """A rollout. ``logprobs`` are nats under the whole distribution at the temperature asked for (greedy: 1).
+
+    ``written`` are keys and values [tokens, L, H * D] float32 of all tokens but the last, as the engine wrote them;
+    None where nobody asked, or it hands them out to nobody.
+    """
+
+    ids: tuple[int, ...]
+    finish: str  # stop | length
+    logprobs: tuple[float, ...]
+    written: tuple[Tensor, Tensor] | None
+
+
+class Drawer(ABC):
+    """An engine that draws rollouts. ``about``: what it says it is; ``shows``: whether it hands keys and values out.
+
+    ``exact``: whether it computes in float32, so that only rounding is between it and a learner that does.
+    """
+
+    about: Mapping[str, str]
+    shows: bool
+    exact: bool
+
+    @abstractmethod
+    def push(self, weights: Mapping[str, Tensor]) -> None:
+        """Have the engine draw by these weights from here on; raises Gone, and RunError where it holds others then."""
+
+    @abstractmethod
+    def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
+        """A rollout for every request, the first ``keep`` with what was written where it ``shows`` that.
+
+        Raises Gone, and RunError where they come of other weights than were pushed.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the engine; a second call does nothing."""
+
+
 class Work(NamedTuple):
     """What a session is started for: the checkpoint, how the engine is run, and where its own words are kept."""
 
@@ -150,6 +192,26 @@ class Engine:
     def start(cls, settings: Settings, work: Work) -> Session:
         """Start the engine on a checkpoint; raises Gone with its last words, and SpecError for what it cannot serve."""
         raise NotImplementedError
+
+    @classmethod
+    def check_drawing(cls, settings: Settings) -> None:  # noqa: ARG003
+        """Raise SpecError for settings under which training can draw no rollouts."""
+        raise SpecError(f"engine {cls.name} draws no rollouts for training; known: {', '.join(_drawing())}")
+
+    @classmethod
+    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+        """Start the engine to draw rollouts by weights that change; raises as ``start``."""
+        raise NotImplementedError
+
+    @classmethod
+    def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
+        """How keys and values are stored under the settings, None where that is not known."""
+        return None
+
+
+def _drawing() -> list[str]:
+    """The engines that draw rollouts."""
+    return [name for name, engine in ENGINES.all().items() if engine.drawer.__func__ is not Engine.drawer.__func__]  # type: ignore[attr-defined]
 
 
 ENGINES: Registry[Engine] = Registry("engine", "kvaudit.audit.engines", Engine)

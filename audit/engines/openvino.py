@@ -10,15 +10,19 @@ A checkpoint is converted once, by OpenVINO's own PyTorch frontend (``exports.op
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvaudit.audit.engines.base import Engine, Session, Settings, Work
+from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.weights import check_room, converted
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.spec import expand
 
+if TYPE_CHECKING:
+    from kvaudit.audit.cache.engine_store import EngineStore
+
+_HINT = "INFERENCE_PRECISION_HINT"
 _IR = "openvino_model.xml"
 _MODULES = ("openvino_genai",)
 _APART = ("KEY_CACHE_PRECISION", "VALUE_CACHE_PRECISION")
@@ -33,6 +37,13 @@ _SPARSE = tuple(
     )
 )
 _SWITCH = "use_sparse_attention"
+_DRAWING = ("openvino",)  # modules that rollouts need
+_SCHEDULED = (
+    *(*_EVICTION, _SWITCH, "max_num_batched_tokens", "dynamic_split_fuse", "num_kv_blocks", "max_num_seqs"),
+    "enable_prefix_caching",
+)
+_CODED = ("u8", "u4")
+_UNKNOWN_STORE = ("KEY_CACHE_GROUP_SIZE", "KEY_CACHE_QUANT_MODE", "KEY_CACHE_QUANT_ALG", "VALUE_CACHE_QUANT_ALG")
 _PRECISIONS = ("u8", "u4", "f16", "bf16", "f32")  # that --kv knows
 
 
@@ -102,6 +113,44 @@ class OpenVino(Engine):
         session = WorkedSession(cls.name, "openvino_inside.py", told, work, python)
         session.about = {**session.about, "weights": source}
         return session
+
+    @classmethod
+    def check_drawing(cls, settings: Settings) -> None:
+        """See ``Engine.check_drawing``: the runtime is fed by us, so what is of GenAI's scheduler does nothing."""
+        scheduled = [name for name in settings if name in _SCHEDULED or "_config." in name]
+        if scheduled:
+            raise SpecError(
+                f"engine openvino draws rollouts without the scheduler of GenAI, which {scheduled[0]} is of; leave it "
+                "out of train.rollouts"
+            )
+
+    @classmethod
+    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+        """See ``Engine.drawer``."""
+        from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
+
+        python = python_with(_DRAWING, work.part, cls.name, cls.install)
+        folder, source = _folder(work)
+        check_room(folder, cls.name)
+        told = {"folder": str(folder), "device": "CPU", "settings": dict(settings)}
+        session = WorkedSession(cls.name, "openvino_rollouts_inside.py", told, work, python)
+        session.about = {**session.about, "weights": source}
+        return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get(_HINT) == "f32")
+
+    @classmethod
+    def store(cls, settings: Settings) -> EngineStore | None:
+        """See ``Engine.store``: keys by channel in blocks, values by token, as its CPU plugin codes them."""
+        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Rounded
+
+        whole = settings.get("KV_CACHE_PRECISION", "")
+        keys, values = (settings.get(name, whole) for name in _APART)
+        exact = {"f32": None, "f16": Rounded("float16")}
+        group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
+        known = {keys, values} <= {*_CODED, *exact} and group.isdigit()
+        if not known or any(name in settings for name in _UNKNOWN_STORE):
+            return None
+        coded = ByToken(int(values[1:]), int(group)) if values in _CODED else exact[values]
+        return EngineStore(ByChannel(int(keys[1:])) if keys in _CODED else exact[keys], coded)
 
 
 def _beginning(settings: Settings, start: str) -> list[str]:

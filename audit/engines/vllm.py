@@ -12,13 +12,17 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvaudit.audit.engines.base import Asked, Settings, Work
+from kvaudit.audit.engines.base import Asked, Drawer, Settings, Work
+from kvaudit.audit.engines.checkpoint import served_folder
 from kvaudit.audit.engines.flags import flags, variables
 from kvaudit.audit.engines.served import ServedEngine, ServedSession
-from kvaudit.audit.engines.worked import python_of
+from kvaudit.audit.engines.worked import WorkedSession, python_of
 from kvaudit.core.errors import SpecError
+
+if TYPE_CHECKING:
+    from kvaudit.audit.cache.engine_store import EngineStore
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 _OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
@@ -27,6 +31,14 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[
 _CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching", "block_size")
 _SCALES = re.compile(r"scaling factor|\b[qkv]\w*_scales?\b")
 _GIB = 1 << 30
+# how keys and values are stored, by kv_cache_dtype; None as they are
+_ROUNDED: dict[str, str | None] = {
+    **dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn"),
+    "fp8_e5m2": "float8_e5m2",
+    **dict.fromkeys(("auto", "float32")),
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
 
 
 class Vllm(ServedEngine):
@@ -50,30 +62,49 @@ class Vllm(ServedEngine):
         """See ``ServedEngine.served_from``."""
         return _VllmSession(folder, settings, work)
 
+    @classmethod
+    def check_drawing(cls, settings: Settings) -> None:
+        """See ``Engine.check_drawing``: whatever its server can be told."""
+
+    @classmethod
+    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+        """See ``Engine.drawer``: its engine in one process, under the server's own flags."""
+        from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
+
+        folder, source = served_folder(work, cls.name)
+        # the log-probs of what was drawn, at the temperature that it was drawn at
+        told_flags = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
+        told = {"folder": str(folder), "flags": told_flags, "environment": _environment(settings, work)}
+        python = python_of(work.part.python, cls.name, sys.executable)
+        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", told, work, python)
+        session.about = {**session.about, "weights": source}
+        return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get("dtype") == "float32")
+
+    @classmethod
+    def store(cls, settings: Settings) -> EngineStore | None:
+        """See ``Engine.store``: cast on write with the scale 1.0, which a checkpoint's own scales would change."""
+        import torch
+
+        from kvaudit.audit.cache.engine_store import EngineStore, Rounded
+
+        word = _ROUNDED.get(settings.get("kv_cache_dtype", "auto"), "")
+        if word is None:
+            return EngineStore(None, None)
+        if not word or any(name in settings for name in ("kv_cache_dtype_skip_layers", "calculate_kv_scales")):
+            return None
+        # its kernels for a processor cut the bits off, those for a GPU round
+        cut = word.startswith("float8") and not torch.cuda.is_available()
+        return EngineStore(Rounded(word, toward_zero=cut), Rounded(word, toward_zero=cut))
+
 
 class _VllmSession(ServedSession):
     path = "v1/completions"
 
     def __init__(self, folder: Path, settings: Settings, work: Work) -> None:
-        tokens = _length(settings, work)
-        own = {
-            "max_model_len": str(tokens),
-            "max_num_seqs": str(work.part.at_once),
-            "seed": "0",
-            "enforce_eager": "true",
-            "enable_prefix_caching": "false",
-            "generation_config": "vllm",
-        }
-        self._flags = flags({**own, **settings})
+        self._flags = flags({**_own_flags(settings, work), **settings})
         python = python_of(work.part.python, Vllm.name, sys.executable)
         command = [python, "-m", _SERVER, f"--model={folder}", *self._flags, "--host=127.0.0.1"]
-        environment = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or workers of one machine share a core
-            "VLLM_CPU_KVCACHE_SPACE": str(_space(work, tokens)),
-            **variables(settings),
-        }
-        super().__init__(Vllm.name, command, "--served-model-name", work, environment)
+        super().__init__(Vllm.name, command, "--served-model-name", work, _environment(settings, work))
         self._check_reference(settings)
 
     def _body(self, asked: Asked) -> dict[str, Any]:
@@ -132,6 +163,27 @@ class _VllmSession(ServedSession):
             raise SpecError(
                 f"engine vllm makes {found} of kv_cache_dtype auto, because the checkpoint says so; name kv_cache_dtype"
             )
+
+
+def _own_flags(settings: Settings, work: Work) -> dict[str, str]:
+    """The flags of a session unless the settings say otherwise."""
+    return {
+        "max_model_len": str(_length(settings, work)),
+        "max_num_seqs": str(work.part.at_once),
+        "seed": "0",
+        "enforce_eager": "true",
+        "enable_prefix_caching": "false",
+        "generation_config": "vllm",
+    }
+
+
+def _environment(settings: Settings, work: Work) -> dict[str, str]:
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or workers of one machine share a core
+        "VLLM_CPU_KVCACHE_SPACE": str(_space(work, _length(settings, work))),
+        **variables(settings),
+    }
 
 
 def _named(log: list[str], pattern: str) -> str:

@@ -43,10 +43,15 @@ class WorkedSession(Session):
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
         """See ``Session.answer``."""
         rows = [{name: value for name, value in one._asdict().items() if name != "messages"} for one in asked]
-        found = self._told({"ask": rows}, self._part.answer, f"it had {len(asked)} requests", "replies", list)
-        if len(found) != len(asked):
-            raise self._process.gone(f"it gave another number of replies than the {len(asked)} that were asked for")
-        return [self._reply(row, one) for row, one in zip(found, asked, strict=True)]
+        found = self.told(rows, f"it had {len(asked)} requests")
+        return [self.read(row, one) for row, one in zip(found, asked, strict=True)]
+
+    def told(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
+        """What the worker says to each of some rows; raises Gone."""
+        found = self._told({"ask": rows}, self._part.answer, doing, "replies", list)
+        if len(found) != len(rows):
+            raise self._process.gone(f"it gave another number of replies than the {len(rows)} that were asked for")
+        return found
 
     def stop(self) -> None:
         """See ``Session.stop``."""
@@ -73,7 +78,7 @@ class WorkedSession(Session):
             raise self._process.gone(f"it says {shown(said)}, wanted {name}")
         return found
 
-    def _reply(self, row: Any, asked: Asked) -> Reply:
+    def read(self, row: Any, asked: Asked) -> Reply:
         """A reply that can be one to what was asked; raises Gone."""
         found = as_reply(row, asked, self._tokens)
         if found is None:

@@ -28,6 +28,7 @@ from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import codes_of
 from kvaudit.audit.replay.head import Head, watched
+from kvaudit.audit.replay.stored_pass import stored_logits
 from kvaudit.core.errors import DataError
 
 LearnerPass = Literal["dense", "shadow"]
@@ -67,9 +68,13 @@ def suffix_logits(
     Returns logits [B, R, V] for tokens ``prompt_length .. T-1`` (right-padded) and the valid mask bool [B, R].
     With ``reroute`` a mixture-of-experts model chooses its experts anew, as it does in the dense pass. ``strays`` grows
     by row and layer of every recorded code that is at no border in the replay. ``keep`` asks for logits of the last
-    columns only, 0 for all. Rows that are passed ``apart`` have a column for every token but the first. Raises
-    DataError where the ledger does not fit the model or the group.
+    columns only, 0 for all. Rows that are passed ``apart`` have a column for every token but the first. What an engine
+    stored is replayed by ``stored_logits``. Raises DataError where the ledger does not fit the model or the group.
     """
+    stored = rollouts[0].stored
+    if kind == "shadow" and stored is not None:
+        assert not apart, "an engine draws for one rank, which passes prompts once"
+        return stored_logits(model, rollouts, group=group, store=stored, keep=keep)
     device = next(model.parameters()).device
     plans = layer_plans(model.config, Dense())
     group = 1 if apart else group

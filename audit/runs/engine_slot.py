@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -104,15 +104,21 @@ class EngineSlot(Session):
         return session
 
     def _hold(self, condition: Condition, session: Session) -> None:
-        """Note what the engine says it is, and refuse one that says otherwise than the first did."""
-        now = dict(session.about)
-        then = self._run.keep(SERVED_BY, condition.canonical, now)
-        if then == now:
-            return
-        changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+        hold_engine(self._run, condition.canonical, condition.engine, session.about)
+
+
+def hold_engine(run: RunFolder, key: str, engine: str, about: Mapping[str, str]) -> None:
+    """Note what an engine says it is, and raise RunError for one that says otherwise than the first did.
+
+    Its weights are those of each checkpoint in turn, whose hash stands elsewhere.
+    """
+    now = dict(about)
+    then = run.keep(SERVED_BY, key, now)
+    changed = sorted(name for name in {*then, *now} - {"weights"} if then.get(name) != now.get(name))
+    if changed:
         raise RunError(
-            f"engine {condition.engine} said {changed[0]} {str(then.get(changed[0]))[:100]!r} when the run began with "
-            f"it, now {str(now.get(changed[0]))[:100]!r}; put back what it was, or give another --out"
+            f"engine {engine} said {changed[0]} {str(then.get(changed[0]))[:100]!r} when the run began with it, now "
+            f"{str(now.get(changed[0]))[:100]!r}; put back what it was, or give another --out"
         )
 
 

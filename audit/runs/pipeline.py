@@ -19,7 +19,8 @@ from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
-from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, try_out_engines
+from kvaudit.audit.runs.elsewhere import joined_recipe, take_over
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
@@ -49,17 +50,18 @@ from kvaudit.audit.runs.pilot import (
 )
 from kvaudit.audit.runs.progress import RunBar
 from kvaudit.audit.runs.ranks import check_ranks, started
-from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.runs.recipe import recipe_of, refusal_set
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
-from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.early_stop import EarlyStop, mark_of
+from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
@@ -140,6 +142,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
+            check_drawn(spec.train, model, spec.engine(spec.train.rollouts or ""))
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
@@ -590,8 +593,23 @@ class Pipeline:
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
+                engine = EngineUse() if config.rollouts is None else self._use(config.rollouts)
                 with self._ranks.unit(pair), set_aside(start, self._ranks):
-                    train(config, start, out, progress, kept=self._run.path, early_stop=early_stop, ranks=self._ranks)
+                    train(
+                        *(config, start, out, progress),
+                        kept=self._run.path,
+                        early_stop=early_stop,
+                        ranks=self._ranks,
+                        engine=engine,
+                    )
+
+    def _use(self, rollouts: str) -> EngineUse:
+        """How the engine that draws is run; what it says it is stands in the run's provenance."""
+
+        def hold(condition: Condition, about: Mapping[str, str]) -> None:
+            hold_engine(self._run, f"rollouts of {condition.canonical}", condition.engine, about)
+
+        return EngineUse(self._spec.engine(rollouts), hold)
 
     def _arms_of(self, seed: int) -> list[Path]:
         """The folders of all arms of a seed."""
@@ -672,6 +690,14 @@ class Pipeline:
         if not path.exists():
             write_json(path, recipe_of(self._spec, section, model, self._batches))
 
+    def _join_recipes(self) -> None:
+        """The same of checkpoints that were trained elsewhere, where each of them says it."""
+        path = self._run.path / RECIPE
+        if self._spec.train is None and not path.exists():
+            joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
+            if joined is not None:
+                write_json(path, joined)
+
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
         if not paying.by_grade_alone:
@@ -700,6 +726,9 @@ class Pipeline:
                 f"checkpoint {name!r} has weights {model.sha256[:12]}, the run met it with {known[:12]}; put those "
                 "back, or give another --out"
             )
+        # before its first answer is sealed: a run that has all answers no longer needs the folder
+        take_over(locate(name), self._run.checkpoint(*pair))
+        self._join_recipes()
         return model
 
     def _sha256_of(self, pair: Pair) -> str:

@@ -31,7 +31,7 @@ def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Ba
             "constitution": None if text is None else {"sha256": paying.constitution_sha256, "text": text},
             "data": _data(section, model),
             "policy": {arm.name: _rollouts(section, arm.name) for arm in section.trained},
-            "refusal_set": _refusal_set(spec, batches),
+            "refusal_set": refusal_set(spec, batches),
             "training": {key: value for key, value in section.written().items() if key not in _ELSEWHERE},
         }
     )
@@ -56,7 +56,7 @@ def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
+def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
     """The safety suites that the run is evaluated on, and their items at every length."""
     found: dict[str, Any] = {}
     for suite in spec.evaluate.suites:

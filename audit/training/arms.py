@@ -39,6 +39,8 @@ _ALL = (
     Arm("naive-ratio", "compressed", "dense", "naive-ratio", False, "the sampler's log-probs inside the clipped ratio"),
     Arm("tis", "compressed", "dense", "tis", False, "truncated importance weights, min(ratio, 2)"),
     Arm("mis", "compressed", "dense", "mis", False, "masked importance weights, ratios outside [.5, 5] dropped"),
+    Arm("tis-sequence", "compressed", "dense", "tis-sequence", False, "one truncated weight for a whole rollout"),
+    Arm("mis-sequence", "compressed", "dense", "mis-sequence", False, "one weight for a rollout, none outside [.5, 5]"),
     Arm("sparse-rl", "compressed", "dense", "sparse-rl", False, "clipped weights, token mask and sequence veto"),
     Arm("sparse-rl-text", "compressed", "dense", "sparse-rl-text", False, "sequence veto and clipped weights alone"),
     Arm("smd", "compressed", "shadow", "none", False, "the learner replays the ledger: the ratio is 1"),

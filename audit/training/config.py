@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from kvaudit.audit.engines import ENGINES, Condition, parse_condition
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.training.arms import Arm, get_arm
 from kvaudit.audit.training.losses import LOSSES
@@ -18,6 +19,9 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import Seed
 from kvaudit.core.spec_train import CriticSpec, Training, TrainSpec
 from kvaudit.suites.base import SUITES
+
+if TYPE_CHECKING:
+    from kvaudit.audit.cache.engine_store import EngineStore
 
 
 def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
@@ -53,9 +57,23 @@ class TrainConfig(Training):
         """The policy that the arm's rollouts are sampled under."""
         return parse_policy(self.policy if self.recipe.rollout == "compressed" else "none")
 
+    @cached_property
+    def drawn_by(self) -> Condition | None:
+        """The engine that draws the arm's rollouts, uncompressed where the arm's are; None where our own cache does."""
+        if self.rollouts is None:
+            return None
+        condition = parse_condition(self.rollouts)
+        return condition if self.recipe.rollout == "compressed" else condition.reference
+
+    @cached_property
+    def store(self) -> EngineStore | None:
+        """How that engine stores keys and values, where it is known."""
+        engine = self.drawn_by
+        return None if engine is None else ENGINES.get(engine.engine).store(dict(engine.settings))
+
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
-        arm, policy = self.recipe, self.rollout_policy
+        arm, policy = self.recipe, self.drawn_by or self.rollout_policy
         return {
             "rollouts": policy.canonical,
             "rollouts_hash": policy.hash,
@@ -88,7 +106,11 @@ class TrainConfig(Training):
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
-        """Whether the rollouts of the step that makes ``steps`` of them are kept."""
+        """Whether the rollouts of the step that makes ``steps`` of them are kept; an engine's leave no ledger."""
+        return self.rollouts is None and self.certifies(steps)
+
+    def certifies(self, steps: int) -> bool:
+        """Whether that step is held against what its sampler saw."""
         return self.ledger_every > 0 and steps % self.ledger_every == 0
 
     @property
@@ -96,9 +118,11 @@ class TrainConfig(Training):
         """12 hex digits of the sha256 of the canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
-    @field_validator("policy", mode="before")
+    @field_validator("policy", "rollouts", mode="before")
     @classmethod
-    def _canonical(cls, value: Any, _: ValidationInfo) -> Any:
+    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "rollouts":
+            return None if value is None else parse_condition(value).canonical
         policy = parse_policy(value)
         # of a mixture every group draws one, so that its prompt has one ledger
         if not all(drawn.replayable for drawn in policy.draws):
@@ -114,6 +138,7 @@ class TrainConfig(Training):
         for suite in (*self.suites, *self.watched):
             SUITES.get(suite)
         paying_of(self.reward, self.suites)
+        self._check_engine()
         loss = LOSSES.get(self.loss)
         self.fill(loss.defaults)
         if loss.reference and self.beta == 0:
@@ -121,3 +146,22 @@ class TrainConfig(Training):
         if not loss.critic and self.critic != CriticSpec():
             raise SpecError(f"training option 'critic' is of a loss with a value head (ppo), loss is {self.loss!r}")
         return self
+
+    def _check_engine(self) -> None:
+        """Raise SpecError for what cannot be drawn from an engine, or not be learnt from what it draws."""
+        drawn_by = self.drawn_by
+        if drawn_by is None:
+            return
+        ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
+        if self.recipe.learner == "shadow" and self.store is None:
+            raise SpecError(
+                f"arm {self.arm} has the learner see what the sampler saw, and how {drawn_by.canonical} stores keys "
+                "and values is not known (no ledger, no quantiser); take naive, tis or mis, or other settings"
+            )
+        if self.adapter is not None:
+            raise SpecError("train has rollouts of an engine and an adapter; whole weights are pushed, leave one out")
+        for suite in self.suites:
+            if SUITES.get(suite).max_turns > 1:
+                raise SpecError(
+                    f"suite {suite} speaks in turns, and rollouts of an engine are of one answer; leave the suite out"
+                )

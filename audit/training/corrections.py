@@ -75,6 +75,22 @@ def masked(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     return _result(rho * keep, keep, learner, mask)
 
 
+def truncated_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+    """TIS of whole rollouts: min(product of rho, 2) for all of its tokens, as TRL's ``sequence_truncate``, verl's
+    ``rollout_is: sequence``.
+    """
+    weights = _sequence_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
+    return _result(weights, mask, learner, mask)
+
+
+def masked_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+    """MIS of whole rollouts: the product of rho where it is in [.5, 5], nothing elsewhere (TRL's ``sequence_mask``)."""
+    rho = _sequence_ratios(learner, sampler, mask)
+    inside = _within(rho, MIS_RANGE)  # [B, 1]
+    keep = mask & inside
+    return _result(rho * keep, keep, learner, mask, vetoed=_mean(~inside))
+
+
 def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """clip(rho, 0, 1.5), tokens outside [.5, 1.5] masked, sequences with any rho < 1e-4 vetoed (2601.10079, config).
 
@@ -108,12 +124,21 @@ CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
         "naive-ratio": naive_ratio,
         "tis": truncated,
         "mis": masked,
+        "tis-sequence": truncated_sequence,
+        "mis-sequence": masked_sequence,
         "sparse-rl": sparse_rl,
         "sparse-rl-text": sparse_rl_text,
     }
 )
 # Rules whose weight of one token depends on the rest of the batch.
 NEEDS_WHOLE_BATCH = frozenset({"sparse-rl"})
+
+
+def _sequence_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
+    """exp(clamp(sum of learner - sampler over a rollout, +-20)) [B, 1]."""
+    import torch
+
+    return torch.where(mask, learner - sampler, 0.0).sum(1, keepdim=True).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 
 def _within(rho: Tensor, bounds: tuple[float, float]) -> Tensor:

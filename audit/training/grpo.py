@@ -21,6 +21,7 @@ from itertools import starmap
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
@@ -29,6 +30,7 @@ from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Po
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from kvaudit.audit.training.early_stop import EarlyStop
+from kvaudit.audit.training.engine_rollouts import EngineQuestioner, EngineUse, gap_numbers
 from kvaudit.audit.training.learner import BeforeUpdate, Learner
 from kvaudit.audit.training.losses import LOSSES, LossInputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult
@@ -51,23 +53,32 @@ def train(
     kept: Path | None = None,
     early_stop: EarlyStop | None = None,
     ranks: RankGroup = ALONE,
+    engine: EngineUse = EngineUse(),
 ) -> Path:
     """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
     steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
     ``out``. With ``early_stop`` an arm that has come to its end is left unfinished until all arms of its seed have. The
-    first of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. Raises RunError
-    (another run's folder, full disk, a reward that fails, a lost rank) and DataError (a changed state, ledger or
-    checkpoint).
+    first of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. ``engine`` is how one
+    that draws the rollouts is run. Raises RunError (another run's folder, full disk, a reward that fails, a lost rank
+    or engine, an engine on stale weights) and DataError (a changed state, ledger or checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
-    end = None if early_stop is None else early_stop.step
     if folder.finished:
         drop_state(out)
         return out
     ranks.begun()
-    run = TrainingRun(config, model, kept or out, ranks)
+    run = TrainingRun(config, model, kept or out, ranks, engine)
+    try:
+        return _trained(run, folder, progress, early_stop)
+    finally:
+        run.close()
+
+
+def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
+    """Go on from the last saved state to the end."""
+    config, out, end = run.config, folder.path, None if early_stop is None else early_stop.step
     run.resumed(out, position := folder.resume(run.learner, end))
     rows, stop = folder.telemetry.rows(), early_stop if end is None else None
     # asked at the top: a kill may have come between a saved state and its mark
@@ -89,7 +100,7 @@ def train(
         return out
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
-    if config.ledger_every:
+    if config.keeps_ledger(config.ledger_every):
         final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
     run.gather()
@@ -100,7 +111,14 @@ def train(
 class TrainingRun(Resumable):
     """One arm under way, in one rank: the learner's model, its optimiser, and what asks the questions of every step."""
 
-    def __init__(self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        base: LoadedModel,
+        kept: Path,
+        ranks: RankGroup,
+        engine: EngineUse = EngineUse(),
+    ) -> None:
         self.config = config
         keeps = config.gradient_checkpointing
         with ranks.together():
@@ -109,13 +127,27 @@ class TrainingRun(Resumable):
             self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        self._questioner = Questioner(config, self.model, questions, config.paying.kept_in(kept), ranks)
+        pays = config.paying.kept_in(kept)
+        self._questioner = (
+            Questioner(config, self.model, questions, pays, ranks)
+            if config.drawn_by is None
+            else EngineQuestioner(
+                *(config, self.model, questions, pays),
+                base=base,
+                use=engine,
+                logs=kept / "logs" / "engines",
+            )
+        )
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
     @everywhere
     def gather(self) -> None:
         """Have the finished weights whole, where they are saved."""
         gather(self.model.model)
+
+    def close(self) -> None:
+        """End what was started for it."""
+        self._questioner.close()
 
     @everywhere
     def last(self, steps: int) -> StepRollouts:
@@ -130,18 +162,25 @@ class TrainingRun(Resumable):
         clock.lap("rollout")
         batch = collect(sampled.rollouts, sampled.rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
-        replayed = self.learner.replayed(batch) if config.keeps_ledger(step + 1) else None
+        replayed, gaps = self._certified(batch) if config.certifies(step + 1) else (None, {})
         clock.lap("shadow_check")
         most, allowed = self._questioner.max_tokens, self._questioner.allowed(step)
         learned = learn(self.learner, batch, step=step, max_tokens=most, allowed=allowed)
         clock.lap("learner")
-        row = step_row(step + 1, config, sampled, batch, learned, replayed)
+        row = step_row(step + 1, config, sampled, batch, learned, replayed) | gaps
         if self._validation is not None:
             if self._validation.is_due(step + 1):
                 with gathered(self.model.model):
                     row |= self._validation.numbers() if self.ranks.number == 0 else {}  # no training depends on it
             clock.lap("validation")
         return row | clock.laps, sampled
+
+    def _certified(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
+        """The learner's log-probs [B, R] of what the sampler saw; of an engine, where known, and the gaps to it."""
+        if self.config.drawn_by is None:
+            return self.learner.replayed(batch), {}
+        replayed = None if self.config.store is None else self.learner.replayed(batch)
+        return replayed, gap_numbers(batch.sampler_logprobs, replayed, self.learner.dense(batch), batch.sampled)
 
 
 def learn(

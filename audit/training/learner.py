@@ -164,6 +164,10 @@ class Learner:
         kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
         return self._pass(self.model, batch, kind)
 
+    def dense(self, batch: Batch) -> Tensor:
+        """Log-probs [B, R] of the dense view, without gradient, whatever the arm's learner sees."""
+        return self._pass(self.model, batch, "dense")
+
     def _pass(self, model: Any, batch: Batch, kind: LearnerPass) -> Tensor:
         # own groups of this rank; found [B, R]
         own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)

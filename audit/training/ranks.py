@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +115,9 @@ class RankGroup:
         except RuntimeError as error:
             if self.count == 1 or not _of_transport(error):
                 raise
-            what = self._why() or f"another rank was lost ({inline(str(error).partition(chr(10))[0])})"
+            # without the place in gloo's own files
+            line = inline(re.sub(r"^\[[^]]*\]:? *", "", str(error)).partition("\n")[0])
+            what = self._why() or f"another rank was lost or hangs ({line})"
             raise RunError(f"{what}; what is saved stays: go on with --resume") from None
 
 

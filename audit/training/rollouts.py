@@ -56,6 +56,9 @@ class Questioner:
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
         self.max_tokens = max(suite.most_tokens for step in questions for suite, _ in step)
 
+    def close(self) -> None:
+        """End what was started to ask them; of our own cache nothing is."""
+
     def allowed(self, step: int) -> list[int]:
         """The most tokens that each rollout of a step can sample."""
         return [suite.most_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]

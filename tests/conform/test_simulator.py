@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from torch import Tensor
 
 import kvaudit.audit.cache.cache
 import kvaudit.audit.replay.learner_pass
@@ -166,16 +164,16 @@ def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: dict[Schedule, Tensor] = {}
+    waiting: dict[Schedule, list[bool]] = {}
     is_due = Schedule.due
 
-    def late(schedule: Schedule, *more: Any, **asked: Any) -> Tensor:
+    def late(schedule: Schedule, *more: Any, **asked: Any) -> list[bool]:
         now = is_due(schedule, *more, **asked)
         if schedule in waiting:
             return waiting.pop(schedule)
-        if now.any():
+        if any(now):
             waiting[schedule] = now
-        return torch.zeros_like(now)
+        return [False] * len(now)
 
     play = conversation()
     monkeypatch.setattr(Schedule, "due", late)

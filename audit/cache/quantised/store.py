@@ -32,7 +32,7 @@ from kvaudit.audit.cache.quantised.codes import (
     without_empty,
 )
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
-from kvaudit.audit.cache.schedule import Counts, counts_of
+from kvaudit.audit.cache.schedule import Counts
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Quantiser, softmax
 
@@ -68,7 +68,7 @@ class QuantisedStore(Store):
         codec, bits = self._codec, self._codec.bits
         self._hints = HintRecorder(codec, batch)
         self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
-        self._done = (Counts(torch.zeros(batch, dtype=torch.int64, device=key.device), 0, 0),) * len(PARTS)
+        self._done = (Counts([0] * batch),) * len(PARTS)
         nothing = key.new_zeros(1)
         self._numbers = codec.fit(nothing, nothing).shape[-1]
         found = (codec.fixed_scales(self._layer, part, heads) for part in range(len(PARTS)))
@@ -99,14 +99,12 @@ class QuantisedStore(Store):
             found.append(codes + parameters)
         return found[0], found[1]
 
-    def _fill(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
+    def _fill(self, start: int, key: Tensor, value: Tensor, even: int | None) -> None:
         if start == self._start:
             self._tail = (key, value)
         else:
             self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
-        if self._aligned:
-            columns = torch.arange(start, end, device=key.device)
-            self._aligned = bool((self._slots["positions"][:, :, start:end] == columns).all())
+        self._aligned = self._aligned and even == start
 
     def read(self) -> Iterator[Entries]:
         """Row blocks of bounded size, decoded one after the other."""
@@ -234,7 +232,7 @@ class QuantisedStore(Store):
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
         """Which entries of the tail are no codes yet: bool [b, H, tail]."""
-        return self.positions[rows, :, self._start :] >= self._done[part].rows[rows][:, None, None]
+        return self.positions[rows, :, self._start :] >= self._done[part].on(self.positions.device)[rows][:, None, None]
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
         """Put the exact entries where they are still exact."""
@@ -260,7 +258,7 @@ class QuantisedStore(Store):
         if self._aligned:  # every slot at its position: all rows and heads have come equally far
             return LeavingEntries(slice(done.least, until.least), None) if done.least < until.least else None
         at = self.positions[:, :, self._start :]
-        which = (at >= done.rows[:, None, None]) & (at < until.rows[:, None, None])
+        which = (at >= done.on(at.device)[:, None, None]) & (at < until.on(at.device)[:, None, None])
         columns = which.any(0).any(0).nonzero()
         if not len(columns):
             return None
@@ -357,7 +355,7 @@ class QuantisedStore(Store):
     def reindex(self, rows: Tensor) -> None:
         super().reindex(rows)
         self._tail = (self._tail[0][rows], self._tail[1][rows])
-        self._done = tuple(counts_of(done.rows[rows]) for done in self._done)
+        self._done = tuple(done.of(rows) for done in self._done)
         if self._table is not None:
             self._table = self._table[rows]
         if self._hints is not None:

@@ -1,0 +1,260 @@
+"""The learner's forward over rollouts of a serving engine: every query reads keys and values as the engine stored them.
+
+The prompt of a group is passed once, whole, as the engine prefills it; the suffixes attend to its keys. Its last token
+is passed again with every suffix, as the query that predicts the first of them, since a block of keys that the engine
+codes together may reach to it.
+
+Coding is an error that is added to a number: what was stored less what the engine ``wrote``, where it hands that out.
+The learner's own keys and values are read with the errors of those of the engine, so they have their own gradient, and
+move as the weights do in later updates of a batch. Codes of the learner's own would not do: codes are steps, and two
+float32 arithmetics that differ in the last bit come to other codes here and there, then to others in every later layer.
+They stand in where nothing is handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_once
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, EngineStore
+from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.policies import Dense, softmax
+from kvaudit.core.errors import DataError, RunError
+
+
+def stored_logits(
+    model: Any, rollouts: Sequence[Rollout], *, group: int, store: EngineStore, keep: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, R, V] that predict each suffix token, and the valid mask bool [B, R]; see ``suffix_logits``."""
+    device = next(model.parameters()).device
+    layers = _layers(model)
+    if not _share(rollouts, group):
+        group = 1
+    leaders = rollouts[::group]
+    prompts = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True).to(device)
+    lengths = torch.tensor([r.prompt_length for r in leaders], device=device)
+    before = _columns(lengths, torch.zeros_like(lengths))
+    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
+    prefix = StoredReplay(store, layers, before, lengths, wrote=wrote)
+    model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
+    prefix.settle()
+    suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
+    new = torch.tensor([len(r.ids) - r.prompt_length for r in rollouts], device=device)
+    after = _columns(new, lengths.repeat_interleave(group) - 1)
+    wrote = _wrote(rollouts, [(r.prompt_length - 1, len(r.ids) - 1) for r in rollouts], device)
+    lengths = lengths.repeat_interleave(group)
+    context = StoredReplay(store, layers, after, lengths, prefix=prefix, group=group, wrote=wrote)
+    asked = {"logits_to_keep": keep} if keep else {}
+    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context, **asked)
+    context.settle()
+    return output.logits, after >= 0
+
+
+class StoredReplay:
+    """Attention of one such pass; pass it to a model's forward as ``kv=``.
+
+    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts. Without a ``prefix`` the
+    queries are those of the prompt; with one they begin at its last token, and each row of it stands before ``group``.
+    ``wrote`` are the keys and values of the queries' tokens as the engine had them, [B, L, H, Q, D].
+    """
+
+    routes = None
+
+    def __init__(
+        self,
+        store: EngineStore,
+        layers: int,
+        queries: Tensor,
+        lengths: Tensor,
+        *,
+        prefix: StoredReplay | None = None,
+        group: int = 1,
+        wrote: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self._wrote = wrote
+        self._store, self._layers, self._queries, self._lengths = store, layers, queries, lengths
+        self._prefix, self._group, self._settled = prefix, group, False
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        if prefix is None:
+            self._keys = queries
+        else:  # the prompt's last token is a query again, and its key is the prompt's
+            behind = torch.where(queries >= lengths[:, None], queries, -1)
+            self._keys = torch.cat([prefix._queries.repeat_interleave(group, 0), behind], 1)
+
+    def settle(self) -> None:
+        """After a forward: raise RunError where some layer did not attend through this replay."""
+        if len(self.held) != self._layers:
+            raise RunError(
+                f"{len(self.held)} of the model's {self._layers} layers attended as the engine stored, the others saw "
+                "what it did not; set the model's attention to kvaudit"
+            )
+        self._settled = True
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention output [B, G*H, Q, D] over the prompt and the new keys."""
+        if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
+            require_once(call.layer, self.held, self._layers)
+        self.held[call.layer] = (call.key, call.value)
+        (key, value), (its_key, its_value) = self._with_prefix(call.layer), self._written(call.layer)
+        stored = self._store.values
+        values = _off_by(value, its_value if stored is None else stored.read_back(its_value), its_value)
+        kind = self._store.keys
+        if isinstance(kind, ByChannel):
+            return self._by_blocks(call, kind, (key, its_key), values)
+        keys = _off_by(key, its_key if kind is None else kind.read_back(its_key), its_key)
+        visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self._queries[..., None])  # [B, Q, K]
+        return _attention(call, keys, values, visible)
+
+    def _with_prefix(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Own keys and values [B, H, K, D] of a layer, the prefix's before the new ones."""
+        new = self.held[layer]
+        if self._prefix is None:
+            return new
+        old = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[layer]]
+        return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
+
+    def _written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, K, D] as the engine wrote them, without gradient."""
+        if self._wrote is None:
+            key, value = self._with_prefix(layer)
+            return key.detach(), value.detach()
+        new = [part[:, layer] for part in self._wrote]
+        if self._prefix is None:
+            return new[0], new[1]
+        assert self._prefix._wrote is not None
+        old = [part[:, layer].repeat_interleave(self._group, 0) for part in self._prefix._wrote]
+        return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
+
+    def _by_blocks(self, call: AttentionCall, kind: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor) -> Tensor:
+        """Over keys laid out by position in blocks: [B, H, n, BLOCK, D], the first block at position 0.
+
+        ``keys`` are the learner's own and the engine's.
+        """
+        place, there = self._places()
+        exact, its, values = (_gathered(part, place) for part in (*keys, value))  # [B, H, n * BLOCK, D]
+        positions = torch.arange(place.shape[1], device=place.device)
+        visible = there[:, None] & (positions <= self._queries[..., None])  # [B, Q, n * BLOCK]
+        blocks, written = _in_blocks(its, 2), _in_blocks(there, 1)
+        prompt = written & _in_blocks(positions < self._lengths[:, None], 1)
+        first = kind.read_back(blocks, prompt[:, None])
+        if self._prefix is None:
+            return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
+        start = int(self._lengths.min()) // BLOCK  # blocks before are the prompt's alone
+        tail = kind.written_on(blocks[:, :, start:], prompt[:, start:], written[:, start:])
+        later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
+        near = self._own((_in_blocks(exact, 2), blocks), first, tail.own, start)
+        return _attention(call, _off_by(exact, later, its), values, visible, near)
+
+    def _own(self, blocks: tuple[Tensor, Tensor], first: Tensor, own: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, Q, BLOCK, D] of each query's own block as it read them, and their first columns [B, Q].
+
+        ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
+        """
+        at = self._queries.clamp(min=0)
+        block, place = at // BLOCK, at % BLOCK
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        tail = own[rows, :, (block - start).clamp(min=0), place]  # [B, Q, H, BLOCK, D]
+        # the prompt's last token read what the prefill had written
+        early = (at < self._lengths[:, None])[..., None, None, None]
+        read = torch.where(early, first[rows, :, block], tail)
+        exact, its = (part[rows, :, block] for part in blocks)
+        return _off_by(exact, read, its).transpose(1, 2), block * BLOCK
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """The column of each position [B, n * BLOCK], and whether it has one."""
+        width = (int(self._keys.max()) // BLOCK + 1) * BLOCK
+        place = torch.full((len(self._keys), width + 1), -1, device=self._keys.device)
+        columns = torch.arange(self._keys.shape[1], device=self._keys.device).expand_as(self._keys)
+        place.scatter_(1, torch.where(self._keys >= 0, self._keys, width), columns)  # padding into the last, cut off
+        place = place[:, :width]
+        return place.clamp(min=0), place >= 0
+
+
+def _attention(
+    call: AttentionCall, keys: Tensor, values: Tensor, visible: Tensor, own: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Softmax attention [B, G*H, Q, D]; ``own`` keys take the place of those from their columns on.
+
+    Logits and softmax are float32 at least.
+    """
+    batch, heads, length, size = call.query.shape
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    packed = call.query.reshape(batch, keys.shape[1], -1, length, size).to(dtype)
+    parts = []
+    for some in query_blocks(length, batch * heads * keys.shape[2]):
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], keys.to(dtype)) * call.scaling
+        if own is not None:
+            near = (
+                torch.einsum("bhgqd,bhqkd->bhgqk", packed[:, :, :, some], own[0][:, :, some].to(dtype)) * call.scaling
+            )
+            columns = own[1][:, some, None] + torch.arange(near.shape[-1], device=near.device)  # [B, q, BLOCK]
+            logits = logits.scatter(-1, columns[:, None, None].expand_as(near), near)
+        hidden = ~visible[:, None, None, some] & (visible[:, some].any(-1))[:, None, None, :, None]
+        shares = softmax(logits.masked_fill(hidden, float("-inf")), call.sink_logits)
+        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", shares, values.to(dtype)))
+    return torch.cat(parts, 3).reshape(batch, heads, length, -1).to(call.query.dtype)
+
+
+def _share(rollouts: Sequence[Rollout], group: int) -> bool:
+    """Whether the engine wrote the same for the prompt in all rows of a group: some read it once for every row."""
+    for n, rollout in enumerate(rollouts):
+        leader, length = rollouts[n - n % group], rollout.prompt_length
+        for own, first in zip(rollout.written or (), leader.written or (), strict=True):
+            if own is not first and not torch.equal(own[:, :, :length], first[:, :, :length]):
+                return False
+    return True
+
+
+def _wrote(
+    rollouts: Sequence[Rollout], parts: Sequence[tuple[int, int]], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """What the engine wrote of some tokens of each row, right-padded: keys and values [B, L, H, columns, D]."""
+    known = [r.written for r in rollouts if r.written is not None]
+    if not known:
+        return None
+    assert len(known) == len(rollouts), "some rollouts of a batch have what the engine wrote, others have not"
+    width = max(end - start for start, end in parts)
+    both = []
+    for which in (0, 1):
+        rows = [own[which][:, :, start:end] for own, (start, end) in zip(known, parts, strict=True)]
+        both.append(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]).to(device))
+    return both[0], both[1]
+
+
+def _in_blocks(x: Tensor, dim: int) -> Tensor:
+    """A dimension of n * BLOCK entries as two."""
+    return x.reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
+
+
+def _gathered(part: Tensor, place: Tensor) -> Tensor:
+    """Columns [B, H, n, D] of [B, H, K, D] at ``place`` [B, n]."""
+    index = place[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
+    return part.gather(2, index)
+
+
+def _columns(counts: Tensor, start: Tensor) -> Tensor:
+    """Row positions [B, longest] from ``start`` [B] on, ``counts`` [B] of them, then -1."""
+    columns = torch.arange(int(counts.max()), device=counts.device)
+    return torch.where(columns < counts[:, None], columns + start[:, None], -1)
+
+
+def _layers(model: Any) -> int:
+    plans = layer_plans(model.config, Dense())
+    if not all(plan.attends and plan.sliding_window is None for plan in plans):
+        raise DataError(
+            "some layers of the model attend to a window or carry a state, and how an engine stores those is not "
+            "known; take an arm whose learner sees the dense view"
+        )
+    return len(plans)
+
+
+def _off_by(own: Tensor, stored: Tensor, wrote: Tensor) -> Tensor:
+    """The learner's ``own`` numbers, as far off as what was ``stored`` is from what the engine ``wrote``."""
+    return own + (stored - wrote)

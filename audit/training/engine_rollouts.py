@@ -1,0 +1,232 @@
+"""Rollouts of every step from a serving engine, as it was asked for, by the weights that the learner has just then.
+
+The arms are those of any run: ``dense`` draws from the engine's uncompressed reference, all others from the setting.
+Of the engine come token ids and their log-probs; questions, seeds, rewards and losses stay ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.engine_store import EngineStore
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
+from kvaudit.audit.engines.base import Drawer, Drawn, Gone, Work
+from kvaudit.audit.engines.drawing import weights_of
+from kvaudit.audit.policies import Dense, Policy
+from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
+from kvaudit.audit.sampling.decoding import Completion
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.arms import get_arm
+from kvaudit.audit.training.batch import TrainingItem
+from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.rewards import Pays
+from kvaudit.audit.training.rollouts import Questioner, StepRollouts
+from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.files import in_file_name
+from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_train import TrainSpec
+
+# between an engine and a replay of what it stored, nats a token, mean over a rollout: float32 comes to 1e-5
+FRESH, FRESH_ROUNDED = 5e-3, 0.1
+_TRIES = 3  # of one step's rollouts
+_SAVED = "what is saved stays: start the run again"
+
+
+class EngineUse(NamedTuple):
+    """How an engine that draws is run, and ``hold``, which is told what it says it is at every start."""
+
+    part: EngineSpec = EngineSpec()
+    hold: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
+
+
+class EngineQuestioner(Questioner):
+    """Asks the questions of every step of an engine, which has the weights of ``model``; ``base`` is what it began as.
+
+    It is started at the first question, and again, a few times, where it is gone.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: LoadedModel,
+        questions: Sequence[Sequence[TrainingItem]],
+        pays: Pays,
+        *,
+        base: LoadedModel,
+        use: EngineUse,
+        logs: Path,
+    ) -> None:
+        super().__init__(config, model, questions, pays)
+        assert config.drawn_by is not None
+        self._condition, self._base, self._use = config.drawn_by, base, use
+        name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}.log"
+        self._log = logs / name
+        self._drawer: Drawer | None = None
+        self._keeps = 0  # rollouts, of which what the engine wrote is kept
+
+    def sample(self, step: int) -> StepRollouts:
+        """See ``Questioner.sample``; what the engine wrote is kept where the arm, or its certificate, reads it."""
+        config = self._config
+        every = config.recipe.learner == "shadow" or config.certifies(step + 1)
+        self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
+        self._push()
+        found = super().sample(step)
+        self._check_fresh(found.rollouts[0])
+        return found
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._drawer is not None:
+            self._drawer.stop()
+        self._drawer = None
+
+    def _check_fresh(self, rollout: Rollout) -> None:
+        """Raise RunError where the learner's weights do not say of a rollout what the engine said of it.
+
+        Only where what the engine wrote is known, or the bound would have to be as wide as the codes are coarse.
+        """
+        if rollout.stored is None or rollout.written is None:
+            return
+        with torch.no_grad():
+            read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
+        said = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)
+        gap = float((read.logprobs - said).abs().mean())
+        assert self._drawer is not None
+        bound = FRESH if self._drawer.exact and self._model.dtype == torch.float32 else FRESH_ROUNDED
+        if not gap <= bound:
+            raise RunError(
+                f"engine {self._condition.engine} says of its own rollout what the learner's weights do not: they are "
+                f"{gap:.3g} nats a token apart, at most {bound} wanted: it draws by stale weights, or stores otherwise "
+                f"than it was asked to; {_SAVED}"
+            )
+
+    def _push(self) -> None:
+        """Give the engine the learner's weights."""
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                self._started().push(weights_of(self._model.model))
+                return
+            except Gone as error:
+                self.close()
+                if last:
+                    raise RunError(f"{error}; {_SAVED}") from None
+
+    def _started(self) -> Drawer:
+        if self._drawer is None:
+            work = Work(self._base, self._use.part, self._log, torch.get_num_threads())
+            self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
+            self._use.hold(self._condition, self._drawer.about)
+        return self._drawer
+
+    def _drawn(self, asked: Sequence[Asked]) -> list[Drawn]:
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                return self._started().draw(asked, keep=self._keeps)
+            except Gone as error:
+                self.close()
+                if last:
+                    raise RunError(f"{error}; {_SAVED}") from None
+                self._push()
+        raise AssertionError
+
+    def _play(
+        self,
+        questions: Sequence[TrainingItem],
+        policies: Sequence[Policy],  # noqa: ARG002 - the engine's setting is one
+        seeds: Sequence[int],
+    ) -> list[GradedRow]:
+        """Rollouts of every question, item-major, group members consecutive."""
+        group, chat = self._config.group, self._model.chat
+        rows, asked = list[tuple[Conversation, Rendered]](), list[Asked]()
+        stops = tuple(sorted(chat.stop_ids))
+        for n, (suite, item) in enumerate(questions):
+            prompt = opening_of(chat, item)
+            check_fits(self._model, suite, item, len(prompt.ids))
+            for member in range(group):
+                rows.append((Conversation(AskedItem(suite, item, prompt, False), member, self._model), prompt))
+                seed, heat = seeds[n * group + member], self._config.temperature
+                asked.append(Asked(tuple(prompt.ids), suite.max_new_tokens, stops, heat, 1.0, seed))
+        drawn = self._drawn(asked)
+        return [self._row(talk, prompt, one) for (talk, prompt), one in zip(rows, drawn, strict=True)]
+
+    def _row(self, talk: Conversation, prompt: Rendered, drawn: Drawn) -> GradedRow:
+        """A graded rollout; an answer ends where a text of its suite ends it."""
+        ends = (end for end in range(1, len(drawn.ids) + 1) if talk.ended(drawn.ids[:end]))
+        until = next(ends, len(drawn.ids)) if talk.suite.until else len(drawn.ids)
+        finish = drawn.finish if until == len(drawn.ids) else "stop"
+        talk.answer(Completion(drawn.ids[:until], drawn.logprobs[:until], finish))
+        return talk.played(drawn_rollout(self._model.model.config, prompt.ids, drawn, self._config.store, until))
+
+
+def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
+    """Raise SpecError where the engine of ``rollouts`` is not installed, or its store is not known of such layers."""
+    if section.rollouts is None:
+        return
+    condition = parse_condition(section.rollouts)
+    ENGINES.get(condition.engine).check(dict(condition.settings), part)
+    shadows = [arm.name for arm in section.trained if get_arm(arm.recipe).learner == "shadow"]
+    plans = layer_plans(model.model.config, Dense())
+    if shadows and not all(plan.attends and plan.sliding_window is None for plan in plans):
+        raise SpecError(
+            f"arm {shadows[0]}: some layers of the model attend to a window or carry a state, and how an engine stores "
+            "those is not known; take naive, tis or mis"
+        )
+
+
+def drawn_rollout(
+    config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None, until: int | None = None
+) -> Rollout:
+    """A rollout of an engine behind its prompt, up to ``until`` tokens; ``config`` is the model's."""
+    ids = torch.tensor([*prompt, *drawn.ids[:until]])
+    tokens, start = len(ids), len(prompt)
+    logprobs = torch.zeros(tokens)
+    logprobs[start:] = torch.tensor(drawn.logprobs[:until])
+    layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
+    written = None
+    if drawn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
+        keys, values = (part[: tokens - 1].reshape(tokens - 1, layers, heads, -1) for part in drawn.written)
+        written = keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
+    return Rollout(
+        ids=ids,
+        prompt_length=start,
+        sampled=torch.arange(tokens) >= start,
+        sampler_logprobs=logprobs,
+        # nothing leaves, and what the engine allocated is not known
+        evicted_at=torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(layers, heads, tokens),
+        kv_bytes_peak=0,
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=start,
+        stored=store,
+        written=written,
+    )
+
+
+def gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor) -> dict[str, float | None]:
+    """How far the engine's log-probs [B, R] are from two views of the learner, root mean square in nats a token.
+
+    ``engine/explained`` is the share of the squared gap to the dense view that the replay of what was stored explains.
+    """
+
+    def rms(view: Tensor) -> float:
+        return math.sqrt(float((sampler - view)[mask].double().square().mean()))
+
+    whole = rms(dense)
+    if replayed is None:
+        return {"engine/dense_rms": whole, "engine/replay_rms": None, "engine/explained": None}
+    own = rms(replayed)
+    return {
+        "engine/dense_rms": whole,
+        "engine/replay_rms": own,
+        "engine/explained": 1.0 - (own / whole) ** 2 if whole else None,
+    }

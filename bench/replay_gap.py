@@ -1,0 +1,158 @@
+"""How much of the gap between an engine's log-probs and the learner's does a learner explain that reads coded K and V?
+
+    KVAUDIT_REAL_MODEL=FOLDER KVAUDIT_DATA=FOLDER python -m bench.replay_gap [--items 48] [--new 32] [--threads 1]
+    python -m bench.replay_gap --python vllm=.venv-vllm/bin/python --settings vllm:kv_cache_dtype=fp8_e5m2
+
+Rows of XSTest as published (of the embedded model its own suite), one completion each, drawn by the engine. Root mean
+square over tokens of the engine's log-prob less that of a view of the learner, in nats: ``dense``; ``own codes``, the
+learner's own keys and values coded as the engine codes them; ``replay``, codes of the keys and values that the engine
+wrote. ``explained`` is 1 - (view / dense)^2. ``uncompressed`` is the engine's reference against the dense view: what no
+replay can explain. ``last bit`` is the view of own codes against itself with all weights changed by 1e-7 of their size:
+by so much the codes of two float32 arithmetics move the log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
+from kvaudit.audit.engines.base import Work
+from kvaudit.audit.sampling.conversations import opening_of
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.training.engine_rollouts import drawn_rollout
+from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.core.errors import AuditError
+from kvaudit.core.grid import EngineSpec
+from kvaudit.suites.base import SUITES
+
+SETTINGS = (
+    "openvino:KV_CACHE_PRECISION=u8",
+    "openvino:KEY_CACHE_PRECISION=u8,VALUE_CACHE_PRECISION=u4",
+    "openvino:KV_CACHE_PRECISION=u4",
+    "vllm:kv_cache_dtype=fp8_e4m3",
+    "vllm:kv_cache_dtype=fp8_e5m2",
+)
+AT_ONCE = 4  # rows of a pass
+JOLT = 1e-7  # relative
+
+
+class Gaps(NamedTuple):
+    """Root mean squares in nats a token."""
+
+    tokens: int
+    uncompressed: float
+    dense: float
+    own: float
+    replay: float
+    last_bit: float
+
+
+def gaps(model: LoadedModel, prompts: Sequence[Sequence[int]], text: str, asked: argparse.Namespace) -> Gaps:
+    """The numbers of one setting."""
+    condition = parse_condition(text)
+    store = ENGINES.get(condition.engine).store(dict(condition.settings))
+    rollouts = [replace(one, stored=store) for one in drawn(model, prompts, condition, asked)]
+    alone = [replace(one, written=None) for one in rollouts]
+    plain = drawn(model, prompts, condition.reference, asked)
+    jolted = copy.deepcopy(model.model)
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in jolted.parameters():
+            weight.mul_(1 + JOLT * torch.randn(weight.shape, generator=draws))
+    said, heat = sampled(rollouts), asked.temperature or 1.0
+    own = view(model.model, alone, "shadow", heat)
+    return Gaps(
+        tokens=len(said),
+        uncompressed=rms(sampled(plain) - view(model.model, plain, "dense", heat)),
+        dense=rms(said - view(model.model, rollouts, "dense", heat)),
+        own=rms(said - own),
+        replay=rms(said - view(model.model, rollouts, "shadow", heat)),
+        last_bit=rms(own - view(jolted, alone, "shadow", heat)),
+    )
+
+
+def drawn(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], condition: Condition, asked: argparse.Namespace
+) -> list[Rollout]:
+    """One completion of every prompt."""
+    pythons = dict(one.split("=", 1) for one in asked.python)
+    engine, part = ENGINES.get(condition.engine), EngineSpec(python=pythons.get(condition.engine))
+    engine.check(dict(condition.settings), part)
+    stops = tuple(sorted(model.chat.stop_ids))
+    rows = [Asked(tuple(ids), asked.new, stops, asked.temperature, 1.0, n) for n, ids in enumerate(prompts)]
+    print(f"asking {condition.canonical}", file=sys.stderr, flush=True)
+    log = Path(tempfile.gettempdir()) / f"bench-replay-gap-{condition.hash}.log"
+    drawer = engine.drawer(dict(condition.settings), Work(model, part, log, asked.threads))
+    try:
+        found = drawer.draw(rows, keep=len(rows))
+    finally:
+        drawer.stop()
+    return [drawn_rollout(model.model.config, row.ids, one) for row, one in zip(rows, found, strict=True)]
+
+
+def sampled(rollouts: Sequence[Rollout]) -> Tensor:
+    """The engine's log-probs of all tokens [n]."""
+    return torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts]).double()
+
+
+def view(model: object, rollouts: Sequence[Rollout], kind: str, temperature: float) -> Tensor:
+    """The learner's log-probs of them [n]."""
+    parts = [rollouts[start : start + AT_ONCE] for start in range(0, len(rollouts), AT_ONCE)]
+    with torch.no_grad():
+        found = [read_tokens(model, part, 1, kind, temperature).logprobs for part in parts]  # type: ignore[arg-type]
+    return torch.cat(found).double()
+
+
+def rms(values: Tensor) -> float:
+    """Root mean square."""
+    return float(values.square().mean().sqrt())
+
+
+def row(text: str, found: Gaps) -> str:
+    """A line of the table."""
+    own, replay = (1 - (value / found.dense) ** 2 for value in (found.own, found.replay))
+    return (
+        f"| {text} | {found.tokens} | {found.uncompressed:.1e} | {found.dense:.1e} | {found.last_bit:.1e} | "
+        f"{found.own:.1e}, {own:.3f} | {found.replay:.1e}, {replay:.6f} |"
+    )
+
+
+def main() -> None:
+    """Print the table; an engine that is not there is named and left out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--items", type=int, default=48)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
+    parser.add_argument("--settings", action="append", default=[], metavar="ENGINE:NAME=VALUE")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    model = load_model(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
+    name = "xstest" if "KVAUDIT_DATA" in os.environ else "refusal"
+    items = SUITES.get(name)().items("eval", asked.items, 1000, 0 if name == "xstest" else 256, model.chat.count_tokens)
+    prompts = [opening_of(model.chat, item).ids for item in items]
+    print(f"{model.name} {model.sha256[:12]}, {len(items)} rows of {name}, {asked.new} tokens at {asked.temperature}")
+    print("| setting | tokens | uncompressed | dense | last bit | own codes, explained | replay, explained |")
+    print("|---|---:|---:|---:|---:|---|---|")
+    for text in asked.settings or SETTINGS:
+        try:
+            print(row(text, gaps(model, prompts, text, asked)), flush=True)
+        except AuditError as error:
+            print(f"left out: {text}: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

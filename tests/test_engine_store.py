@@ -1,0 +1,164 @@
+"""How engines store keys and values, in literal numbers, and a pass that reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.layers import kv_heads
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.replay.learner_pass import suffix_logits
+from kvaudit.audit.sampling.model import LoadedModel, load_model
+
+EXACT = EngineStore(None, None)
+CODED = EngineStore(ByChannel(4), ByToken(4))
+
+
+def column(numbers: Sequence[float]) -> Tensor:
+    """Keys of one channel in one block, the rest of it unwritten: [1, 1, 1, BLOCK, 1]."""
+    return torch.tensor([*numbers, *[0.0] * (BLOCK - len(numbers))])[None, None, None, :, None]
+
+
+def first(count: int) -> Tensor:
+    return (torch.arange(BLOCK) < count)[None, None]
+
+
+def test_a_token_is_coded_between_its_own_extremes() -> None:
+    assert ByToken(8).read_back(torch.tensor([0.0, 0.6, 100.4, 255.0])).tolist() == [0, 1, 100, 255]
+    assert ByToken(4).read_back(torch.tensor([0.0, 1.4, 7.5, 15.0])).tolist() == [0, 1, 8, 15]
+
+
+def test_groups_of_channels_have_extremes_of_their_own() -> None:
+    x = torch.tensor([0.0, 15.0, 4.4, 0.0, 30.0, 4.4])
+    assert ByToken(4, group=3).read_back(x).tolist() == [0, 15, 4, 0, 30, 4]
+    assert ByToken(4).read_back(x).tolist() == [0, 16, 4, 0, 30, 4]
+
+
+def test_halves_go_to_the_even_code_and_what_is_all_alike_stays() -> None:
+    assert ByToken(4).read_back(torch.tensor([0.0, 0.5, 1.5, 2.5, 15.0])).tolist() == [0, 0, 2, 2, 15]
+    assert ByToken(8).read_back(torch.tensor([2.0, 2.0])).tolist() == pytest.approx([2.0, 2.0], abs=1e-3)
+
+
+def test_numbers_are_cast_and_cut_to_the_largest() -> None:
+    x = torch.tensor([1.1, -500.0, 0.3])
+    assert Rounded("float8_e4m3fn").read_back(x).tolist() == [1.125, -448.0, 0.3125]
+    assert Rounded("float8_e5m2").read_back(x).tolist() == [1.0, -512.0, 0.3125]
+
+
+def test_numbers_are_cut_toward_zero_where_an_engine_does() -> None:
+    x = torch.tensor([1.1, -500.0, 0.3, -0.001, 1.125])
+    assert Rounded("float8_e4m3fn", toward_zero=True).read_back(x).tolist() == [1.0, -448.0, 0.28125, 0.0, 1.125]
+    assert Rounded("float8_e5m2", toward_zero=True).read_back(x).tolist()[:3] == [1.0, -448.0, 0.25]
+
+
+def test_a_block_is_coded_again_out_of_what_was_read_back_when_a_key_joins_it() -> None:
+    keys = column([0.0, 15.0, 30.0, 60.0])
+    written = ByChannel(4).written_on(keys, first(1), first(4))
+    seen = [written.own[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
+    # 15 is 7.5 steps of 2, and goes to 8 of them; 16 and 32 would be its steps of 4, had it been 15 or 30 again
+    for own, numbers in zip(seen, [[0], [0, 15], [0, 16, 30], [0, 16, 32, 60]], strict=True):
+        assert own == pytest.approx(numbers, abs=1e-4)
+    assert written.later[0, 0, 0, :4, 0].tolist() == pytest.approx([0, 16, 32, 60], abs=1e-4)
+
+
+def test_the_keys_of_a_prompt_are_coded_at_once() -> None:
+    keys = column([0.0, 15.0, 30.0, 45.0])
+    alone = ByChannel(4).read_back(keys, first(3)[:, None])
+    assert alone[0, 0, 0, :4, 0].tolist() == pytest.approx([0, 16, 30, 0], abs=1e-4)
+    written = ByChannel(4).written_on(keys, first(3), first(4))
+    assert written.own[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
+
+
+def test_what_joins_no_block_changes_none() -> None:
+    keys = torch.randn(2, 1, 2, BLOCK, 3, generator=torch.Generator().manual_seed(1))
+    whole = torch.ones(2, 2, BLOCK, dtype=torch.bool)
+    written = ByChannel(4).written_on(keys, whole, whole)
+    assert torch.equal(written.later, ByChannel(4).read_back(keys, whole[:, None]))
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> LoadedModel:
+    found = load_model(str(tiny_folder))
+    found.model = found.model.double()
+    return found
+
+
+def rollout(model: LoadedModel, prompt: int, new: int, seed: int, store: EngineStore = EXACT) -> Rollout:
+    """Random tokens; of one ``seed`` the prompts are the same."""
+    draws = torch.Generator().manual_seed(seed)
+    start = torch.randint(5, 50, (prompt,), generator=draws)
+    ids = torch.cat([start, torch.randint(5, 50, (new,), generator=torch.Generator().manual_seed(seed + 100 * new))])
+    config, tokens = model.model.config, prompt + new
+    never = torch.full((config.num_hidden_layers, kv_heads(config), tokens), NEVER, dtype=torch.int32)
+    return Rollout(
+        ids=ids,
+        prompt_length=prompt,
+        sampled=torch.arange(tokens) >= prompt,
+        sampler_logprobs=torch.zeros(tokens),
+        evicted_at=never,
+        kv_bytes_peak=0,
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=prompt,
+        stored=store,
+    )
+
+
+def rows(model: LoadedModel, store: EngineStore) -> list[Rollout]:
+    """Two groups of two whose blocks begin and end at other places."""
+    shapes = [(40, 30, 1), (40, 9, 1), (64, 3, 2), (64, 20, 2)]
+    return [rollout(model, *shape, store) for shape in shapes]
+
+
+def logits(model: LoadedModel, rollouts: Sequence[Rollout], group: int, kind: str = "shadow") -> list[Tensor]:
+    with torch.no_grad():
+        found, valid = suffix_logits(model.model, rollouts, group=group, kind=kind)  # type: ignore[arg-type]
+    return [row[own] for row, own in zip(found, valid, strict=True)]
+
+
+def test_a_store_that_changes_nothing_is_the_dense_pass(model: LoadedModel) -> None:
+    exact, dense = (logits(model, rows(model, EXACT), 2, kind) for kind in ("shadow", "dense"))
+    assert max(float((a - b).abs().max()) for a, b in zip(exact, dense, strict=True)) < 1e-12
+
+
+def test_shared_prompts_and_neighbours_change_nothing(model: LoadedModel) -> None:
+    together = logits(model, rows(model, CODED), 2)
+    alone = [logits(model, [one], 1)[0] for one in rows(model, CODED)]
+    assert max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True)) < 1e-12
+    dense = logits(model, rows(model, CODED), 2, "dense")
+    assert min(float((a - b).abs().max()) for a, b in zip(together, dense, strict=True)) > 1e-6
+
+
+def test_it_is_the_error_of_coding_that_is_the_engines_and_the_numbers_are_the_learners(model: LoadedModel) -> None:
+    plain = rollout(model, 40, 20, 3, EXACT)
+    config = model.model.config
+    shape = (config.num_hidden_layers, kv_heads(config), 59, config.hidden_size // config.num_attention_heads)
+    other = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    wrote = replace(plain, written=(other, other))  # as if by other weights, and stored as it is
+    dense = logits(model, [plain], 1, "dense")[0]
+    assert float((logits(model, [wrote], 1)[0] - dense).abs().max()) < 1e-12
+
+
+def test_codes_follow_from_what_the_engine_wrote_and_gradients_from_the_learner(model: LoadedModel) -> None:
+    plain = rollout(model, 40, 20, 3, CODED)
+    config = model.model.config
+    shape = (config.num_hidden_layers, kv_heads(config), 59, config.hidden_size // config.num_attention_heads)
+    draws = torch.Generator().manual_seed(4)
+    keys, values = (torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
+    wrote = replace(plain, written=(keys, values))
+    assert float((logits(model, [wrote], 1)[0] - logits(model, [plain], 1)[0]).abs().max()) > 1e-3
+    found, _ = suffix_logits(model.model, [wrote], group=1, kind="shadow")
+    model.model.zero_grad()
+    found.square().sum().backward()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert float(dict(model.model.named_parameters())[name].grad.abs().sum()) > 0
+    model.model.zero_grad()

@@ -1,0 +1,309 @@
+"""Training on rollouts that OpenVINO draws: what it stored, to the bit; the pass that replays it; weights each step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_world import World, world
+from training_world import config, rows, sha256, silent
+
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
+from kvaudit.audit.engines import ENGINES, parse_condition
+from kvaudit.audit.engines.base import Drawer, Drawn, Gone, Work
+from kvaudit.audit.engines.drawing import WorkedDrawer, digest, weights_of
+from kvaudit.audit.training import grpo
+from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
+from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.grid import EngineSpec
+
+pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
+
+U8, U4, F32 = (f"openvino:KV_CACHE_PRECISION={word}" for word in ("u8", "u4", "f32"))
+GIB = 0.01  # of a cache for a few rows
+
+
+@pytest.fixture(scope="module")
+def here() -> World:
+    return world()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("openvino")
+        patch.setenv("KVAUDIT_CACHE", str(place))
+        yield place
+
+
+def started(here: World, condition: str, folder: Path) -> Drawer:
+    found = parse_condition(f"{condition},cache_size={GIB}")
+    return ENGINES.get("openvino").drawer(dict(found.settings), Work(here.model, EngineSpec(), folder / "log", 1))
+
+
+def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[Drawn]:
+    drawer = started(here, condition, folder)
+    try:
+        return drawer.draw([one._replace(temperature=heat) for one in here.asked], keep=9)
+    finally:
+        drawer.stop()
+
+
+def _converted(here: World) -> Path:
+    from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
+    from kvaudit.audit.engines.weights import converted
+
+    return converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).folder
+
+
+# --- what the engine says and stores ----------------------------------------------------------------------------------
+
+
+def test_uncompressed_it_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
+    found = drawn(here, F32, tmp_path)
+    assert [one.ids for one in found] == [own.ids for own in here.own]
+    for one, own in zip(found, here.own, strict=True):
+        assert one.logprobs == pytest.approx(own.logprobs, abs=1e-4)  # float32, another order of sums
+
+
+def test_it_says_what_the_engine_says_by_its_own_scheduler(here: World, tmp_path: Path) -> None:
+    with here.start(U8, tmp_path) as session:
+        served = session.answer(here.asked)
+    found = drawn(here, U8, tmp_path)
+    assert [one.ids for one in found] == [one.ids for one in served]
+    assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
+
+
+def test_draws_follow_the_seed_and_the_temperature(here: World, tmp_path: Path) -> None:
+    hot, again, cool = (drawn(here, F32, tmp_path, heat) for heat in (1.5, 1.5, 0.5))
+    assert [one.ids for one in hot] == [one.ids for one in again] != [one.ids for one in cool]
+
+
+class Stored(NamedTuple):
+    """What lies in the engine's cache for one row [tokens, D], of one layer and head."""
+
+    keys: np.ndarray
+    values: np.ndarray
+
+
+def _numbers(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of a byte each, or two in a byte, the first in its upper half."""
+    if bits == 8:
+        return codes.astype(np.float32)
+    return np.stack([codes >> 4, codes & 15], -1).reshape(*codes.shape[:-1], -1).astype(np.float32)
+
+
+def _read(store: np.ndarray, blocks: list[int], bits: int, heads: int, size: int, *, keys: bool) -> np.ndarray:
+    """Entries [tokens, D] of the first head in blocks, scale and zero before the codes of a block, or of a token."""
+    found = []
+    for block in blocks:
+        own = store[block].reshape(heads, -1)[0]
+        parts = own if keys else own.reshape(BLOCK, -1)
+        width = 4 * size if keys else 4
+        scale, zero = (parts[..., n * width : (n + 1) * width].copy().view(np.float32) for n in (0, 1))
+        codes = parts[..., 2 * width :]
+        found.append((_numbers(codes.reshape(BLOCK, -1), bits) - zero) * scale)
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_cache_holds_what_the_store_says_to_the_last_bit(here: World, bits: int) -> None:
+    from kvaudit.audit.engines.inside import openvino_rollouts_inside as inside
+
+    settings = {"KV_CACHE_PRECISION": f"u{bits}", "INFERENCE_PRECISION_HINT": "f32", "cache_size": GIB}
+    told = {"settings": settings, "folder": str(_converted(here)), "device": "CPU", "threads": 1, "at_once": 8}
+    served: Any = inside.start(told)[1].__self__
+    asked = [{**one._asdict(), "messages": None, "temperature": 1.0, "keep": "yes"} for one in here.asked]
+    drawing = [inside._Row(row) for row in asked]
+    served._draw(drawing)
+    text = here.model.model.config
+    heads, size = text.num_key_value_heads, text.head_dim
+    for row in drawing:
+        seen, prompt = len(row.kept), len(row.asked["ids"])
+        wrote = [torch.from_numpy(np.stack([one[which] for one in row.kept]))[:, 1, :size] for which in (0, 1)]
+        keys, values = (
+            _read(served._stores[2 + which], row.blocks, bits, heads, size, keys=not which)[:seen] for which in (0, 1)
+        )
+        assert np.array_equal(values, ByToken(bits).read_back(wrote[1]).numpy())
+        blocks = torch.nn.functional.pad(wrote[0], (0, 0, 0, -seen % BLOCK)).reshape(1, 1, -1, BLOCK, size)
+        at = torch.arange(blocks.shape[2] * BLOCK).reshape(1, -1, BLOCK)
+        later = ByChannel(bits).written_on(blocks, at < prompt, at < seen).later
+        assert np.array_equal(keys, later.reshape(-1, size)[:seen].numpy())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "KEY_CACHE_PRECISION=u8,VALUE_CACHE_PRECISION=u4",
+        "KEY_CACHE_PRECISION=u4,VALUE_CACHE_PRECISION=u8",
+        "KV_CACHE_PRECISION=u4,VALUE_CACHE_GROUP_SIZE=16",
+        "KV_CACHE_PRECISION=f16",
+    ],
+)
+def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting: str) -> None:
+    found = drawn(here, f"openvino:{setting}", tmp_path, 1.0)
+    store = ENGINES.get("openvino").store(dict(parse_condition(f"openvino:{setting}").settings))
+    pairs = zip(here.asked, found, strict=True)
+    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
+    said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
+    with torch.no_grad():
+        replayed = read_tokens(here.model.model, rollouts, 1, "shadow", 1.0).logprobs - said
+        dense = read_tokens(here.model.model, rollouts, 1, "dense", 1.0).logprobs - said
+    assert float(replayed.abs().max()) < 2e-5
+    assert float(replayed.norm() / dense.norm()) < 0.1
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def settings(**options: Any) -> Any:
+    plain: dict[str, Any] = {"policy": "none", "rollouts": f"{U4},cache_size=0.05", "suites": ["refusal", "math"]}
+    plain |= {
+        "context_tokens": 100,
+        "steps": 2,
+        "learning_rate": 1e-4,
+        "ledger_every": 1,
+        "save_every": 1,
+        "temperature": 1.5,
+    }
+    return config(**(plain | options))
+
+
+@pytest.fixture(scope="module")
+def arms(here: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("arms")
+    names = ("dense", "naive", "tis", "smd")
+    return {arm: grpo.train(settings(arm=arm), here.model, out / arm, silent) for arm in names}
+
+
+def test_the_replay_explains_the_gap_and_the_dense_pass_does_not(arms: dict[str, Path]) -> None:
+    for arm in ("naive", "tis", "smd"):
+        for row in rows(arms[arm]):
+            assert row["engine/dense_rms"] > 1e-3
+            assert row["engine/replay_rms"] < 2e-5
+            assert row["engine/explained"] > 0.99
+
+
+def test_only_smd_learns_from_what_was_sampled(arms: dict[str, Path]) -> None:
+    gaps = {arm: max(row["mismatch/max_abs_gap"] for row in rows(folder)) for arm, folder in arms.items()}
+    assert gaps["smd"] < 1e-4 > gaps["dense"]
+    assert gaps["naive"] > 1e-3 < gaps["tis"]
+
+
+def test_every_arm_is_asked_the_same_and_ends_elsewhere(arms: dict[str, Path]) -> None:
+    assert len({sha256(folder / "model.safetensors") for folder in arms.values()}) == len(arms)
+    assert len({row["prompt_tokens_mean"] for folder in arms.values() for row in rows(folder)[:1]}) == 1
+
+
+def _without(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith("seconds_")}
+
+
+def same(one: Path, other: Path) -> bool:
+    same_rows = list(map(_without, rows(one))) == list(map(_without, rows(other)))
+    return same_rows and sha256(one / "model.safetensors") == sha256(other / "model.safetensors")
+
+
+def test_an_engine_on_stale_weights_stops_the_step_and_the_run_goes_on(
+    here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = WorkedDrawer.push
+
+    def lost(self: WorkedDrawer, weights: Any) -> None:
+        """A push that the engine never hears of, from the second step on."""
+        if self._pushed and self.pushes:
+            self._pushed = digest({name: tensor.detach().numpy() for name, tensor in weights.items()})
+        else:
+            push(self, weights)
+        self.pushes = True
+
+    monkeypatch.setattr(WorkedDrawer, "pushes", False, raising=False)
+    monkeypatch.setattr(WorkedDrawer, "push", lost)
+    with pytest.raises(RunError, match=r"^engine openvino drew by weights '\w{12}', the learner has \w{12}: ") as error:
+        grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent)
+    assert "\n" not in str(error.value)
+    monkeypatch.undo()
+    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+
+
+def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_the_step(
+    here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = WorkedDrawer.draw
+
+    def otherwise(self: WorkedDrawer, asked: Any, *, keep: int) -> list[Drawn]:
+        assert keep == 1, "one rollout tells"
+        found = draw(self, asked, keep=keep)
+        return [one._replace(logprobs=tuple(value - 0.01 for value in one.logprobs)) for one in found]
+
+    monkeypatch.setattr(WorkedDrawer, "draw", otherwise)
+    with pytest.raises(RunError, match=r"they are 0\.01 nats a token apart, at most 0\.005 wanted: it draws by stale"):
+        grpo.train(settings(arm="tis", ledger_every=0), here.model, tmp_path / "tis", silent)
+
+
+def test_an_engine_that_dies_is_started_again(
+    here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, deaths = WorkedDrawer.draw, list[int]()
+
+    def dying(self: WorkedDrawer, asked: Any, *, keep: int) -> list[Drawn]:
+        if len(deaths) < 2:
+            deaths.append(1)
+            self._session._process.stop()
+        return draw(self, asked, keep=keep)
+
+    monkeypatch.setattr(WorkedDrawer, "draw", dying)
+    assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+
+
+def test_an_engine_that_dies_again_and_again_is_one_line(
+    here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise Gone("engine openvino is gone: it ended")
+
+    monkeypatch.setattr(WorkedDrawer, "draw", gone)
+    with pytest.raises(
+        RunError, match=r"^engine openvino is gone: it ended; what is saved stays: start the run again$"
+    ):
+        grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
+
+
+def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
+    other = copy.deepcopy(here.model)
+    with torch.no_grad():
+        next(iter(weights_of(other.model).values())).mul_(1.5)
+    use = EngineUse(EngineSpec(weights=str(_converted(here))))
+    with pytest.raises(RunError, match=r"^engine openvino refuses: .* of \d+ weights of the learner are not in the"):
+        grpo.train(settings(arm="tis"), other, tmp_path / "tis", silent, engine=use)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"rollouts": f"{U8},KEY_CACHE_GROUP_SIZE=16"},
+            "is not known .no ledger, no quantiser.; take naive, tis or mis",
+        ),
+        (
+            {"rollouts": f"{U8},max_num_batched_tokens=64"},
+            "without the scheduler of GenAI, which max_num_batched_tokens",
+        ),
+        ({"rollouts": "llama.cpp:type_k=q8_0"}, "engine llama.cpp draws no rollouts for training; known: openvino"),
+        ({"suites": ["agent"]}, "suite agent speaks in turns"),
+        ({"adapter": {"rank": 2}}, "rollouts of an engine and an adapter"),
+    ],
+)
+def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        settings(arm="smd", **options)
+
+
+def test_what_no_replay_is_known_of_can_still_be_weighed() -> None:
+    assert settings(arm="tis", rollouts=f"{U8},KEY_CACHE_GROUP_SIZE=16").store is None

@@ -1,0 +1,69 @@
+"""Training on rollouts that vLLM draws, by the python of KVAUDIT_PYTHON_VLLM."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine_world import World, world
+
+from kvaudit.audit.engines import ENGINES, parse_condition
+from kvaudit.audit.engines.base import Drawer, Drawn, Work
+from kvaudit.audit.engines.drawing import weights_of
+from kvaudit.audit.training.engine_rollouts import drawn_rollout
+from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.core.grid import EngineSpec
+
+HEAT = 0.7
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def here() -> World:
+    return world()
+
+
+@pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
+def drawer(request: pytest.FixtureRequest, here: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawer]:
+    path = os.environ.get("KVAUDIT_PYTHON_VLLM")
+    if not path:
+        pytest.skip("KVAUDIT_PYTHON_VLLM names no python that holds vllm")
+    settings = dict(parse_condition(f"vllm:kv_cache_dtype={request.param}").settings)
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    found = ENGINES.get("vllm").drawer(settings, Work(here.model, EngineSpec(python=path), log, 1))
+    found.settings = settings  # type: ignore[attr-defined]
+    yield found
+    found.stop()
+
+
+def gap(drawer: Any, here: World, model: Any, drawn: Sequence[Drawn], kind: Any) -> float:
+    """Root mean square over tokens of the engine's log-probs less a view of the learner."""
+    store = ENGINES.get("vllm").store(drawer.settings)
+    pairs = zip(here.asked, drawn, strict=True)
+    rows = [drawn_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
+    with torch.no_grad():
+        read = read_tokens(model, rows, 1, kind, HEAT).logprobs
+    said = torch.cat([row.sampler_logprobs[row.sampled] for row in rows])
+    return float((said - read).square().mean().sqrt())
+
+
+def test_the_replay_explains_it_and_pushed_weights_are_those_it_draws_by(drawer: Drawer, here: World) -> None:
+    asked = [one._replace(temperature=HEAT) for one in here.asked]
+    first = drawer.draw(asked, keep=len(asked))
+    assert gap(drawer, here, here.model.model, first, "shadow") < 2e-5
+    assert gap(drawer, here, here.model.model, first, "dense") > 1e-3
+    changed = copy.deepcopy(here.model.model)
+    draws = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in weights_of(changed).values():
+            weight.mul_(1 + 0.05 * torch.randn(weight.shape, generator=draws))
+    drawer.push(weights_of(changed))
+    later = drawer.draw(asked, keep=len(asked))
+    assert gap(drawer, here, changed, later, "shadow") < 2e-5
+    assert gap(drawer, here, here.model.model, later, "shadow") > 1e-2
+    drawer.push(weights_of(here.model.model))
+    assert [one.ids for one in drawer.draw(asked, keep=0)] == [one.ids for one in first]
