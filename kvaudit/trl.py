@@ -5,8 +5,8 @@
     settings = GRPOConfig("runs/smd")
     AuditedGRPOTrainer(model, reward, settings, data, arm="smd", policy="snapkv:budget=512").train()
 
-``AuditedGRPOTrainer`` is TRL's GRPOTrainer with two arguments more: ``arm`` (dense, naive, naive-ratio, tis, mis,
-sparse-rl, sparse-rl-text, smd) and the ``policy`` of the cache that rollouts are sampled from. With ``use_vllm`` or a
+``AuditedGRPOTrainer`` is TRL's GRPOTrainer with two arguments more: ``arm`` (``kvaudit list arms``, all but
+smd-distill) and the ``policy`` of the cache that rollouts are sampled from. With ``use_vllm`` or a
 ``rollout_func`` others sample, in every arm but smd, and ``policy`` is what the report says of them. ``output_dir``
 becomes a checkpoint that a spec names under ``checkpoints:``. Needs the extra ``trl``, loaded on first use.
 """

@@ -86,7 +86,7 @@ class _AtTheBeginning(TrainerCallback):  # type: ignore[misc]
 class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with rollouts under a cache ``policy`` and the learner that an ``arm`` asks for.
 
-    ``arm`` is dense, naive, naive-ratio, tis, mis, sparse-rl, sparse-rl-text or smd (``kvaudit list arms``); dense
+    ``arm`` is any of ``kvaudit list arms`` but smd-distill; dense
     samples without compression whatever the policy, so that two runs differ in the arm alone. Everything else is
     GRPOTrainer's. Rollouts come from kvaudit's cache; with ``use_vllm`` or a ``rollout_func`` of yours from there, in
     every arm but smd, and ``policy`` is what the report will say they were sampled under. ``output_dir`` gets telemetry
