@@ -2,8 +2,9 @@
 
 Run: python -m bench.rank_kills [KILLS] [SEED] [RANKS]. A run is trained undisturbed; then others, of which one rank,
 any, is killed at an instant drawn from SEED between the first rank's start and the time that a whole run took. The rest
-must end by itself, with exit code 2 where the first rank was left and work was too; the run is resumed, and ends with the telemetry,
-ledgers and weights of the undisturbed one, byte for byte but for seconds. Prints what happened, a line a kill.
+must end by itself, with exit code 2 where the first rank was left and work was too; the run is resumed, and ends with
+the telemetry, ledgers and weights of the undisturbed one, byte for byte but for seconds. Prints what happened, a line
+a kill.
 """
 
 from __future__ import annotations
