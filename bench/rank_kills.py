@@ -2,8 +2,9 @@
 
 Run: python -m bench.rank_kills [KILLS] [SEED] [RANKS]. A run is trained undisturbed; then others, of which one rank,
 any, is killed at an instant drawn from SEED between the first rank's start and the time that a whole run took. The rest
-must end by itself, with exit code 2 where the first rank was left; the run is resumed, and ends with the telemetry,
-ledgers and weights of the undisturbed one, byte for byte but for seconds. Prints what happened, a line a kill.
+must end by itself, with exit code 2 where the first rank was left and work was too; the run is resumed, and ends with
+the telemetry, ledgers and weights of the undisturbed one, byte for byte but for seconds. Prints what happened, a line
+a kill.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def main() -> None:
             code = first.wait(PATIENCE_SECONDS)
             left = [pid for pid in others if not ended(pid)]
             steps = sum(path.read_bytes().count(b"\n") for path in run.glob("checkpoints/*/*/telemetry.jsonl"))
+            # a rank that goes once all is trained takes nothing with it
+            sound = code in (STUCK, -signal.SIGKILL) or (code == 0 and outcome(run) == whole)
             resumed = Process([*words, run, "--resume"], folder / f"{number}-resumed.log").wait(PATIENCE_SECONDS)
             same = resumed == 0 and outcome(run) == whole
-            sound = code in (STUCK, -signal.SIGKILL) and not left
-            different += not (same and sound)
+            different += not (same and sound and not left)
             said = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             print(
                 f"{number}: rank {victim} of {ranks} at {instant:.1f} s, {steps} steps written; exit code {code}, "
