@@ -49,7 +49,8 @@ GPUS = (8, 64, 256, 1024)
 MEASURED = {
     "decode": Known(0.49, "share of the bandwidth's roofline, snapkv, batch 8: python -m bench.decode"),
     "shadow": Known(1.05, "the learner through the shadow over the dense one: python -m bench.learner"),
-    "bytes": Known(16.0, "full training, bytes a parameter over all ranks: weights, gradients, masters, two moments"),
+    "bytes": Known(16.0, "a parameter over all ranks, weights + gradients + moments: python -m bench.ranks"),
+    "halves": Known(4.0, "a parameter over all ranks, the gradient of a step's first half: audit/training/optimiser.py"),
     "cells": Known(1.74, "six policies on one suite over six runs: python -m bench.grid"),
     "evict": Known(0.50, "retention of the default rollout policy: examples/quickstart.yaml"),
 }
@@ -97,10 +98,11 @@ def row(model: Model, gpus: int) -> list[str]:
 
 
 def training_bytes(model: Model, gpus: int, micro: int) -> float:
-    """Of one GPU: its share of the weights' 16 bytes, one layer whole, and what checkpointing keeps of its tokens."""
+    """Of one GPU: its share of what every weight takes, one layer whole, and what checkpointing keeps of its tokens."""
     layer = 2 * model.parameters / model.layers
     kept = micro * model.width * (2.0 * model.layers + ASSUMED["activations"].value)
-    return MEASURED["bytes"].value * model.parameters / gpus + layer + kept
+    each = MEASURED["bytes"].value + MEASURED["halves"].value
+    return each * model.parameters / gpus + layer + kept
 
 
 def replica(model: Model) -> int:
