@@ -92,9 +92,9 @@ def trained(config: TrainConfig, base: LoadedModel, out: Path, ranks: RankGroup)
 
 
 def unlike(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs by more than rounding, but for bytes that are padded by rank, and tokens of prompts not shared."""
+    """What differs by more than rounding, but for bytes allocated: they are padded to the longest of a rank's rows."""
     assert one.keys() == other.keys()
-    pairs = {key: (one[key], other[key]) for key in one if key not in ("kv_bytes_peak", "learner_tokens")}
+    pairs = {key: (one[key], other[key]) for key in one if key != "kv_bytes_peak"}
     return {
         key: pair
         for key, pair in pairs.items()
