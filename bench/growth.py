@@ -50,7 +50,7 @@ MEASURED = {
     "decode": Known(0.49, "share of the bandwidth's roofline, snapkv, batch 8: python -m bench.decode"),
     "shadow": Known(1.05, "the learner through the shadow over the dense one: python -m bench.learner"),
     "bytes": Known(16.0, "a parameter over all ranks, weights + gradients + moments: python -m bench.ranks"),
-    "halves": Known(4.0, "a parameter over all ranks, the gradient of a step's first half: audit/training/optimiser.py"),
+    "halves": Known(4.0, "a parameter over all ranks, gradient of the first half: audit/training/optimiser.py"),
     "cells": Known(1.74, "six policies on one suite over six runs: python -m bench.grid"),
     "evict": Known(0.50, "retention of the default rollout policy: examples/quickstart.yaml"),
 }
