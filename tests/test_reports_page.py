@@ -51,8 +51,8 @@ def changed(found, **numbers):
 
 def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
     counts = {
-        -0.0501: "2 of 4 gated cells. Shown to be beyond the margin: 2; worse, its size open: none.",
-        -0.0499: "2 of 4 gated cells. Shown to be beyond the margin: none; worse, its size open: 2.",
+        -0.0501: "2 of 4 gated cells: shown to exceed it 2, size open none.",
+        -0.0499: "2 of 4 gated cells: shown to exceed it none, size open 2.",
     }
     for upper, said in counts.items():
         assert verdict_sentence(changed(found, upper=upper).verdict).endswith(said)
@@ -163,7 +163,7 @@ def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
         for d in found.verdict.decisions
     )
     assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(
-        "Shown to be beyond the margin: 1; worse, its size open: none; by a seed that fails alone: 1."
+        "shown to exceed it 1, size open none, by a seed that fails alone 1."
     )
 
 

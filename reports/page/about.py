@@ -59,17 +59,17 @@ def verdict_sentence(verdict: Verdict) -> str:
     by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
     far = sum(beyond(d) for d in failed if d not in by_seed)
     open_ = len(failed) - far - len(by_seed)
-    seeds = f"; by a seed that fails alone: {len(by_seed)}" if by_seed else ""
+    seeds = f", by a seed that fails alone {len(by_seed)}" if by_seed else ""
     return (
-        f"Regression detected, and not shown to be within the declared margin, in {len(failed)} of {len(gated)} gated "
-        f"cells. Shown to be beyond the margin: {far or 'none'}; worse, its size open: {open_ or 'none'}{seeds}."
+        f"Worse, by a loss that may exceed the declared margin, in {len(failed)} of {len(gated)} gated cells: "
+        f"shown to exceed it {far or 'none'}, size open {open_ or 'none'}{seeds}."
     )
 
 
 SENTENCES = {
     Status.PASS: "Non-inferior within the declared margin in every gated cell.",
     Status.PASS_NOTED: "Non-inferior within the declared margin in every gated cell; a drop within it is detectable.",
-    Status.FAIL: "Regression detected, and not shown to be within the declared margin, in at least one gated cell.",
+    Status.FAIL: "Worse, by a loss that may exceed the declared margin, in at least one gated cell.",
     Status.WAIVED: "Let through by a waiver, not by the data: some gated cell failed or is open.",
     Status.NOT_MEASURABLE: "Some gated cell cannot be measured on this reference: holding still says nothing there.",
     Status.INCONCLUSIVE: "The data cannot tell: some gated cell neither passes nor fails by its rule.",

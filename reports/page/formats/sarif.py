@@ -19,7 +19,7 @@ _LEVELS = {
     Status.INCONCLUSIVE.value: "warning",
 }
 _SAYS = {
-    Status.FAIL.value: "Regression detected, and not shown to be within the declared margin.",
+    Status.FAIL.value: "Worse, by a loss that may exceed the declared margin.",
     Status.INVALID.value: "The records do not allow a valid comparison.",
     Status.NOT_MEASURABLE.value: "The reference has nothing to lose here, or cannot do it: holding still says nothing.",
     Status.INCONCLUSIVE.value: "The data cannot tell.",
