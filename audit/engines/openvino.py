@@ -106,11 +106,16 @@ class OpenVino(Engine):
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
         """See ``Engine.start``."""
-        python = python_with(_MODULES, work.part, cls.name, cls.install)
+        return cls._worker(settings, work, _MODULES, "openvino_inside.py")
+
+    @classmethod
+    def _worker(cls, settings: Settings, work: Work, modules: tuple[str, ...], inside: str) -> WorkedSession:
+        """The model converted, in a worker that has the modules."""
+        python = python_with(modules, work.part, cls.name, cls.install)
         folder, source = _folder(work)
         check_room(folder, cls.name)
         told = {"folder": str(folder), "device": "CPU", "settings": dict(settings)}
-        session = WorkedSession(cls.name, "openvino_inside.py", told, work, python)
+        session = WorkedSession(cls.name, inside, told, work, python)
         session.about = {**session.about, "weights": source}
         return session
 
@@ -129,12 +134,7 @@ class OpenVino(Engine):
         """See ``Engine.drawer``."""
         from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
 
-        python = python_with(_DRAWING, work.part, cls.name, cls.install)
-        folder, source = _folder(work)
-        check_room(folder, cls.name)
-        told = {"folder": str(folder), "device": "CPU", "settings": dict(settings)}
-        session = WorkedSession(cls.name, "openvino_rollouts_inside.py", told, work, python)
-        session.about = {**session.about, "weights": source}
+        session = cls._worker(settings, work, _DRAWING, "openvino_rollouts_inside.py")
         return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get(_HINT) == "f32")
 
     @classmethod
