@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -318,3 +318,22 @@ def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path)
     said = r"ended after \d+ of 8 tokens without an end; the prompt has 900"
     with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(Gone, match=said):
         session.answer([asked])
+
+
+@pytest.mark.parametrize(
+    ("settings", "computes", "named"),
+    [
+        ({"INFERENCE_PRECISION_HINT": "bf16"}, ["FP32", "INT8"], "INFERENCE_PRECISION_HINT is bf16"),
+        ({"INFERENCE_PRECISION_HINT": "f16"}, ["FP32", "BF16"], "INFERENCE_PRECISION_HINT is f16"),
+        ({"KEY_CACHE_PRECISION": "bf16"}, ["FP32", "FP16"], "KEY_CACHE_PRECISION is bf16"),
+        ({"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "f16"}, ["FP32", "BF16"], None),
+        ({"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}, ["FP32"], None),  # stored, not computed in
+    ],
+)
+def test_a_precision_that_the_processor_lacks_is_said(
+    settings: dict[str, str], computes: list[str], named: str | None
+) -> None:
+    from kvaudit.audit.engines.inside.openvino_inside import _check_computes
+
+    with nullcontext() if named is None else pytest.raises(ValueError, match=named):
+        _check_computes("CPU", computes, settings)

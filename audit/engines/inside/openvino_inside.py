@@ -10,6 +10,7 @@ import openvino_genai as genai
 
 _SCHEDULER = ("cache_size", "max_num_batched_tokens", "dynamic_split_fuse", "num_kv_blocks", "enable_prefix_caching")
 _EVICTION = ("start_size", "recent_size", "max_cache_size", "aggregation_mode", "apply_rotation", "snapkv_window_size")
+_HINT = "INFERENCE_PRECISION_HINT"
 _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # a setting of theirs is NAME.FIELD
 
 
@@ -25,6 +26,7 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
     _set_sparse_prefill(scheduler, settings)
     core = ov.Core()
     _check_known(core, device, settings)
+    _check_computes(device, core.get_property(device, "OPTIMIZATION_CAPABILITIES"), settings)
     properties = {name: _number(value) for name, value in settings.items()}
     properties["INFERENCE_NUM_THREADS"] = told["threads"]
     pipeline = genai.ContinuousBatchingPipeline(told["folder"], scheduler, device, properties)
@@ -52,6 +54,21 @@ def _check_known(core: Any, device: str, settings: dict[str, str]) -> None:
             said = str(error).strip().splitlines()[-1]
             unknown = "Unsupported property" in said
             raise ValueError(f"device {device} has no property {name}" if unknown else said) from None
+
+
+def _check_computes(device: str, computes: list[str], settings: dict[str, str]) -> None:
+    """Raise ValueError for a precision that the device lacks.
+
+    It would compute in f32 and not say so; a cache in bf16 fails at the first prompt with a line of its source.
+    """
+    asked = {name: value for name, value in settings.items() if value == "bf16"}
+    if settings.get(_HINT) == "f16":
+        asked[_HINT] = "f16"
+    for name, value in asked.items():
+        if {"bf16": "BF16", "f16": "FP16"}[value] not in computes:
+            raise ValueError(
+                f"{name} is {value}, which device {device} does not compute in here ({', '.join(computes)}); take f32"
+            )
 
 
 def _set_eviction(scheduler: Any, settings: dict[str, str]) -> None:
