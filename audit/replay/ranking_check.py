@@ -27,7 +27,7 @@ from kvaudit.audit.replay.codes import CodedSince, codes_of
 from kvaudit.audit.replay.schedule_check import ForwardStep, evictions, forwards
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
-# another ranking agrees on a quarter to a half of them (docs/replaying.md).
+# another ranking agrees on a quarter to a half of them (docs/results/verify.md).
 OWN_CHOICE: Mapping[torch.dtype, float] = {
     torch.float64: 0.98,
     torch.float32: 0.98,
