@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_served
-from kvaudit.audit.engines.base import Engine, Gone, Settings, Work
+from kvaudit.audit.engines.base import Engine, EngineFailed, Settings, Work
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.conditions import ENGINE, engine_in, settings_in
@@ -49,8 +49,8 @@ def condition(engine: type[Engine], given_: Settings) -> Condition | None:
 def check_its_name_is_no_policys_and_it_says_what_it_is(engine: type[Engine], _: Settings) -> None:
     assert engine.name not in POLICIES.all()
     assert not set(engine.name) & set(":,=+|@ %")
-    assert engine.about
-    assert engine.about.isprintable()
+    assert engine.says
+    assert engine.says.isprintable()
 
 
 def check_its_text_parses_back(engine: type[Engine], given_: Settings) -> None:
@@ -152,7 +152,7 @@ def test_a_setting_that_the_engine_does_not_know_is_refused_by_it(
 ) -> None:
     engine = ENGINES.get(name)
     work = Work(embedded, part_of(engine), tmp_path / "log", 1)
-    with pytest.raises((Gone, SpecError), match=r"no[_-]such[_-]setting") as error:
+    with pytest.raises((EngineFailed, SpecError), match=r"no[_-]such[_-]setting") as error:
         engine.start(engine.filled({"no_such_setting": "1"}), work).stop()
     assert str(error.value).isprintable()
 
@@ -188,7 +188,7 @@ from kvaudit.audit.engines.base import Engine
 class Coded(Engine):
     """Its reference keeps what compresses."""
 
-    name, about, install = "coded", "a test", "pip install coded"
+    name, says, install = "coded", "a test", "pip install coded"
     compresses: ClassVar = {{"kv": ("f16",)}}
     {body}
 '''
@@ -216,7 +216,7 @@ METHOD = "@classmethod\n    def {}(cls, settings):\n        return {}"
         (check_what_is_given_stays, METHOD.format("filled", '{**settings, "kv": "q8"}')),
         (check_what_is_given_stays, METHOD.format("reference", '{"kv": "f16"}')),
         (check_its_text_parses_back, METHOD.format("filled", '{**settings, "run": settings.get("run", "") + "1"}')),
-        (check_its_name_is_no_policys_and_it_says_what_it_is, 'about = ""'),
+        (check_its_name_is_no_policys_and_it_says_what_it_is, 'says = ""'),
     ],
 )  # fmt: skip
 def test_a_wrong_engine_breaks_the_contract(
@@ -230,7 +230,7 @@ def test_a_wrong_engine_breaks_the_contract(
 def test_an_engine_that_is_called_as_a_policy_is_caught() -> None:
     class Snap(Engine):
         name: ClassVar = "snapkv"
-        about: ClassVar = "a test"
+        says: ClassVar = "a test"
 
     with pytest.raises(AssertionError):
         check_its_name_is_no_policys_and_it_says_what_it_is(Snap, {})

@@ -19,7 +19,7 @@ import torch
 
 from kvaudit.audit.engines import ENGINES, Asked, Condition, Session, parse_condition
 from kvaudit.audit.engines import served as served_module
-from kvaudit.audit.engines.base import Gone, Work
+from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.life import Process, free_port
 from kvaudit.audit.engines.talk import talk_with
 from kvaudit.audit.runs.names import NAMES
@@ -81,12 +81,12 @@ def test_token_ids_go_in_and_come_back_with_their_logprob(started: Any, engine: 
 
 def test_an_engine_says_what_it_is_alike_at_every_start(started: Any) -> None:
     first, second = started("vllm"), started("vllm")
-    assert first.about == second.about
-    assert first.about["version"] == "vllm 0.0-standin"
-    assert first.about["cache_dtype"] == "fp8"
-    assert "--kv-cache-dtype=fp8" in first.about["flags"].split()
-    assert "--no-enable-prefix-caching" in first.about["flags"].split()
-    assert started("sglang").about["kv_cache_dtype"] == "fp8_e5m2"
+    assert first.described == second.described
+    assert first.described["version"] == "vllm 0.0-standin"
+    assert first.described["cache_dtype"] == "fp8"
+    assert "--kv-cache-dtype=fp8" in first.described["flags"].split()
+    assert "--no-enable-prefix-caching" in first.described["flags"].split()
+    assert started("sglang").described["kv_cache_dtype"] == "fp8_e5m2"
 
 
 def test_a_server_that_takes_its_time_is_waited_for(started: Any) -> None:
@@ -112,7 +112,7 @@ def test_an_engine_that_misbehaves_from_some_request_on_is_gone(
 ) -> None:
     session = started(engine, word)
     session.answer([ASKED, ASKED])
-    with pytest.raises(Gone, match=says) as error:
+    with pytest.raises(EngineFailed, match=says) as error:
         session.answer([ASKED] * 4)
     assert "\n" not in str(error.value)
 
@@ -120,14 +120,14 @@ def test_an_engine_that_misbehaves_from_some_request_on_is_gone(
 @pytest.mark.parametrize("word", ["hang", "endless"])
 def test_a_batch_without_an_answer_has_a_time_limit(started: Any, word: str) -> None:
     session, began = started("vllm", word, wait=1), time.monotonic()
-    with pytest.raises(Gone, match="it has not answered all of 6 requests in 1 s"):
+    with pytest.raises(EngineFailed, match="it has not answered all of 6 requests in 1 s"):
         session.answer([ASKED] * 6)
     assert time.monotonic() - began < 15  # six of them, four at once, and the end of the process
 
 
 def test_a_huge_reply_is_cut(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_module, "_LONGEST", 1 << 18)
-    with pytest.raises(Gone, match="more than 262144 bytes"):
+    with pytest.raises(EngineFailed, match="more than 262144 bytes"):
         started("vllm", "huge").answer([ASKED])
 
 
@@ -153,14 +153,14 @@ def test_a_port_that_is_taken_three_times_is_given_up(started: Any, monkeypatch:
         door.listen()
         monkeypatch.setattr(served_module, "_KNOCK", 0.3)
         monkeypatch.setattr(served_module, "free_port", lambda: door.getsockname()[1])
-        with pytest.raises(Gone, match="Address already in use"):
+        with pytest.raises(EngineFailed, match="Address already in use"):
             started("vllm")
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("none") as url:
         monkeypatch.setattr(served_module, "free_port", lambda: int(url.rpartition(":")[2].partition("/")[0]))
-        with pytest.raises(Gone, match="in use"):
+        with pytest.raises(EngineFailed, match="in use"):
             started("vllm")
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
     from kvaudit.audit.sampling.weights import weights_sha256
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / "kept"))
-    assert served_folder(Work(model, EngineSpec(), tmp_path, 1), "vllm")[0] == tiny_folder.resolve()
+    assert served_folder(Work(model, EngineSpec(), tmp_path, 1), "vllm").path == tiny_folder.resolve()
     shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path / "other" / "extra.safetensors")
     other = load_model(str(tmp_path / "other"), device="cpu")
@@ -314,8 +314,8 @@ def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_pa
     with running("none") as url, endpoint(model, url, tmp_path) as session:
         found = session.answer([conversation(model)] * 3)
     assert [(reply.ids, reply.text, reply.finish) for reply in found] == [((), "four", "stop")] * 3
-    assert session.about["model"] == "standin-1"
-    assert "number of tokens" in session.about["prompts"]
+    assert session.described["model"] == "standin-1"
+    assert "number of tokens" in session.described["prompts"]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,8 @@ def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
         if not refused:
             endpoint(model, url, tmp_path).answer([conversation(model)])
             return
-        with pytest.raises(Gone, match=f"it read {tokens + more} tokens, by the model's own template it is {tokens}"):
+        says = f"it read {tokens + more} tokens, by the model's own template it is {tokens}"
+        with pytest.raises(EngineFailed, match=says):
             endpoint(model, url, tmp_path)
 
 
@@ -389,7 +390,7 @@ def test_an_endpoint_without_a_named_reference_is_refused_in_one_line() -> None:
 
 def test_the_key_of_an_endpoint_is_not_sent_to_its_reference() -> None:
     condition = parse_condition({"engine": "endpoint", "base_url": "http://a", "model": "m", "key": "SECRET_NAME"})
-    reference = condition.beside({"base_url": "http://b", "model": "m"})
+    reference = condition.reference_with({"base_url": "http://b", "model": "m"})
     assert dict(reference.settings) == {"base_url": "http://b", "model": "m"}
 
 
@@ -411,7 +412,7 @@ def test_an_endpoint_whose_key_is_not_set_is_refused_before_anything_is_asked() 
 
 def test_an_endpoint_that_is_away_is_gone(model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(Gone, match=r"gave .*Connection refused.*no key"):
+    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key"):
         endpoint(model, "http://127.0.0.1:9/v1", tmp_path)
 
 
@@ -449,7 +450,7 @@ def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> 
     part = EngineSpec(python=python, at_once=4, start=600, answer=600)
     with ENGINES.get("vllm").start(dict(condition.settings), Work(model, part, log, 1)) as session:
         return session.answer([ASKED._replace(ids=tuple(range(n, n + 40)), most=12) for n in range(6)]), dict(
-            session.about
+            session.described
         )
 
 

@@ -12,7 +12,7 @@ from engine_world import World, world
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvaudit.audit.engines import Reply, parse_condition
-from kvaudit.audit.engines.base import Gone
+from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
@@ -142,9 +142,9 @@ def replies(here: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     for kind in ("f16", "bf16", "q8_0", "q4_0"):
         with here.start(f"llama.cpp:type_k={kind},type_v={kind}", tmp_path_factory.mktemp("llama"), PART) as session:
             found[kind] = session.answer(here.asked)
-            assert (session.about["type_k"], session.about["type_v"]) == (kind, kind)
-            assert session.about["flash_attn"] == "enabled"
-            assert session.about["K rotated"] == "0"  # a head of 32 never is, one of 64 by default
+            assert (session.described["type_k"], session.described["type_v"]) == (kind, kind)
+            assert session.described["flash_attn"] == "enabled"
+            assert session.described["K rotated"] == "0"  # a head of 32 never is, one of 64 by default
     return found
 
 
@@ -214,7 +214,7 @@ def test_answers_are_drawn_by_seed_and_end_with_a_stop(here: World, tmp_path: Pa
     ],
 )
 def test_what_the_engine_does_not_know_is_said(here: World, tmp_path: Path, settings: str, words: str) -> None:
-    with pytest.raises(Gone) as error:
+    with pytest.raises(EngineFailed) as error:
         here.start(f"llama.cpp:{settings}", tmp_path, PART)
     assert words in str(error.value)
     assert str(error.value).isprintable()
@@ -225,7 +225,7 @@ def test_what_the_engine_does_not_know_is_said(here: World, tmp_path: Path, sett
 def test_a_request_beyond_the_context_is_refused(here: World, tmp_path: Path) -> None:
     with (
         here.start("llama.cpp:n_ctx=256", tmp_path, PART.model_copy(update={"at_once": 1})) as session,
-        pytest.raises(Gone, match=r"a request takes \d+ tokens, n_ctx_seq is 256"),
+        pytest.raises(EngineFailed, match=r"a request takes \d+ tokens, n_ctx_seq is 256"),
     ):
         session.answer([here.asked[0]._replace(ids=here.asked[0].ids * 100)])
 

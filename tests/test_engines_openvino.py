@@ -10,7 +10,7 @@ import pytest
 from engine_world import World, world
 
 from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
-from kvaudit.audit.engines.base import Gone, Work
+from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.openvino import OpenVino
 from kvaudit.audit.engines.weights import CONVERSION, converted
 from kvaudit.audit.sampling.model import load_model
@@ -96,7 +96,7 @@ def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> Non
     ],
 )
 def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, cache: Path, text: str, words: str) -> None:
-    with pytest.raises(Gone) as error:
+    with pytest.raises(EngineFailed) as error:
         here.start(text, cache)
     assert words in str(error.value)
     assert str(error.value).startswith("engine openvino refuses: ")
@@ -132,7 +132,7 @@ def on_long(here: World, cache: Path, long_prompt: Asked) -> dict[str, tuple[lis
     for name, settings in ON_LONG.items():
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=64{settings and ','}{settings}"
         with here.start(text, cache) as session:
-            found[name] = session.answer([long_prompt]), dict(session.about)
+            found[name] = session.answer([long_prompt]), dict(session.described)
     return found
 
 
@@ -161,7 +161,7 @@ def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, cache: Path,
     """Of 2026.4.1; once it answers, docs/audit-an-engine.md says too much."""
     with (
         here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", cache) as session,
-        pytest.raises(Gone, match="Diversity score size mismatch"),
+        pytest.raises(EngineFailed, match="Diversity score size mismatch"),
     ):
         session.answer([long_prompt])
 
@@ -200,9 +200,9 @@ def test_settings_of_a_part_that_is_off_are_refused(settings: str, words: str) -
 
 def test_it_says_what_it_is(here: World, cache: Path) -> None:
     with here.start(CONDITIONS["u4"], cache) as session:
-        assert session.about["KV_CACHE_PRECISION"] == "u4"
-        assert session.about["version"].startswith("openvino_genai 202")
-        assert "float32, traced" in session.about["weights"]
+        assert session.described["KV_CACHE_PRECISION"] == "u4"
+        assert session.described["version"].startswith("openvino_genai 202")
+        assert "float32, traced" in session.described["weights"]
 
 
 def test_answers_are_drawn_by_seed(here: World, cache: Path) -> None:
@@ -252,8 +252,8 @@ def test_a_conversion_that_fails_leaves_nothing_that_could_be_taken_for_one(
         converted("test", "ab" * 32, "one", half)
     assert list((tmp_path / "test").glob("*/")) == []
     found = converted("test", "ab" * 32, "one", whole)
-    assert converted("test", "ab" * 32, "one", half).folder == found.folder  # what is kept is not made again
-    assert converted("test", "ab" * 32, "another way", whole).folder != found.folder
+    assert converted("test", "ab" * 32, "one", half).path == found.path  # what is kept is not made again
+    assert converted("test", "ab" * 32, "another way", whole).path != found.path
 
 
 @pytest.mark.parametrize("place", ["a file", "a file/below"])
@@ -279,7 +279,7 @@ def test_a_conversion_whose_story_is_spoilt_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
 ) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
-    folder = converted("test", "ab" * 32, "one", lambda _: {"by": "1"}).folder
+    folder = converted("test", "ab" * 32, "one", lambda _: {"by": "1"}).path
     (folder / CONVERSION).write_text(story)
     with pytest.raises(RunError, match="is not the conversion that was written there; delete it"):
         converted("test", "ab" * 32, "one", lambda _: {"by": "1"})
@@ -316,7 +316,7 @@ def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path)
     asked = Asked(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
     work = Work(model, EngineSpec(), tmp_path / "log", 1)
     said = r"ended after \d+ of 8 tokens without an end; the prompt has 900"
-    with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(Gone, match=said):
+    with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(EngineFailed, match=said):
         session.answer([asked])
 
 

@@ -204,12 +204,12 @@ class Broken(Session):
 
     def __init__(self) -> None:
         self.stopped = 0
-        self.about = {"version": "1"}
+        self.described = {"version": "1"}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        from kvaudit.audit.engines.base import Gone
+        from kvaudit.audit.engines.base import EngineFailed
 
-        raise Gone(f"engine stand-in: it ended while it had {len(asked)} requests")
+        raise EngineFailed(f"engine stand-in: it ended while it had {len(asked)} requests")
 
     def stop(self) -> None:
         self.stopped += 1

@@ -9,7 +9,7 @@ import pytest
 from engine_world import World, world
 
 from kvaudit.audit.engines import parse_condition
-from kvaudit.audit.engines.base import Gone
+from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
 
@@ -25,7 +25,7 @@ def here() -> World:
 def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
     with here.start("transformers", tmp_path, PART) as session:
         found = session.answer(here.asked)
-        assert session.about["cache"] == "DynamicCache"
+        assert session.described["cache"] == "DynamicCache"
         alone = [session.answer([one])[0] for one in here.asked[:2]]
     assert here.says_the_same(found)
     assert max(here.gaps(found)) < 1e-5  # float32, another width of the batch
@@ -34,8 +34,8 @@ def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, tmp_path: Pat
 
 def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Path) -> None:
     with here.start("transformers:backend=fp8", tmp_path, PART) as session:
-        assert session.about["cache"] == "QuantizedCache"
-        assert "Fp8QuantizedLayer" in session.about["layer"]
+        assert session.described["cache"] == "QuantizedCache"
+        assert "Fp8QuantizedLayer" in session.described["layer"]
         first = session.answer([one._replace(most=1) for one in here.asked])
         whole = session.answer(here.asked)
     pairs = list(zip(first, here.own, strict=True))
@@ -60,9 +60,9 @@ def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: 
 def test_what_does_nothing_or_is_unknown_is_refused(here: World, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="nbits does nothing with cache dynamic; write cache: quantized"):
         parse_condition({"engine": "transformers", "cache": "dynamic", "nbits": 4})
-    with pytest.raises(Gone, match=r"The `fp8` backend quantizes per-tensor and does not support \['nbits'\]"):
+    with pytest.raises(EngineFailed, match=r"The `fp8` backend quantizes per-tensor and does not support \['nbits'\]"):
         here.start("transformers:backend=fp8,nbits=4", tmp_path, PART)
-    with pytest.raises(Gone, match="Unknown quantization backend `int3`"):
+    with pytest.raises(EngineFailed, match="Unknown quantization backend `int3`"):
         here.start("transformers:backend=int3", tmp_path, PART)
     with pytest.raises(SpecError, match="it reads the checkpoint itself; leave it out"):
         here.start("transformers", tmp_path, EngineSpec(weights="/nowhere"))
@@ -88,7 +88,7 @@ def test_fewer_bits_move_the_log_probs_further(here: World, tmp_path: Path, back
         text = f"transformers:backend={backend},nbits={bits},q_group_size=32,{axis}"
         with here.start(text, tmp_path, PART.model_copy(update={"python": PYTHON})) as session:
             gaps[bits] = here.mean_gap(session.answer(here.asked))
-            assert f"nbits={bits}" in session.about["layer"]
+            assert f"nbits={bits}" in session.described["layer"]
     assert 1e-3 < gaps[4] < gaps[2]
-    with pytest.raises(Gone, match=r"`nbits` for `\w+` backend has to be one of"):
+    with pytest.raises(EngineFailed, match=r"`nbits` for `\w+` backend has to be one of"):
         here.start(f"transformers:backend={backend},nbits=5", tmp_path, PART.model_copy(update={"python": PYTHON}))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from engine_inside import CHANGES
 
-from kvaudit.audit.engines.base import Asked, Gone, Reply, Work
+from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
@@ -46,9 +46,9 @@ def session(folder: Path, does: str, **part: Any) -> Iterator[WorkedSession]:
 def last_words(folder: Path, does: str, **part: Any) -> str:
     """The one line in which an engine ends that is asked two things."""
     with session(folder, does, **part) as one:
-        with pytest.raises(Gone) as error:
+        with pytest.raises(EngineFailed) as error:
             one.answer([ASKED, ASKED])
-        assert is_gone(int(one.about["pid"]))
+        assert is_gone(int(one.described["pid"]))
     line = str(error.value)
     assert line.isprintable()
     return line
@@ -75,7 +75,7 @@ def test_replies_come_in_order_whatever_the_engine_prints(tmp_path: Path) -> Non
     with session(tmp_path, "answers") as one:
         asked = [ASKED._replace(most=most) for most in (3, 1, 2)]
         assert one.answer(asked) == [Reply(tuple(range(n)), "length", -0.5 * n) for n in (3, 1, 2)]
-        assert one.about["threads"] == "2"
+        assert one.described["threads"] == "2"
     said = (tmp_path / "logs" / "engine.log").read_text()
     assert said.splitlines() == ["loaded, says the engine on stdout", "thinking, says the engine on stdout"]
 
@@ -112,20 +112,20 @@ def test_one_that_reads_no_more_is_ended_when_its_time_is_up(tmp_path: Path) -> 
     with session(tmp_path, "reads no more", answer=2.0) as one:
         one.answer([ASKED])
         time.sleep(1.0)
-        with pytest.raises(Gone, match="it has not read what it was told for 2 s"):
+        with pytest.raises(EngineFailed, match="it has not read what it was told for 2 s"):
             one.answer([long])
-        assert is_gone(int(one.about["pid"]))
+        assert is_gone(int(one.described["pid"]))
 
 
 def test_a_line_out_of_turn_is_not_taken_for_an_answer(tmp_path: Path) -> None:
-    with session(tmp_path, "speaks twice") as one, pytest.raises(Gone, match="it spoke out of turn"):
+    with session(tmp_path, "speaks twice") as one, pytest.raises(EngineFailed, match="it spoke out of turn"):
         one.answer([ASKED])
 
 
 @pytest.mark.parametrize("does", ["refuses to start", "says no about"])
 def test_one_that_does_not_start_is_one_line_and_leaves_nothing(tmp_path: Path, does: str) -> None:
     before = open_files()
-    with pytest.raises(Gone) as error, session(tmp_path, does):
+    with pytest.raises(EngineFailed) as error, session(tmp_path, does):
         pass
     assert str(error.value).isprintable()
     assert "no property ␛[31mKV_CACHE␛[0m and another" in str(error.value) or "wanted about" in str(error.value)
@@ -133,7 +133,7 @@ def test_one_that_does_not_start_is_one_line_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_an_engine_whose_program_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(Gone, match=r"it ended while it started; its last words: .*No such file") as error:
+    with pytest.raises(EngineFailed, match=r"it ended while it started; its last words: .*No such file") as error:
         WorkedSession("stand-in", str(INSIDE), {"does": "answers"}, work(tmp_path), str(tmp_path / "python"))
     assert str(error.value).isprintable()
 
@@ -141,17 +141,17 @@ def test_an_engine_whose_program_is_not_there_is_one_line(tmp_path: Path) -> Non
 def test_one_that_is_killed_is_said_to_have_ended_and_another_can_be_started(tmp_path: Path) -> None:
     for _ in range(2):
         with session(tmp_path, "answers") as one:
-            os.kill(int(one.about["pid"]), signal.SIGKILL)
-            with pytest.raises(Gone, match="it ended"):
+            os.kill(int(one.described["pid"]), signal.SIGKILL)
+            with pytest.raises(EngineFailed, match="it ended"):
                 one.answer([ASKED])
-            with pytest.raises(Gone, match="it ended"):
+            with pytest.raises(EngineFailed, match="it ended"):
                 one.answer([ASKED])
 
 
 def test_what_an_engine_started_ends_with_it_and_no_pipe_stays_open(tmp_path: Path) -> None:
     before = open_files()
     with session(tmp_path, "has a child") as one:
-        pids = [int(one.about["pid"]), int(one.about["child"])]
+        pids = [int(one.described["pid"]), int(one.described["child"])]
         assert not is_gone(pids[1], 0.2)
         assert open_files() > before
     assert all(map(is_gone, pids))
@@ -161,8 +161,8 @@ def test_what_an_engine_started_ends_with_it_and_no_pipe_stays_open(tmp_path: Pa
 
 def test_an_engine_that_ends_by_itself_takes_its_children_along(tmp_path: Path) -> None:
     with session(tmp_path, "has a child") as one:
-        os.kill(int(one.about["pid"]), signal.SIGKILL)
-        assert is_gone(int(one.about["child"]))
+        os.kill(int(one.described["pid"]), signal.SIGKILL)
+        assert is_gone(int(one.described["child"]))
 
 
 PARENT = """
@@ -171,7 +171,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}, "."]
 from test_engines_worker import session
 with session(Path({folder!r}), "has a child") as one:
-    print(json.dumps(dict(one.about)), flush=True)
+    print(json.dumps(dict(one.described)), flush=True)
     time.sleep(300)
 """
 
@@ -190,7 +190,7 @@ def test_an_engine_ends_when_whoever_wanted_it_is_killed(tmp_path: Path) -> None
 def test_a_line_without_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.engines.life._LONGEST_LINE", 1 << 20)
     process = Process(["sh", "-c", "yes | tr -d '\\n'"], who="endless", log=tmp_path / "log")
-    with pytest.raises(Gone, match="engine endless: it says a line of more than 1 MiB"):
+    with pytest.raises(EngineFailed, match="engine endless: it says a line of more than 1 MiB"):
         process.hear(20.0, "it was listened to")
 
 

@@ -15,7 +15,7 @@ from training_world import config, rows, sha256, silent
 
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, Gone, Work
+from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer, digest, weights_of
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
@@ -59,7 +59,7 @@ def _converted(here: World) -> Path:
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
     from kvaudit.audit.engines.weights import converted
 
-    return converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).folder
+    return converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).path
 
 
 # --- what the engine says and stores ----------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: Any, **__: Any) -> None:
-        raise Gone("engine openvino is gone: it ended")
+        raise EngineFailed("engine openvino is gone: it ended")
 
     monkeypatch.setattr(WorkedDrawer, "draw", gone)
     with pytest.raises(

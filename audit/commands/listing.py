@@ -65,7 +65,7 @@ def list_engines(plugin: Plugins = None) -> None:
         rows = [
             [
                 name,
-                cls.about,
+                cls.says,
                 _settings(cls.uncompressed) or "named beside it",
                 there(name) if cls.install else "yes",
                 cls.install or "it runs already",

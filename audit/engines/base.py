@@ -68,18 +68,18 @@ class Reply:
         assert self.logprob is None or math.isfinite(self.logprob), self
 
 
-class Gone(AuditError):
-    """An engine that answers no more: it died, hangs, or says nothing of use. What it said last is in the message."""
+class EngineFailed(AuditError):
+    """An engine answers no more: it died, hangs, or says nothing of use. What it said last is in the message."""
 
 
 class Session(ABC):
-    """An engine at work under one condition. ``about`` is what it says it is: version, what it made of the settings."""
+    """An engine at work under one condition. ``described``: what it says it is, and what it made of the settings."""
 
-    about: Mapping[str, str]
+    described: Mapping[str, str]
 
     @abstractmethod
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """The reply to every request of a batch, all of them in flight; raises Gone."""
+        """The reply to every request of a batch, all of them in flight; raises EngineFailed."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -106,25 +106,22 @@ class Drawn(NamedTuple):
 
 
 class Drawer(ABC):
-    """An engine that draws rollouts. ``about``: what it says it is; ``shows``: whether it hands keys and values out.
+    """An engine that draws rollouts. ``described``: what it says it is; ``shows``: whether it shows keys and values.
 
     ``exact``: whether it computes in float32, so that only rounding is between it and a learner that does.
     """
 
-    about: Mapping[str, str]
+    described: Mapping[str, str]
     shows: bool
     exact: bool
 
     @abstractmethod
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Have the engine draw by these weights from here on; raises Gone, and RunError where it holds others then."""
+        """Have the engine draw by these weights from here on; raises EngineFailed, or RunError if it holds others."""
 
     @abstractmethod
     def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
-        """A rollout for every request, the first ``keep`` with what was written where it ``shows`` that.
-
-        Raises Gone, and RunError where they come of other weights than were pushed.
-        """
+        """A rollout for each, the first ``keep`` with what was written where it ``shows`` that; raises as ``push``."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -149,7 +146,7 @@ class Engine:
     """
 
     name: ClassVar[str] = ""
-    about: ClassVar[str] = ""  # one line: what it is, what its KV settings are called
+    says: ClassVar[str] = ""  # one line: what it is, what its KV settings are called
     install: ClassVar[str] = ""
     compresses: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     uncompressed: ClassVar[Settings] = {}
@@ -167,8 +164,8 @@ class Engine:
         return {**plain, **cls.uncompressed}
 
     @classmethod
-    def beside(cls, settings: Settings, named: Settings) -> Settings:
-        """The reference of ``settings`` that is named by some of its own settings: in the rest it is as ever."""
+    def reference_with(cls, settings: Settings, named: Settings) -> Settings:
+        """The reference of ``settings`` in which ``named`` ones are as they were named."""
         return {**cls.reference(settings), **named}
 
     @classmethod
@@ -180,7 +177,7 @@ class Engine:
     def kv(cls, text: str) -> Settings:
         """The settings that ``kvaudit check --kv TEXT`` stands for; raises SpecError for what stands for none."""
         raise SpecError(
-            f"engine {cls.name} has no short way to say --kv {text[:80]!r}; give --set NAME=VALUE ({cls.about})"
+            f"engine {cls.name} has no short way to say --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})"
         )
 
     @classmethod
@@ -190,13 +187,15 @@ class Engine:
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
-        """Start the engine on a checkpoint; raises Gone with its last words, and SpecError for what it cannot serve."""
+        """Start the engine on a checkpoint; raises EngineFailed, or SpecError for what it cannot serve."""
         raise NotImplementedError
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:  # noqa: ARG003
         """Raise SpecError for settings under which training can draw no rollouts."""
-        raise SpecError(f"engine {cls.name} draws no rollouts for training; known: {', '.join(_drawing())}")
+        own = Engine.drawer.__func__  # type: ignore[attr-defined]
+        drawing = (name for name, one in ENGINES.all().items() if one.drawer.__func__ is not own)  # type: ignore[attr-defined]
+        raise SpecError(f"engine {cls.name} draws no rollouts for training; known: {', '.join(drawing)}")
 
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
@@ -207,11 +206,6 @@ class Engine:
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
         """How keys and values are stored under the settings, None where that is not known."""
         return None
-
-
-def _drawing() -> list[str]:
-    """The engines that draw rollouts."""
-    return [name for name, engine in ENGINES.all().items() if engine.drawer.__func__ is not Engine.drawer.__func__]  # type: ignore[attr-defined]
 
 
 ENGINES: Registry[Engine] = Registry("engine", "kvaudit.audit.engines", Engine)
@@ -244,22 +238,20 @@ class Condition:
         """The uncompressed condition of the same engine."""
         return _of(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
-    def beside(self, named: Any) -> Condition:
+    def reference_with(self, named: Any) -> Condition:
         """The reference with other values of some settings, as a mapping; or any other of the same engine, as text."""
+        said = f"reference of engine {self.engine} is {shown(named)}"
         if not isinstance(named, Mapping | str):
-            raise SpecError(
-                f"reference of engine {self.engine} is {shown(named)}, wanted settings or the text of an engine"
-            )
+            raise SpecError(f"{said}, wanted settings or the text of an engine")
         engine = engine_in(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
         if engine != self.engine:
             raise SpecError(
-                f"reference of engine {self.engine} is {shown(named)}: beside another engine nobody could tell what "
-                f"the setting does; name settings of {self.engine}"
+                f"{said}: beside another engine nobody could tell what the setting does; name settings of {self.engine}"
             )
         if isinstance(named, str):
             return parse_condition(named)
-        words = {str(name): _word(self.engine, str(name), value) for name, value in named.items() if name != ENGINE}
-        return _of(self.engine, ENGINES.get(self.engine).beside(dict(self.settings), words))
+        words = _words(engine, {name: value for name, value in named.items() if name != ENGINE})
+        return _of(self.engine, ENGINES.get(self.engine).reference_with(dict(self.settings), words))
 
 
 Served = Policy | Condition  # what a unit is served under
@@ -272,8 +264,9 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
         if len(given) != sum(map(bool, source.partition(":")[2].split(","))):
             raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
     else:
-        engine, given = str(source[ENGINE]), {str(name): value for name, value in source.items() if name != ENGINE}
-    return _of(engine, {name: _word(engine, name, value) for name, value in given.items()})
+        given = dict(source)
+        engine = str(given.pop(ENGINE))
+    return _of(engine, _words(engine, given))
 
 
 def parse_served(source: Any) -> Served:
@@ -309,6 +302,10 @@ def _of(engine: str, settings: Settings) -> Condition:
             f"{LONGEST_VALUE}; give shorter ones"
         )
     return found
+
+
+def _words(engine: str, given: Mapping[Any, Any]) -> Settings:
+    return {str(name): _word(engine, str(name), value) for name, value in given.items()}
 
 
 def _word(engine: str, name: str, value: Any) -> str:

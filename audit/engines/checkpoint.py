@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Work
-from kvaudit.audit.engines.weights import converted
-from kvaudit.core.errors import AuditError, SpecError
-from kvaudit.core.spec import expand
+from kvaudit.audit.engines.weights import EngineWeights, converted, given_weights
+from kvaudit.core.errors import AuditError
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
@@ -17,25 +16,17 @@ if TYPE_CHECKING:
 SAVED = "safetensors, saved 1"  # by which conversions are told apart
 
 
-def served_folder(work: Work, engine: str) -> tuple[Path, str]:
-    """Where the weights lie as safetensors with config and tokenizer, and where they came from in words.
+def served_folder(work: Work, engine: str) -> EngineWeights:
+    """Where the weights lie as safetensors with config and tokenizer.
 
     Raises SpecError for a folder of ``engines.ENGINE.weights`` that is none.
     """
-    if work.part.weights is not None:
-        folder = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
-        if not (folder / "config.json").is_file():
-            raise SpecError(f"engines.{engine}.weights is {str(folder)!r}, wanted a folder that holds config.json")
-        return folder, f"{folder}, not converted here"
-    folder_or_none = _own_folder(work.model)
-    if folder_or_none is not None:
-        return folder_or_none, f"of {work.model.sha256[:12]}, as they lie"
-    found = converted("safetensors", work.model.sha256, _recipe(work.model), lambda folder: _save(work.model, folder))
-    return found.folder, found.words
-
-
-def _recipe(model: LoadedModel) -> str:
-    return f"{SAVED}, {str(model.dtype).removeprefix('torch.')}"
+    if given := given_weights(work, engine, "config.json", "a folder that holds config.json"):
+        return given
+    if (own := _own_folder(work.model)) is not None:
+        return EngineWeights(own, f"of {work.model.sha256[:12]}, as they lie")
+    method = f"{SAVED}, {str(work.model.dtype).removeprefix('torch.')}"
+    return converted("safetensors", work.model.sha256, method, lambda folder: _save(work.model, folder))
 
 
 def _own_folder(model: LoadedModel) -> Path | None:

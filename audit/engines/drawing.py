@@ -31,7 +31,7 @@ class WorkedDrawer(Drawer):
     """
 
     def __init__(self, session: WorkedSession, who: str, known: Mapping[str, Tensor], *, exact: bool) -> None:
-        self.about, self.shows, self.exact = session.about, True, exact
+        self.described, self.shows, self.exact = session.described, True, exact
         self._session, self._who, self._pushed = session, who, ""
         self._folder = tempfile.TemporaryDirectory(prefix="kvaudit-rollouts-")
         try:
@@ -41,16 +41,14 @@ class WorkedDrawer(Drawer):
             raise
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``Drawer.push``."""
         self._push(weights, known=False)
 
     def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
-        """See ``Drawer.draw``."""
         path, kept = Path(self._folder.name) / "written.npz", min(keep, len(asked)) if self.shows else 0
         rows = [
             {**one._asdict(), "messages": None, "keep": str(path) if n < kept else None} for n, one in enumerate(asked)
         ]
-        replies = self._session.told(rows, f"it drew {len(rows)} rollouts")
+        replies = self._session.ask(rows, f"it drew {len(rows)} rollouts")
         if stale := next((row for row in replies if row.get("weights") != self._pushed), None):
             raise RunError(
                 f"engine {self._who} drew by weights {str(stale.get('weights'))[:12]!r}, the learner has "
@@ -60,7 +58,6 @@ class WorkedDrawer(Drawer):
         return [self._drawn(row, one, own) for row, one, own in zip(replies, asked, written, strict=True)]
 
     def stop(self) -> None:
-        """See ``Drawer.stop``."""
         self._session.stop()
         self._folder.cleanup()
 
@@ -71,7 +68,7 @@ class WorkedDrawer(Drawer):
         arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
         np.savez(path, **arrays)  # type: ignore[arg-type]  # every name is a name of a weight
         self._pushed = digest(arrays)
-        (said,) = self._session.told([{"push": str(path), "known": known}], "it took weights")
+        (said,) = self._session.ask([{"push": str(path), "known": known}], "it took weights")
         path.unlink()
         if said.get("sha256") != self._pushed:
             raise RunError(

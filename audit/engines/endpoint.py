@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
+from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
 from kvaudit.audit.engines.served import all_at_once, first_difference
-from kvaudit.core.endpoint import ChatCompletion, Endpoint, RefusedRequest, Unanswered, over_http
+from kvaudit.core.endpoint import Endpoint, RefusedRequest, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message, Role
@@ -22,6 +22,7 @@ from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.chat import Chat
+    from kvaudit.audit.sampling.chat_calls import Answer
 
 _KNOWN = ("base_url", "model", "key")
 _TRIES = 4  # of one request
@@ -34,12 +35,11 @@ class RunningEndpoint(Engine):
     """An OpenAI-compatible endpoint that somebody else started."""
 
     name = "endpoint"
-    about = "a server that runs already: base_url, model, key (of an environment variable); name its reference"
+    says = "a server that runs already: base_url, model, key (of an environment variable); name its reference"
     install = ""  # it runs already
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """See ``Engine.filled``."""
         for name in settings:
             if name not in _KNOWN:
                 raise UnknownName("setting of engine endpoint", name, _KNOWN)
@@ -58,7 +58,7 @@ class RunningEndpoint(Engine):
         )
 
     @classmethod
-    def beside(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
+    def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
         """The named one as it is written: a key is for one server."""
         return named
 
@@ -86,71 +86,61 @@ class _EndpointSession(Session):
     def __init__(self, settings: Settings, work: Work) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
         self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
-        self.about = {"prompts": self._held_to_ours(), "model": self._first()}
+        self.described = {"prompts": self._held_to_ours(), "model": self._first()}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """See ``Session.answer``; replies are texts, or what the server said instead of one."""
+        """Replies are texts, or what the server said instead of one."""
         until = time.monotonic() + self._part.answer
         try:
             return all_at_once(lambda one: self._reply(one, until), asked, self._part.at_once, until)
         except Unanswered as why:
-            raise self._gone(why) from None
+            raise self._failed(why) from None
 
     def stop(self) -> None:
         """It is not ours to stop."""
 
     def _reply(self, asked: Asked, until: float) -> Reply:
-        from kvaudit.audit.sampling.chat_calls import answer
-
-        began = time.monotonic()
-        body = {
-            "max_tokens": asked.most,
-            "temperature": asked.temperature,
-            "seed": asked.seed % _LARGEST_SEED,
-            **({"top_p": asked.top_p} if asked.top_p < 1 else {}),
-        }
+        more: dict[str, Any] = {"temperature": asked.temperature, "seed": asked.seed % _LARGEST_SEED}
+        more |= {"top_p": asked.top_p} if asked.top_p < 1 else {}
         try:
-            said = self._said(asked.messages, body, until)
-            seconds = time.monotonic() - began
-            found = answer(
-                said, sent=len(asked.ids), messages=len(asked.messages), exact=True, limit=asked.most, seconds=seconds
-            )
+            found = self._answer(asked.messages, len(asked.ids), asked.most, more, until)
         except RefusedRequest as why:
             return Reply((), "error", refused=str(why))
-        self._check_read(asked.messages, len(asked.ids), found.prompt_tokens)
         return Reply((), found.finish, text=found.text)
 
-    def _said(self, messages: Sequence[Message], more: Mapping[str, Any], until: float) -> ChatCompletion:
-        from kvaudit.audit.sampling.chat_calls import wire
+    def _answer(
+        self, messages: Sequence[Message], sent: int, most: int, more: Mapping[str, Any], until: float
+    ) -> Answer:
+        """Its answer of at most so many tokens to a conversation of ``sent`` ones.
 
-        body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), **more}
-        return self._client.ask(body | self._options(), until)
+        Raises Unanswered, also where a conversation that begins has another number of tokens there than here.
+        """
+        from kvaudit.audit.sampling.chat_calls import answer, wire
 
+        body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), "max_tokens": most, **more}
+        said = self._client.ask(body | self._options, until)
+        found = answer(said, sent=sent, messages=len(messages), exact=True, limit=most, seconds=0.0)
+        begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
+        if begins and found.prompt_tokens not in (None, sent):
+            raise Unanswered(
+                f"another prompt than ours: it read {found.prompt_tokens} tokens, by the model's own template it is "
+                f"{sent}"
+            )
+        return found
+
+    @property
     def _options(self) -> dict[str, Any]:
         """Options of the chat template, in the way of servers that have one."""
         return {"chat_template_kwargs": self._chat.options} if self._chat.options else {}
 
-    def _check_read(self, messages: Sequence[Message], sent: int, read: int | None) -> None:
-        """Raise Unanswered where a conversation that begins has another number of tokens there than here."""
-        plain = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
-        if read is not None and read != sent and plain:
-            raise Unanswered(
-                f"another prompt than ours: it read {read} tokens, by the model's own template it is {sent}"
-            )
-
     def _first(self) -> str:
-        """The name that it gives itself in a first answer; raises Gone where there is none."""
-        from kvaudit.audit.sampling.chat_calls import answer
-
+        """The name that it gives itself in a first answer; raises EngineFailed where there is none."""
         messages = _conversations(self._chat)[0]
-        sent = len(self._chat.opening(messages).ids)
+        sent, until = len(self._chat.opening(messages).ids), time.monotonic() + self._part.start
         try:
-            said = self._said(messages, {"max_tokens": 1, "temperature": 0}, time.monotonic() + self._part.start)
-            found = answer(said, sent=sent, messages=1, exact=True, limit=1, seconds=0.0)
-            self._check_read(messages, sent, found.prompt_tokens)
+            return inline(self._answer(messages, sent, 1, {"temperature": 0}, until).model)
         except Unanswered as why:
-            raise self._gone(why) from None
-        return inline(found.model)
+            raise self._failed(why) from None
 
     def _held_to_ours(self) -> str:
         """How its prompts were held to ours, in words; raises SpecError where they differ."""
@@ -170,12 +160,12 @@ class _EndpointSession(Session):
 
         rows = wire(messages, Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "add_generation_prompt": True}
-        return self._shown("tokenize", body | self._options(), "tokens")
+        return self._shown("tokenize", body | self._options, "tokens")
 
     def _shown_by_llama(self, messages: Sequence[Message]) -> Any:
         from kvaudit.audit.sampling.chat_calls import wire
 
-        text = self._shown("apply-template", {"messages": wire(messages, Role.USER)} | self._options(), "prompt")
+        text = self._shown("apply-template", {"messages": wire(messages, Role.USER)} | self._options, "prompt")
         return self._shown("tokenize", {"content": text, "add_special": True, "parse_special": True}, "tokens")
 
     def _shown(self, path: str, body: Mapping[str, Any], name: str) -> Any:
@@ -198,9 +188,9 @@ class _EndpointSession(Session):
             "template, or give the model that it serves"
         )
 
-    def _gone(self, why: Unanswered) -> Gone:
+    def _failed(self, why: Unanswered) -> EngineFailed:
         key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
-        return Gone(
+        return EngineFailed(
             f"engine endpoint: {self._settings['base_url']} gave {why} (model {self._settings['model']}, {key}); go on "
             "when it answers"
         )

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvaudit.audit.engines.base import Gone
+from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.audit.engines.keeper import PROCESS_ENDED
 from kvaudit.core.text import inline, one_line
 
@@ -67,60 +67,59 @@ class Process:
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 
     def say(self, line: str, seconds: float) -> None:
-        """Hand the engine a line; raises Gone where nobody reads it in so many seconds, or it spoke unasked."""
+        """Hand the engine a line; raises EngineFailed where nobody reads it in so many seconds, or it spoke unasked."""
         into, out = self._pipes()
         until = time.monotonic() + seconds
         if self._heard or select.select([out], [], [], 0)[0]:
-            raise self.gone("it spoke unasked" if self._heard or os.read(out, 1) else "it ended")
+            raise self.failure("it spoke unasked" if self._heard or os.read(out, 1) else "it ended")
         left = memoryview(line.encode() + b"\n")
         while left:
             if not select.select([], [into], [], max(0.0, until - time.monotonic()))[1]:
-                raise self.gone(f"it has not read what it was told for {seconds:g} s")
+                raise self.failure(f"it has not read what it was told for {seconds:g} s")
             try:
                 left = left[os.write(into, left[: select.PIPE_BUF]) :]
             except OSError:
-                raise self.gone("it ended") from None
+                raise self.failure("it ended") from None
 
     def hear(self, seconds: float, doing: str) -> str:
-        """The engine's next line; raises Gone where it ends before, or says none in so many seconds."""
+        """The engine's next line; raises EngineFailed where it ends before, or says none in so many seconds."""
         out, until = self._pipes()[1], time.monotonic() + seconds
         while b"\n" not in self._heard:
             left = until - time.monotonic()
             if left <= 0:
-                raise self.gone(f"it has said nothing for {seconds:g} s while {doing}")
+                raise self.failure(f"it has said nothing for {seconds:g} s while {doing}")
             if not select.select([out], [], [], left)[0]:
                 continue
             part = os.read(out, 1 << 16)
             if not part:
-                raise self.gone(f"it ended while {doing}")
+                raise self.failure(f"it ended while {doing}")
             self._heard += part
             if len(self._heard) > _LONGEST_LINE:
-                raise self.gone(f"it says a line of more than {_LONGEST_LINE >> 20} MiB")
+                raise self.failure(f"it says a line of more than {_LONGEST_LINE >> 20} MiB")
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode(errors="replace")
 
     def _pipes(self) -> tuple[int, int]:
-        """What goes in and what comes out; raises Gone where both are closed."""
+        """What goes in and what comes out; raises EngineFailed where both are closed."""
         if self._lifeline < 0:
-            raise self.gone("it ended")
+            raise self.failure("it ended")
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         return self._process.stdin.fileno(), self._process.stdout.fileno()
 
-    def gone(self, why: str) -> Gone:
+    def failure(self, why: str) -> EngineFailed:
         """The error that says so, with what the engine said last; the process is ended."""
         self.stop()
         said = self.last_lines()
-        return Gone(
-            f"engine {self._who}: {why}" + (f"; its last words: {said}" if said else "") + f" (all in {self._log})"
-        )
+        more = f"; its last words: {said}" if said else ""
+        return EngineFailed(f"engine {self._who}: {why}{more} (all in {self._log})")
 
     def last_lines(self) -> str:
         """The last lines that it wrote since it was begun, as one: what names an error, and the last."""
         lines = [line for text in self.log_text(_LAST_BYTES).splitlines() if (line := one_line(text))]
         errors = [line for line in lines if _ERROR.search(line) and "WARNING" not in line]
-        told = dict.fromkeys([*errors, lines[-1]] if errors else lines)
-        return inline(" / ".join(list(told)[-_LAST_LINES:]))
+        telling = dict.fromkeys([*errors, lines[-1]] if errors else lines)
+        return inline(" / ".join(list(telling)[-_LAST_LINES:]))
 
     def log_text(self, most: int) -> str:
         """The end of what it wrote since it was begun, ``most`` bytes of it."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvaudit.audit.engines.base import Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import check_room, converted
-from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, given_weights
+from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
-from kvaudit.core.spec import expand
 
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)
@@ -24,7 +23,7 @@ class LlamaCpp(Engine):
     """llama.cpp, several sequences at once."""
 
     name = "llama.cpp"
-    about = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
+    says = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
     install = "pip install 'kvaudit[llama-cpp]'"
     compresses: ClassVar = {"type_k": _PLAIN_TYPES, "type_v": _PLAIN_TYPES}
     uncompressed: ClassVar[Settings] = {"type_k": "f16", "type_v": "f16"}
@@ -48,28 +47,21 @@ class LlamaCpp(Engine):
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
         python = python_with(_MODULES, work.part, cls.name, cls.install)
-        file, source = _file(work)
-        check_room(file, cls.name)
-        vocabulary = work.model.model.get_input_embeddings().weight.shape[0]
-        told = {"file": str(file), "vocabulary": vocabulary, "settings": dict(settings)}
-        session = WorkedSession(cls.name, "llama_cpp_inside.py", told, work, python)
-        session.about = {**session.about, "weights": source}
-        return session
+        weights = _weights(work)
+        check_room(weights.path, cls.name)
+        setup = {"file": str(weights.path), "vocabulary": vocabulary_of(work), "settings": dict(settings)}
+        return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights.origin)
 
 
-def _file(work: Work) -> tuple[Path, str]:
-    """The GGUF file that is served, and where it came from in words."""
-    if work.part.weights is not None:
-        file = Path(expand("engines.llama.cpp.weights", work.part.weights)).expanduser()
-        if not file.is_file():
-            raise SpecError(f"engines.llama.cpp.weights is {str(file)!r}, wanted a GGUF file")
-        check_gguf(file)
-        return file, f"{file}, not converted here"
+def _weights(work: Work) -> EngineWeights:
+    """The GGUF file that is served."""
+    if given := given_weights(work, "llama.cpp", "", "a GGUF file"):
+        check_gguf(given.path)
+        return given
     if work.model.name.endswith(".gguf"):
-        return Path(work.model.name).expanduser(), "the file of the model, as it is"
+        return EngineWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
 
     found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
-    return found.folder / GGUF_FILE, found.words
+    return found._replace(path=found.path / GGUF_FILE)

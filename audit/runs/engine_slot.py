@@ -17,7 +17,7 @@ import torch
 
 from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.engines.base import Asked as AskedOfEngine
-from kvaudit.audit.engines.base import Condition, Gone, Reply, Session, Work
+from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import opening_of
 from kvaudit.audit.sampling.model import LoadedModel
@@ -58,7 +58,7 @@ class EngineSlot(Session):
             self.stop()
             self._wanted = condition, model
             self._held = key, self._started(condition, model)
-        self.about = self._held[1].about
+        self.described = self._held[1].described
         return self
 
     def answer(self, asked: Sequence[AskedOfEngine]) -> list[Reply]:
@@ -72,7 +72,7 @@ class EngineSlot(Session):
                 replies = self._held[1].answer(asked)
                 self._note_refused(replies)
                 return replies
-            except Gone as error:
+            except EngineFailed as error:
                 wanted = self._wanted
                 self.stop()
                 self._wanted = wanted
@@ -104,7 +104,7 @@ class EngineSlot(Session):
         return session
 
     def _hold(self, condition: Condition, session: Session) -> None:
-        hold_engine(self._run, condition.canonical, condition.engine, session.about)
+        hold_engine(self._run, condition.canonical, condition.engine, session.described)
 
 
 def hold_engine(run: RunFolder, key: str, engine: str, about: Mapping[str, str]) -> None:
@@ -128,7 +128,7 @@ def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs
     work = Work(model, spec.engine(condition.canonical), log, torch.get_num_threads())
     try:
         return ENGINES.get(condition.engine).start(dict(condition.settings), work)
-    except Gone as error:
+    except EngineFailed as error:
         raise RunError(f"{error} (condition {condition.canonical})") from None
 
 
@@ -147,7 +147,7 @@ def try_out_engines(
         with started_engine(condition, model, spec, logs) as session:
             try:
                 (reply,) = session.answer([asked])
-            except Gone as error:
+            except EngineFailed as error:
                 raise RunError(f"{error} (condition {condition.canonical})") from None
         if heard is not None:
             said = model.chat.text(reply.ids) if reply.text is None else reply.text

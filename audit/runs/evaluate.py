@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
-from kvaudit.audit.engines.talk import Talked, talk_with
+from kvaudit.audit.engines.talk import EngineRow, talk_with
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.engine_slot import EngineSlot
@@ -266,7 +266,7 @@ class Evaluator:
             items, lengths, part.batch_tokens // part.samples_of(suite.name)
         )  # an item takes a row for each sample
 
-    def _record(self, unit: Unit, suite: Suite, said: GradedRow | Talked) -> Record:
+    def _record(self, unit: Unit, suite: Suite, said: GradedRow | EngineRow) -> Record:
         """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
         serving = Serving(
             run=self._spec.name,

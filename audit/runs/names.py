@@ -41,7 +41,7 @@ def _reference(canonical: str, named: Any) -> str | None:
         return None
     if named is None:
         return served.reference.canonical
-    reference = served.beside(named)
+    reference = served.reference_with(named)
     if reference.compressing:
         how = ", ".join(reference.compressing)
         raise SpecError(f"reference of {canonical} is {reference.canonical}, which compresses ({how}); name another")

@@ -218,7 +218,7 @@ def engine_way(
     if not condition.compressing:
         raise SpecError(
             f"engine {name} with {condition.canonical.partition(':')[2] or 'nothing set'} compresses no cache, so "
-            f"there is nothing to check; give --kv or --set ({engine.about})"
+            f"there is nothing to check; give --kv or --set ({engine.says})"
         )
     return way
 

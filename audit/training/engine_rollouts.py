@@ -18,7 +18,7 @@ from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, Gone, Work
+from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
 from kvaudit.audit.engines.drawing import weights_of
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import Rendered
@@ -116,7 +116,7 @@ class EngineQuestioner(Questioner):
             try:
                 self._started().push(weights_of(self._model.model))
                 return
-            except Gone as error:
+            except EngineFailed as error:
                 self.close()
                 if last:
                     raise RunError(f"{error}; {_SAVED}") from None
@@ -125,14 +125,14 @@ class EngineQuestioner(Questioner):
         if self._drawer is None:
             work = Work(self._base, self._use.part, self._log, torch.get_num_threads())
             self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
-            self._use.hold(self._condition, self._drawer.about)
+            self._use.hold(self._condition, self._drawer.described)
         return self._drawer
 
     def _drawn(self, asked: Sequence[Asked]) -> list[Drawn]:
         for last in (*[False] * (_TRIES - 1), True):
             try:
                 return self._started().draw(asked, keep=self._keeps)
-            except Gone as error:
+            except EngineFailed as error:
                 self.close()
                 if last:
                     raise RunError(f"{error}; {_SAVED}") from None

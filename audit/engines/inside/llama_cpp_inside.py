@@ -34,21 +34,21 @@ _SAID = {
 }
 
 
-def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
+def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The model of a file under the settings, with a first context, which says what it made of them."""
-    held = _Held(told)
+    held = _Held(setup)
     held.make_room(1)
-    asked, made = {name: told["settings"][name] for name in ("type_k", "type_v")}, held.log.found()
+    asked, made = {name: setup["settings"][name] for name in ("type_k", "type_v")}, held.log.found()
     if asked != {name: made.get(name) for name in asked}:
         raise ValueError(f"the cache was to be of {asked}, and is: {made.get('KV cache', 'nothing that it says')}")
-    about = {
+    description = {
         "version": f"llama_cpp_python {lib.__version__}",
         "system": lib.llama_print_system_info().decode(errors="replace"),
         **made,
         "threads": str(held.context_params.n_threads),
         "decoding": "greedy takes the largest logit; draws are of its temp, top_p, dist; several sequences at once",
     }
-    return about, held.answer
+    return description, held.answer
 
 
 class _Log:
@@ -81,24 +81,24 @@ class _Log:
 class _Held:
     """A model and its context, as large as a batch needs it."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        settings = dict(told["settings"])
+    def __init__(self, setup: dict[str, Any]) -> None:
+        settings = dict(setup["settings"])
         _set_environment("GGML_NO_BACKTRACE", "1")  # its last words are why it ended, and not a debugger's
         _set_environment("LLAMA_ATTN_ROT_DISABLE", settings.pop("LLAMA_ATTN_ROT_DISABLE", None))
         lib.llama_backend_init()
         self.log = _Log()
         model_params = lib.llama_model_default_params()
-        self.context_params = _context_params(settings, told)
+        self.context_params = _context_params(settings, setup)
         for name in [name for name in settings if hasattr(model_params, name)]:
             _set(model_params, name, settings.pop(name))
         if settings:
             raise ValueError(f"no field of llama_context_params or llama_model_params: {', '.join(sorted(settings))}")
-        self._model = lib.llama_model_load_from_file(told["file"].encode(), model_params)
+        self._model = lib.llama_model_load_from_file(setup["file"].encode(), model_params)
         if not self._model:
             raise ValueError(f"the file is not loaded: {self.log.worst()}")
         self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        if self._vocabulary != told["vocabulary"]:
-            raise ValueError(f"the file has {self._vocabulary} tokens, the model has {told['vocabulary']}")
+        if self._vocabulary != setup["vocabulary"]:
+            raise ValueError(f"the file has {self._vocabulary} tokens, the model has {setup['vocabulary']}")
         self._named, self._context, self._cells = bool(self.context_params.n_ctx), None, 0
 
     def make_room(self, tokens: int) -> None:
@@ -203,11 +203,11 @@ def _chain(row: dict[str, Any]) -> Any:
     return chain
 
 
-def _context_params(settings: dict[str, str], told: dict[str, Any]) -> Any:
+def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
     """Its own defaults, what we run it by, and the settings that are taken out of ``settings``."""
     params = lib.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = 0, told["at_once"]
-    params.n_threads = params.n_threads_batch = told["threads"]
+    params.n_ctx, params.n_seq_max = 0, setup["at_once"]
+    params.n_threads = params.n_threads_batch = setup["threads"]
     for name in ("type_k", "type_v"):
         setattr(params, name, _kv_type(name, settings.pop(name)))
     flash = settings.pop("flash_attn")

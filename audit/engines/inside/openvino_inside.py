@@ -14,11 +14,11 @@ _HINT = "INFERENCE_PRECISION_HINT"
 _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # a setting of theirs is NAME.FIELD
 
 
-def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
+def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The pipeline of a folder under the settings; what the engine does not know it says itself."""
-    settings, device = dict(told["settings"]), told["device"]
+    settings, device = dict(setup["settings"]), setup["device"]
     scheduler = genai.SchedulerConfig()
-    scheduler.max_num_seqs, scheduler.enable_prefix_caching = told["at_once"], False
+    scheduler.max_num_seqs, scheduler.enable_prefix_caching = setup["at_once"], False
     for name in _SCHEDULER:
         if name in settings:
             setattr(scheduler, name, _number(settings.pop(name)))
@@ -28,15 +28,15 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
     _check_known(core, device, settings)
     _check_computes(device, core.get_property(device, "OPTIMIZATION_CAPABILITIES"), settings)
     properties = {name: _number(value) for name, value in settings.items()}
-    properties["INFERENCE_NUM_THREADS"] = told["threads"]
-    pipeline = genai.ContinuousBatchingPipeline(told["folder"], scheduler, device, properties)
-    about = {
+    properties["INFERENCE_NUM_THREADS"] = setup["threads"]
+    pipeline = genai.ContinuousBatchingPipeline(setup["folder"], scheduler, device, properties)
+    description = {
         "version": f"openvino_genai {genai.__version__}, openvino {ov.get_version()}",
         "device": f"{device} ({core.get_property(device, 'FULL_DEVICE_NAME')})",
         **_scheduled(scheduler),
         **{name: str(value) for name, value in properties.items()},
     }
-    return about, lambda rows: _answered(pipeline, rows)
+    return description, lambda rows: _answered(pipeline, rows)
 
 
 def _check_known(core: Any, device: str, settings: dict[str, str]) -> None:

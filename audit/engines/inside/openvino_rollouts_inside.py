@@ -21,26 +21,25 @@ from openvino._offline_transformations import paged_attention_transformation
 _BLOCK = 32  # tokens of a block of the cache
 _AT_ONCE = 2048  # tokens of prompts in one forward
 _GIB = 1 << 30
-_ASIDE = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "u8": 1.0, "u4": 0.5}  # bytes of an entry of the cache
 
 
-def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
+def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The model of a folder under the settings; what the engine does not know it says itself."""
-    settings, device = dict(told["settings"]), told["device"]
+    settings, device = dict(setup["settings"]), setup["device"]
     space = float(settings.pop("cache_size", 2))
     core = ov.Core()
     unknown = sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES")))
     if unknown:
         raise ValueError(f"device {device} has no property {', '.join(unknown)} that rollouts could be drawn under")
-    properties = {**settings, "INFERENCE_NUM_THREADS": told["threads"]}
-    model = _Served(core, told["folder"], device, properties, space, told["at_once"])
-    about = {
+    properties = {**settings, "INFERENCE_NUM_THREADS": setup["threads"]}
+    model = _Served(core, setup["folder"], device, properties, space, setup["at_once"])
+    description = {
         "version": f"openvino {ov.get_version()}",
         "device": f"{device} ({core.get_property(device, 'FULL_DEVICE_NAME')})",
         "scheduler": "prompts whole, then a token a row",
         **{name: str(value) for name, value in properties.items()},
     }
-    return about, model.answer
+    return description, model.answer
 
 
 class _Row:
@@ -61,11 +60,11 @@ class _Row:
 
     def draw(self, logits: np.ndarray) -> None:
         """Take the next token from logits [V], and end where it is the last."""
-        heat = self.asked["temperature"]
-        scaled = logits.astype(np.float64) / (heat or 1.0)
+        temperature = self.asked["temperature"]
+        scaled = logits.astype(np.float64) / (temperature or 1.0)
         scaled -= scaled.max()
         logprobs = scaled - np.log(np.exp(scaled).sum())
-        token = int(logits.argmax()) if heat == 0 else self._drawn(np.exp(logprobs))
+        token = int(logits.argmax()) if temperature == 0 else self._drawn(np.exp(logprobs))
         self.ids.append(token)
         self.logprobs.append(float(logprobs[token]))
         new = len(self.ids) - len(self.asked["ids"])
@@ -180,7 +179,7 @@ class _Served:
         lengths = [len(own) for own in ids]
         begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, lengths, strict=True)])
-        told = {
+        inputs = {
             "input_ids": np.concatenate(ids).astype(np.int64),
             "position_ids": positions.astype(np.int64),
             "past_lens": np.array(past, dtype=np.int32),
@@ -190,7 +189,7 @@ class _Served:
             "max_context_len": np.array(max(p + n for p, n in zip(past, lengths, strict=True)), dtype=np.int32),
             "last_tokens": (begins[1:] - 1).astype(np.int64),
         }
-        for name, value in told.items():
+        for name, value in inputs.items():
             self._request.set_tensor(name, ov.Tensor(value))
         self._request.infer()
         logits = np.array(self._request.get_output_tensor(0).data)  # [rows, 1, V]
@@ -245,19 +244,13 @@ class _Served:
         compiled = self._core.compile_model(self._model, self._device, self._properties)
         self._request = compiled.create_infer_request()
         caches = [port for port in compiled.inputs if "cache." in port.get_any_name()]
-        sizes = [self._bytes_of_block(port) for port in caches]
+        shapes = [[part.get_length() for part in list(port.get_partial_shape())[1:]] for port in caches]  # of a block
+        kinds = [port.get_element_type() for port in caches]
+        sizes = [int(np.prod(shape) * kind.bitwidth // 8) for shape, kind in zip(shapes, kinds, strict=True)]  # bytes
         self._blocks = int(self._space * _GIB // sum(sizes))
-        self._stores = []
-        for port, size in zip(caches, sizes, strict=True):
-            store = np.zeros((self._blocks, size), dtype=np.uint8)
-            shape = [self._blocks, *[part.get_length() for part in list(port.get_partial_shape())[1:]]]
-            self._request.set_tensor(port, ov.Tensor(store, ov.Shape(shape), port.get_element_type()))
-            self._stores.append(store)
-
-    @staticmethod
-    def _bytes_of_block(port: Any) -> int:
-        numbers = np.prod([part.get_length() for part in list(port.get_partial_shape())[1:]])
-        return int(numbers * port.get_element_type().bitwidth // 8)
+        self._stores = [np.zeros((self._blocks, size), dtype=np.uint8) for size in sizes]
+        for port, store, shape, kind in zip(caches, self._stores, shapes, kinds, strict=True):
+            self._request.set_tensor(port, ov.Tensor(store, ov.Shape([self._blocks, *shape]), kind))
 
 
 def _places(model: Any, weights: dict[str, np.ndarray]) -> dict[str, list[tuple[Any, tuple[int, ...]]]]:

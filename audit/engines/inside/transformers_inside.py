@@ -18,10 +18,10 @@ _NUMBERS = ("nbits", "axis_key", "axis_value", "q_group_size", "residual_length"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
+def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The model of a folder, and the configuration of its cache, of which one is made to see that it can be."""
-    settings = dict(told["settings"])
-    torch.set_num_threads(told["threads"])
+    settings = dict(setup["settings"])
+    torch.set_num_threads(setup["threads"])
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     dtype, attention = settings.pop("dtype"), settings.pop("attn_implementation")
@@ -32,10 +32,10 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
         raise ValueError(f"no setting of a quantized cache: {', '.join(sorted(settings))}; it has {', '.join(_CACHE)}")
     cache = {name: int(value) if name in _NUMBERS else value for name, value in cache.items()}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        told["folder"], dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True
+        setup["folder"], dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True
     ).eval()
     made = _made(kind, cache, model)
-    about = {
+    description = {
         "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "cache": type(made).__name__,
         "layer": _layer(made),
@@ -45,8 +45,8 @@ def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
         "decoding": "generate, a batch padded on the left; a prompt is read by itself before it is coded",
     }
     how = {"cache_implementation": kind, **({"cache_config": cache} if cache else {})}
-    most = told["at_once"]
-    return about, lambda rows: [reply for part in _parts(rows, most) for reply in _answered(model, how, part)]
+    most = setup["at_once"]
+    return description, lambda rows: [reply for part in _parts(rows, most) for reply in _answered(model, how, part)]
 
 
 def _parts(rows: list[dict[str, Any]], at_once: int) -> list[list[dict[str, Any]]]:

@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 
 
-def start(told: dict[str, Any]) -> tuple[dict[str, str], Any]:
+def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The engine on a folder under its server's flags; what it does not know it says itself."""
-    os.environ.update({**told["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # read when vllm is imported
+    os.environ.update({**setup["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # read when vllm is imported
     from vllm import __version__
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = EngineArgs.from_cli_args(parser.parse_args([f"--model={told['folder']}", *told["flags"]]))
+    arguments = EngineArgs.from_cli_args(parser.parse_args([f"--model={setup['folder']}", *setup["flags"]]))
     engine = LLMEngine.from_engine_args(arguments)
-    about = {
+    description = {
         "version": f"vllm {__version__}",
-        "flags": " ".join(told["flags"]),
+        "flags": " ".join(setup["flags"]),
         "cache_dtype": str(engine.vllm_config.cache_config.cache_dtype),
         "dtype": str(engine.vllm_config.model_config.dtype),
     }
-    return about, _Served(engine).answer
+    return description, _Served(engine).answer
 
 
 class _Served:

@@ -8,8 +8,8 @@
 
     python worker.py FILE
 
-FILE has ``start(settings) -> (about, answer)``. It is run by its path in an environment that need not hold kvaudit, so
-neither file imports anything of it. Whatever an engine prints goes to stderr.
+FILE has ``start(setup) -> (description, answer)``. This is run by its path in an environment that need not hold
+kvaudit, so neither file imports anything of it. Whatever an engine prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def answer_lines(path: str) -> None:
         try:
             row = json.loads(line)
             if "start" in row:
-                about, answer = _loaded(path).start(row["start"])
-                said: dict[str, Any] = {"about": about}
+                description, answer = _loaded(path).start(row["start"])
+                said: dict[str, Any] = {"about": description}
             else:
                 said = {"replies": answer(row["ask"])}
         except Exception as error:  # in the engine's own words, whatever they are
