@@ -97,7 +97,7 @@ def sample(folder: Path, size: Size) -> RunFolder:
             for suite in SUITE_NAMES:
                 unit = Unit(rerun_arm(number), 0, policy, suite, CONTEXT)
                 if not UnitFiles.of(run.records, unit).seal.exists():
-                    evaluator.run(unit, run, lambda *_: None)
+                    evaluator.run_together([unit], run, lambda *_: None)
         run.note(checkpoints={f"{rerun_arm(number)}/0": prepared.model.sha256})
     return run
 

@@ -97,8 +97,8 @@ class Names:
     bare: Callable[[str], str]
     check_training: Callable[[Any], None]  # of a ``TrainSpec``, which is made of these parts
     loss_defaults: Callable[[str], Mapping[str, Any]]
-    check_guard: Callable[[str], None]
-    check_judge: Callable[[str], None]
+    check_guard: Callable[[str], object]
+    check_judge: Callable[[str], object]
     remedy: Callable[[Any], str]
     check_remedies: Callable[[Sequence[str], Sequence[str]], None]
 

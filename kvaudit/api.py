@@ -55,7 +55,8 @@ def check(
         fast=fast,
         data=None if data is None else Path(data),
     )
-    return Run(check_served(asking, None if out is None else Path(out), threads, resume=resume).run)
+    folder, _ = check_served(asking, None if out is None else Path(out), threads, resume=resume)
+    return Run(folder)
 
 
 def run(

@@ -48,16 +48,16 @@ def test_looks_at_files_and_parsed_policies_are_linear_in_the_units(
     assert more["parses"] <= 8 * len(many.evaluate.policies)
 
 
-def test_progress_counts_what_other_processes_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_forecasts_by_what_this_process_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [100.0], io.StringIO()
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with progress.Meter(Console(file=said, width=200), "train", 100, 10, lambda: 15) as meter:
+    with progress.Meter(Console(file=said, width=200), "train", 100, 15) as meter:
         now[0] += 5
-        meter.at(12, "too early for a line")
+        meter.at(17, "too early for a line")
         now[0] += 25
-        meter.at(15, "dense")  # 15 and 15 elsewhere, of which 15 were there at the start: 15 in 30 s, 70 left
+        meter.at(30, "dense")  # 15 were there at the start: 15 in 30 s, 70 left
         now[0] += 25
-        meter.at(95, "naive")  # of the last steps, one is counted by both
+        meter.at(110, "naive")  # no more than there are
     assert said.getvalue().splitlines() == [
         "train 30/100 (30 %), ETA 2.3 min: dense",
         "train 100/100 (100 %), ETA 0 s: naive",

@@ -66,13 +66,13 @@ def test_records_have_the_samples_length_and_placement_that_their_suite_was_aske
     spec = asked(", context_tokens: 700, samples: 3, placement: end")
     run, unit = open_run(tmp_path / "run", spec, resume=True), grid(spec)[-1]
     files = UnitFiles.of(run.records, unit)
-    Evaluator(model, spec).run(unit, run, lambda *_: None)
+    Evaluator(model, spec).run_together([unit], run, lambda *_: None)
     whole = files.records.read_bytes()
     rows = [Record.from_json(line.decode()) for line in whole.splitlines()]
     assert (unit.suite, len(rows), [row.sample_index for row in rows]) == ("math", 9, [0, 1, 2] * 3)
     assert {(row.context_tokens, row.placement) for row in rows} == {(700, "end")}
     files.records.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))  # a batch of samples cut in two
-    Evaluator(model, spec).run(unit, run, lambda *_: None)
+    Evaluator(model, spec).run_together([unit], run, lambda *_: None)
     again = [Record.from_json(line) for line in files.records.read_text().splitlines()]
     assert [replace(row, seconds=0.0) for row in again] == [replace(row, seconds=0.0) for row in rows]
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.command_line import (
+    Run,
+    check_seed,
+    option,
+    print_table,
+    say,
+    selectors,
+    user_errors,
+    wide_console,
+)
 from kvaudit.audit.commands.report import print_verdict
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
@@ -27,21 +36,17 @@ def adjudicate(
     run: Run,
     *,
     out: Annotated[Path, typer.Option(help="The sheet to write; its key is written beside it.")] = Path("sheet.csv"),
-    read: Annotated[
-        Path | None, typer.Option(help="A labelled sheet to read back, with its key beside it.", show_default=False)
-    ] = None,
+    read: Annotated[Path | None, option(help="A labelled sheet to read back, with its key beside it.")] = None,
     concordant: Annotated[
         int | None,
-        typer.Option(
+        option(
             min=1,
             help="Random pairs of a cell that the judge calls equal, in turn over its templates: two of each, and 100, "
             "unless told; a PASS takes one of each.",
-            show_default=False,
         ),
     ] = None,
     select: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these gated cells: suite=, arm=, policy=, estimand=, context=.", show_default=False),
+        list[str] | None, option(help="Only these gated cells: suite=, arm=, policy=, estimand=, context=.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:

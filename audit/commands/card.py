@@ -16,6 +16,8 @@ from kvaudit.audit.commands.command_line import (
     OnInconclusive,
     Run,
     Waivers,
+    argument,
+    option,
     say,
     say_unfinished,
     user_errors,
@@ -36,21 +38,16 @@ if TYPE_CHECKING:
 
 _DIFFERS = 3
 _LONGEST_ENTRY = 300  # characters of a recipe's entry; the files hold all of it
-Into = Annotated[Path | None, typer.Option(help="The model card to put the section into.", show_default=False)]
-Hub = Annotated[
-    Path | None,
-    typer.Option(help="A model repository: write its .eval_results, as the hub reads them.", show_default=False),
-]
+Into = Annotated[Path | None, option(help="The model card to put the section into.")]
+Hub = Annotated[Path | None, option(help="A model repository: write its .eval_results, as the hub reads them.")]
 Benchmark = Annotated[str | None, typer.Option(help="The benchmark on the hub that --hub writes results of.")]
 OneArm = Annotated[
     str | None, typer.Option(help="Tell of this arm, as the cards of its checkpoints do; --hub wants one of several.")
 ]
-CardToCheck = Annotated[Path | None, typer.Option(help="The model card to hold against the run.", show_default=False)]
+CardToCheck = Annotated[Path | None, option(help="The model card to hold against the run.")]
 
 
-Other = Annotated[
-    Path | None, typer.Argument(help="With --recipe: another run, to print what changed.", show_default=False)
-]
+Other = Annotated[Path | None, argument(help="With --recipe: another run, to print what changed.")]
 RecipeFlag = Annotated[
     bool,
     typer.Option(

@@ -8,12 +8,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.command_line import (
+    Resume,
+    RunOut,
+    Threads,
+    argument,
+    option,
+    say,
+    selectors,
+    user_errors,
+    wide_console,
+)
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import clip, inline
@@ -33,33 +43,19 @@ _FORMS = (
 _FULL = "the full cache, before any engine is started"
 _PROMPT, _ANSWER = 100, 160  # characters that are shown of a first prompt and answer
 
-CheckedModel = Annotated[str, typer.Argument(help="The model's folder, a .gguf file, or embedded.", show_default=False)]
-EngineName = Annotated[str | None, typer.Option("--engine", help="The engine that serves it.", show_default=False)]
-Kv = Annotated[
-    str | None, typer.Option("--kv", help="Its KV setting: u4, u8/u4, q8_0, fp8_e5m2, ...", show_default=False)
-]
+CheckedModel = Annotated[str, argument(help="The model's folder, a .gguf file, or embedded.")]
+EngineName = Annotated[str | None, option("--engine", help="The engine that serves it.")]
+Kv = Annotated[str | None, option("--kv", help="Its KV setting: u4, u8/u4, q8_0, fp8_e5m2, ...")]
 NamedSettings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="NAME=VALUE, any other setting in the engine's own words.", show_default=False),
+    list[str] | None, option("--set", help="NAME=VALUE, any other setting in the engine's own words.")
 ]
-EnginePython = Annotated[
-    str | None, typer.Option("--python", help="The python of the engine's environment.", show_default=False)
-]
-EngineWeights = Annotated[
-    str | None, typer.Option("--weights", help="The model in the engine's own format.", show_default=False)
-]
-PolicyText = Annotated[
-    str | None, typer.Option("--policy", help="Or a policy of kvaudit's own cache.", show_default=False)
-]
-ReferenceUrl = Annotated[
-    str | None,
-    typer.Option("--reference", help="Or two servers: URL#MODEL without compression ...", show_default=False),
-]
-CandidateUrl = Annotated[str | None, typer.Option("--candidate", help="... and URL#MODEL with it.", show_default=False)]
+EnginePython = Annotated[str | None, option("--python", help="The python of the engine's environment.")]
+EngineWeights = Annotated[str | None, option("--weights", help="The model in the engine's own format.")]
+PolicyText = Annotated[str | None, option("--policy", help="Or a policy of kvaudit's own cache.")]
+ReferenceUrl = Annotated[str | None, option("--reference", help="Or two servers: URL#MODEL without compression ...")]
+CandidateUrl = Annotated[str | None, option("--candidate", help="... and URL#MODEL with it.")]
 Fast = Annotated[bool, typer.Option("--fast", help="Half the time; says what it cannot decide.")]
-DataFolder = Annotated[
-    Path | None, typer.Option("--data", help="The folder of public rows, instead of KVAUDIT_DATA.", show_default=False)
-]
+DataFolder = Annotated[Path | None, option("--data", help="The folder of public rows, instead of KVAUDIT_DATA.")]
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,8 @@ class Asking:
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
-        beside = [self.kv, self.python, self.weights, *self.settings]
-        if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(beside) and self.engine is None):
+        of_an_engine = [self.kv, self.python, self.weights, *self.settings]
+        if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(of_an_engine) and self.engine is None):
             raise SpecError(_FORMS)
         if self.engine is not None:
             named = selectors(self.settings, "--set")
@@ -129,18 +125,11 @@ def check(
     )
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     with user_errors(shlex.join(["kvaudit", *words])):
-        raise typer.Exit(check_served(asking, out, threads, resume=resume).exit_code)
+        raise typer.Exit(check_served(asking, out, threads, resume=resume)[1])
 
 
-class CheckDone(NamedTuple):
-    """Where a check lies, and what it came to."""
-
-    run: Path
-    exit_code: int
-
-
-def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> CheckDone:
-    """Plan, run, say."""
+def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> tuple[Path, int]:
+    """Plan, run, say; where the check lies, and its exit code."""
     asking.check_model()  # before it is shown: an address may hold a password
     typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
@@ -160,9 +149,8 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
         asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_Heard(console, spec)
     )
     with pipeline.under_one_bar():
-        pipeline.pilot()
-        pipeline.evaluate()
-    return CheckDone(run.path, _said(console, run, plan))
+        pipeline.work_on("pilot", "evaluate")
+    return run.path, _said(console, run, plan)
 
 
 class _Heard:

@@ -11,6 +11,7 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -33,39 +34,34 @@ _WIDTH_OF_A_PIPE = 200
 _MOST_SEED = 2**63 - 1  # what torch takes
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
-SpecFile = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
-Run = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
-RunOut = Annotated[
-    Path | None, typer.Option(help="The run folder; by default runs/<name of the spec>.", show_default=False)
-]
+# those whose default nobody is shown: there is none, or their help says it
+option, argument = partial(typer.Option, show_default=False), partial(typer.Argument, show_default=False)
+
+SpecFile = Annotated[Path, argument(help="The run's YAML file.")]
+Run = Annotated[Path, argument(help="The folder of a run.")]
+RunOut = Annotated[Path | None, option(help="The run folder; by default runs/<name of the spec>.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder; starts it if there is none.")]
-Limit = Annotated[
-    int | None,
-    typer.Option(min=1, help="At most this many items per suite; counts as another spec.", show_default=False),
-]
+Limit = Annotated[int | None, option(min=1, help="At most this many items per suite; counts as another spec.")]
 Anyway = Annotated[
     bool,
     typer.Option(
-        "--anyway",
-        help="Run what cannot pass, and what the pilot found nothing to measure in. Kept with the run.",
+        "--anyway", help="Run what cannot pass, and what the pilot found nothing to measure in. Kept with the run."
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
+    option(
         min=1,
         max=MOST_THREADS,
         help="Threads of this process; default: what the run began with, or the idle cores. Above 1: no other workers.",
-        show_default=False,
     ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
+    option(
         min=1,
         help="Processes of one thread each that share the work; default: idle cores if the model is embedded, else one "
         "for each GPU. A run that began with more threads has one process.",
-        show_default=False,
     ),
 ]
 LauncherText = Annotated[
@@ -80,22 +76,12 @@ Takeover = Annotated[
     bool,
     typer.Option("--takeover", help="Processes of this run on other machines are gone: take over what they claimed."),
 ]
-Plugins = Annotated[
-    list[Path] | None, typer.Option("--plugin", help="A Python file with policies or suites.", show_default=False)
-]
+Plugins = Annotated[list[Path] | None, option("--plugin", help="A Python file with policies or suites.")]
 
 
-GateFile = Annotated[
-    Path | None,
-    typer.Option("--gate", help="A gate file; default: what the run's spec declares.", show_default=False),
-]
-Waivers = Annotated[
-    Path | None, typer.Option(help="A file of waivers: who, why, until when, which cells.", show_default=False)
-]
-OnInconclusive = Annotated[
-    str | None,
-    typer.Option(help="block: exit with 4; warn: exit with 0 and a warning.", show_default=False),
-]
+GateFile = Annotated[Path | None, option("--gate", help="A gate file; default: what the run's spec declares.")]
+Waivers = Annotated[Path | None, option(help="A file of waivers: who, why, until when, which cells.")]
+OnInconclusive = Annotated[str | None, option(help="block: exit with 4; warn: exit with 0 and a warning.")]
 
 
 class Terminated(KeyboardInterrupt):
@@ -157,14 +143,6 @@ def check_report_place(run: Path) -> None:
     place = run / "report"
     if place.exists() and not place.is_dir():
         raise DataError(f"{str(place)!r} is a file, where the folder of the report belongs; move it away")
-
-
-def resume_hint(command: str, spec: Path, out: Path | None, limit: int | None) -> str:
-    """The command that goes on with a run."""
-    words = ["kvaudit", command, str(spec)]
-    words += ["--out", str(out)] if out else []
-    words += ["--limit", str(limit)] if limit else []
-    return " ".join([*words, "--resume"])
 
 
 def check_seed(seed: int) -> None:

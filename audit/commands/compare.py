@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.command_line import argument, option, print_table, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import inline
@@ -23,24 +22,9 @@ if TYPE_CHECKING:
 MOST_METRICS = 2  # two judges
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    """What the command line says beside the two files; ``margins`` as they were given."""
-
-    margins: tuple[str, ...]
-    alpha: float
-    cluster: str | None = None
-    metrics: tuple[str, ...] = ()
-    select_reference: tuple[str, ...] = ()
-    select_candidate: tuple[str, ...] = ()
-    lower_is_better: bool = False
-    items_are_independent: bool = False
-    out: Path | None = None
-
-
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference's result file.", show_default=False)],
-    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate's result file.", show_default=False)],
+    reference: Annotated[Path, argument(metavar="A", help="The reference's result file.")],
+    candidate: Annotated[Path, argument(metavar="B", help="The candidate's result file.")],
     *,
     margin: Annotated[
         list[str] | None,
@@ -53,10 +37,9 @@ def compare(
     alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
     cluster: Annotated[
         str | None,
-        typer.Option(
+        option(
             help="Which items share a template: a field of the file's rows, re:PATTERN of the item's name, or "
-            "file:MAP.csv with item and cluster.",
-            show_default=False,
+            "file:MAP.csv with item and cluster."
         ),
     ] = None,
     items_are_independent: Annotated[
@@ -64,68 +47,57 @@ def compare(
         typer.Option("--items-are-independent", help="No items share a template; without --cluster this lets PASS be."),
     ] = False,
     metric: Annotated[
-        list[str] | None,
-        typer.Option(help="The metric, where there are several; twice for two judges.", show_default=False),
+        list[str] | None, option(help="The metric, where there are several; twice for two judges.")
     ] = None,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is desired.")] = False,
-    select_a: Annotated[
-        list[str] | None,
-        typer.Option(help="Of a run: arm=, policy=, seed=, suite=, context=.", show_default=False),
-    ] = None,
-    select_b: Annotated[list[str] | None, typer.Option(help="The same for B.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for the report.", show_default=False)] = None,
+    select_a: Annotated[list[str] | None, option(help="Of a run: arm=, policy=, seed=, suite=, context=.")] = None,
+    select_b: Annotated[list[str] | None, option(help="The same for B.")] = None,
+    out: Annotated[Path | None, option(help="A folder for the report.")] = None,
 ) -> None:
     """Compare two result files, of kvaudit or of other tools.
 
     It reads kvaudit runs and records, and logs of lm-eval, Inspect and AgentDojo, and CSV. Exits as `gate` does.
     """
     with user_errors():
-        asked = CompareOptions(
-            tuple(margin or ()),
-            alpha,
-            cluster,
-            metrics=tuple(metric or ()),
-            select_reference=tuple(select_a or ()),
-            select_candidate=tuple(select_b or ()),
-            lower_is_better=lower_is_better,
+        from kvaudit.reports.compare.files import compare as compared
+        from kvaudit.reports.compare.files import margins_from, read_sides
+        from kvaudit.reports.compare.pairing import chosen_metrics
+
+        if len(metric or ()) > MOST_METRICS:
+            raise SpecError(
+                f"--metric stands {len(metric or ())} times; one, or two for two judges of the same answers"
+            )
+        sides = read_sides(
+            reference,
+            candidate,
+            cluster=cluster,
             items_are_independent=items_are_independent,
-            out=out,
+            lower_is_better=lower_is_better,
+            select=(selectors(select_a or (), "--select-a"), selectors(select_b or (), "--select-b")),
         )
-        raise typer.Exit(_compare(reference, candidate, asked))
+        names = chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))
+        points, margins = margins_from(tuple(margin or ()))
+        independent = items_are_independent
+        found = [
+            compared(sides, name, margin=points, margins=margins, alpha=alpha, items_are_independent=independent)
+            for name in names
+        ]
+        raise typer.Exit(_show(found, out))
 
 
-def _compare(reference: Path, candidate: Path, asked: CompareOptions) -> int:
-    """Print the comparison, write its pages where asked, and return the exit code of the verdict."""
-    from kvaudit.reports.compare.files import compare as compared
-    from kvaudit.reports.compare.files import margins_from, read_sides, two_judges
+def _show(found: Sequence[Compared], out: Path | None) -> int:
+    """Print comparisons of one metric, or two; write pages where asked, and return the exit code of the verdict."""
+    from kvaudit.reports.compare.files import two_judges
     from kvaudit.reports.compare.page import comparison_files
-    from kvaudit.reports.compare.pairing import chosen_metrics
 
-    if len(asked.metrics) > MOST_METRICS:
-        raise SpecError(f"--metric stands {len(asked.metrics)} times; one, or two for two judges of the same answers")
-    sides = read_sides(
-        reference,
-        candidate,
-        cluster=asked.cluster,
-        items_are_independent=asked.items_are_independent,
-        lower_is_better=asked.lower_is_better,
-        select=(selectors(asked.select_reference, "--select-a"), selectors(asked.select_candidate, "--select-b")),
-    )
-    names = chosen_metrics(sides.reference, sides.candidate, asked.metrics)
-    margin, margins = margins_from(asked.margins)
-    independent = asked.items_are_independent
-    found = [
-        compared(sides, name, margin=margin, margins=margins, alpha=asked.alpha, items_are_independent=independent)
-        for name in names
-    ]
     two = two_judges(*found) if len(found) == MOST_METRICS else None
     shown = next(c for c in found if two is None or c.verdict.status is two.status)
     console = wide_console()
     _print(console, found, shown, two)
-    if asked.out is not None:
+    if out is not None:
         for name, text in comparison_files(shown, two).items():
-            write_output(asked.out / name, text)
-        say(console, f"report: {asked.out / 'compare.html'}")
+            write_output(out / name, text)
+        say(console, f"report: {out / 'compare.html'}")
     return two.exit_code if two else shown.verdict.exit_code
 
 
@@ -141,8 +113,8 @@ def _print(console: Console, found: Sequence[Compared], shown: Compared, two: Tw
 
     for comparison in found:
         print_table(console, comparison_table(comparison))
-    if told := facets(shown):
-        print_table(console, told)
+    if by_facet := facets(shown):
+        print_table(console, by_facet)
     if two:
         print_table(console, judges(two))
         for line in agreement(two):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import option, say, user_errors, wide_console
 from kvaudit.core.text import guide
 
 if TYPE_CHECKING:
@@ -24,9 +24,23 @@ _OURS = (
 @data.callback(invoke_without_command=True)
 def show_data(context: typer.Context) -> None:
     """Print which rows are there, how many, under which licence and from where; asks no network."""
-    if context.invoked_subcommand is None:
-        with user_errors():
-            _show()
+    if context.invoked_subcommand is not None:
+        return
+    with user_errors():
+        from rich.table import Table
+
+        from kvaudit.suites.catalogue import CATALOGUE
+        from kvaudit.suites.sources import data_folder
+
+        folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
+        for one in CATALOGUE:
+            table.add_row(one.name, _state(one, folder), one.rows, one.licence, one.whence, ", ".join(one.suites))
+        console = wide_console()
+        say(console, f"folder: {folder}")
+        console.print(table, markup=False)
+        say(console, _OURS)
+        if lacking := [one.name for one in CATALOGUE if one.lacking(folder)]:
+            say(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
 
 
 @data.command("fetch")
@@ -34,8 +48,7 @@ def fetch_data(
     names: Annotated[list[str], typer.Argument(help="What to fetch, by the names that `kvaudit data` shows.")],
     *,
     mirror: Annotated[
-        str | None,
-        typer.Option("--from", help="Another address with the same paths, REPOSITORY/COMMIT/FILE.", show_default=False),
+        str | None, option("--from", help="Another address with the same paths, REPOSITORY/COMMIT/FILE.")
     ] = None,
 ) -> None:
     """Fetch rows by name from where they are published.
@@ -43,47 +56,25 @@ def fetch_data(
     They are pinned to a commit and held to a sha256.
     """
     with user_errors():
-        _fetch(names, mirror)
+        from kvaudit.core.download import downloaded
+        from kvaudit.suites.catalogue import ADDRESS, checked, named_rows
+        from kvaudit.suites.sources import data_folder
 
-
-def _show() -> None:
-    from rich.table import Table
-
-    from kvaudit.suites.catalogue import CATALOGUE
-    from kvaudit.suites.sources import data_folder
-
-    folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
-    for one in CATALOGUE:
-        table.add_row(one.name, _state(one, folder), one.rows, one.licence, one.whence, ", ".join(one.suites))
-    console = wide_console()
-    say(console, f"folder: {folder}")
-    console.print(table, markup=False)
-    say(console, _OURS)
-    if lacking := [one.name for one in CATALOGUE if one.lacking(folder)]:
-        say(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
+        console, folder = wide_console(), data_folder()
+        for rows in dict.fromkeys(map(named_rows, names)):
+            lacking = rows.lacking(folder)  # a file that is there is never written over
+            found = [(file, checked(file, downloaded(rows.address(file, mirror or ADDRESS)))) for file in lacking]
+            for file, raw in found:
+                _write(folder / file.path, raw)
+            done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
+            say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.whence}")
+        say(console, f"in {folder}")
 
 
 def _state(rows: PublicRows, folder: Path) -> str:
     if rows.lacking(folder):
         return "lacking"
     return "there, other rows than these" if rows.other(folder) else "there"
-
-
-def _fetch(names: list[str], mirror: str | None) -> None:
-    """Fetch what is not there; a file that is there is never written over."""
-    from kvaudit.core.download import downloaded
-    from kvaudit.suites.catalogue import ADDRESS, checked, named_rows
-    from kvaudit.suites.sources import data_folder
-
-    console, folder = wide_console(), data_folder()
-    for rows in dict.fromkeys(map(named_rows, names)):
-        lacking = rows.lacking(folder)
-        found = [(file, checked(file, downloaded(rows.address(file, mirror or ADDRESS)))) for file in lacking]
-        for file, raw in found:
-            _write(folder / file.path, raw)
-        done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
-        say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.whence}")
-    say(console, f"in {folder}")
 
 
 def _write(path: Path, raw: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Threads, print_table, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Threads, option, print_table, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import inline
 
@@ -35,16 +35,11 @@ def diagnose(
     *,
     bits: Annotated[int, typer.Option(min=2, max=_MOST_BITS, help="Of every key and value.")] = 4,
     group: Annotated[int, typer.Option(min=8, help="Channels that share a scale; 32 as in llama.cpp's q4_0.")] = 32,
-    suite: Annotated[
-        str | None,
-        typer.Option(help="What is asked; default: xstest, of the embedded model refusal.", show_default=False),
-    ] = None,
+    suite: Annotated[str | None, option(help="What is asked; default: xstest, of the embedded model refusal.")] = None,
     prompts: Annotated[int, typer.Option(min=4, max=_MOST_PROMPTS, help="Requests, half of them for harm.")] = 20,
-    context_tokens: Annotated[
-        int | None, typer.Option(min=64, help="Of suites that are made to a length.", show_default=False)
-    ] = None,
+    context_tokens: Annotated[int | None, option(min=64, help="Of suites that are made to a length.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.", show_default=False)] = None,
+    out: Annotated[Path | None, option(help="Also write it into this JSON file.")] = None,
     threads: Threads = None,
 ) -> None:
     """Say what a coarse KV code harms in a model, and what to try.

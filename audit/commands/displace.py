@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors
+from kvaudit.audit.commands.command_line import Plugins, Run, option, say, user_errors
 from kvaudit.audit.commands.serving_again import opened, show_found
 
 
@@ -17,9 +17,7 @@ def displace(
     tokens: Annotated[
         int, typer.Option(min=1, max=10_000_000, help="At most this many tokens of a checkpoint, policy and suite.")
     ] = 16384,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Default: what the run began with.", show_default=False)
-    ] = None,
+    threads: Annotated[int | None, option(min=1, help="Default: what the run began with.")] = None,
     plugin: Plugins = None,
 ) -> None:
     """Measure how far next-token probabilities moved.

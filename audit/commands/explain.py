@@ -8,29 +8,23 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Plugins, Run, argument, option, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened, show_found
 
 
 def explain(
     run: Run,
-    item: Annotated[
-        str, typer.Argument(help="The name of an item, as records and `view` give it.", show_default=False)
-    ],
+    item: Annotated[str, argument(help="The name of an item, as records and `view` give it.")],
     *,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(help="One of the run's, or any other; again for more.", show_default="none"),
+        list[str] | None, typer.Option(help="One of the run's, or any other; again for more.", show_default="none")
     ] = None,
-    arm: Annotated[str | None, typer.Option(help="Default: the reference.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: the first of the arm.", show_default=False)] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens, where the item was asked at several.", show_default=False)
-    ] = None,
+    arm: Annotated[str | None, option(help="Default: the reference.")] = None,
+    seed: Annotated[int | None, option(help="Default: the first of the arm.")] = None,
+    length: Annotated[int | None, option(help="Tokens, where the item was asked at several.")] = None,
     sample: Annotated[int, typer.Option(min=0, help="Which of several answers to one prompt.")] = 0,
     svg: Annotated[
-        Path | None,
-        typer.Option(help="Draw the prompt into this file, every token shaded by what held it.", show_default=False),
+        Path | None, option(help="Draw the prompt into this file, every token shaded by what held it.")
     ] = None,
     plugin: Plugins = None,
 ) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Run, option, say, user_errors, wide_console
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import read_provenance
 from kvaudit.core.text import inline
 
 
-def export(run: Run, *, out: Annotated[Path, typer.Option(help="The folder of the logs.", show_default=False)]) -> None:
+def export(run: Run, *, out: Annotated[Path, option(help="The folder of the logs.")]) -> None:
     """Write a run's records as Inspect logs.
 
     Every finished unit becomes a `.eval` file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,6 +12,8 @@ from kvaudit.audit.commands.command_line import (
     GateFile,
     OnInconclusive,
     Waivers,
+    argument,
+    option,
     say_unfinished,
     user_errors,
     wide_console,
@@ -20,14 +22,7 @@ from kvaudit.audit.commands.report import asked_of, print_verdict
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import check_checkpoints
 
-if TYPE_CHECKING:
-    from kvaudit.reports.gate.rules import Asked
-
-
-Runs = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN", help="The folder of a run; with --pin, finished checkpoints.", show_default=False),
-]
+Runs = Annotated[list[Path], argument(metavar="RUN", help="The folder of a run; with --pin, finished checkpoints.")]
 PinFlag = Annotated[
     bool,
     typer.Option(
@@ -36,9 +31,7 @@ PinFlag = Annotated[
         "or an adapter, or several.",
     ),
 ]
-PinOut = Annotated[
-    Path | None, typer.Option("--out", help="With --pin: the file to write, or pin.json.", show_default=False)
-]
+PinOut = Annotated[Path | None, option("--out", help="With --pin: the file to write, or pin.json.")]
 
 
 def gate(
@@ -64,21 +57,17 @@ def gate(
             return
         if len(run) > 1 or out is not None:
             raise SpecError("a gate is of one run and writes no file; several checkpoints and --out go with --pin")
-        raise typer.Exit(_decide(run[0], asked_of(gate_file, waivers, on_inconclusive)))
+        from kvaudit.reports.gate.rules import refuse_late
+        from kvaudit.reports.records.load import load_run
+        from kvaudit.reports.run import decided
 
-
-def _decide(run: Path, asked: Asked) -> int:
-    """Print the verdict of a run's records and return its exit code; a gate file that came after the run is refused."""
-    from kvaudit.reports.gate.rules import refuse_late
-    from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
-
-    check_checkpoints(run)
-    say_unfinished(run)
-    findings = decided(load_run(run), asked, everything=False)
-    refuse_late(findings.rules)
-    print_verdict(wide_console(), findings)
-    return findings.verdict.exit_code
+        asked = asked_of(gate_file, waivers, on_inconclusive)
+        check_checkpoints(run[0])
+        say_unfinished(run[0])
+        findings = decided(load_run(run[0]), asked, everything=False)
+        refuse_late(findings.rules)  # a gate file that came after the run
+        print_verdict(wide_console(), findings)
+        raise typer.Exit(findings.verdict.exit_code)
 
 
 COMMAND = Command("gate", group="Audit", order=5, call=gate, old={"pin": "gate --pin"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,20 +28,16 @@ def guard(run: Run, *, guard: Guards = None, plugin: Plugins = None) -> None:
     What it blocks is kept beside the run's records.
     """
     with user_errors(f"kvaudit grade guard {run}" + "".join(f" --guard {text}" for text in guard or ())):
-        _guard(run, tuple(guard or ()), tuple(plugin or ()))
+        from kvaudit.audit.runs.folder import begun_run
+        from kvaudit.audit.runs.names import load_plugins
 
-
-def _guard(path: Path, texts: Sequence[str], plugins: Sequence[Path]) -> None:
-    from kvaudit.audit.runs.folder import begun_run
-    from kvaudit.audit.runs.names import load_plugins
-
-    load_plugins(plugins)
-    run = begun_run(path)
-    set_data(run.spec)
-    if not (chosen := texts or run.spec.guard):
-        raise SpecError("the run's spec names no guard; give --guard NAME:option=value,... (kvaudit list guards)")
-    guard_all(run, chosen)
-    say(wide_console(), f"guarded: {inline(str(path))}; show it with: kvaudit report {inline(str(path))}")
+        load_plugins(plugin or ())
+        begun = begun_run(run)
+        set_data(begun.spec)
+        if not (chosen := guard or begun.spec.guard):
+            raise SpecError("the run's spec names no guard; give --guard NAME:option=value,... (kvaudit list guards)")
+        guard_all(begun, chosen)
+        say(wide_console(), f"guarded: {inline(str(run))}; show it with: kvaudit report {inline(str(run))}")
 
 
 def guard_all(run: RunFolder, texts: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from kvaudit.audit.commands.check import (
     set_rows,
     typed,
 )
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import argument, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 
 CHECK = "check"
@@ -44,15 +44,12 @@ SHIPPED = {
 }
 SpecKind = Annotated[
     str,
-    typer.Argument(
+    argument(
         help="check: the spec that `check` would run; audit: a model under several settings; arms: training, paired; "
-        "ci: a workflow that holds a release to its gate.",
-        show_default=False,
+        "ci: a workflow that holds a release to its gate."
     ),
 ]
-InitModel = Annotated[
-    str | None, typer.Argument(help="Of check: the model's folder, a .gguf file, or embedded.", show_default=False)
-]
+InitModel = Annotated[str | None, argument(help="Of check: the model's folder, a .gguf file, or embedded.")]
 Out = Annotated[Path | None, typer.Option(help="The file to write; - prints it.", show_default="spec.yaml")]
 
 

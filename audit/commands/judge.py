@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Plugins, Run, option, say, set_data, user_errors, wide_console
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.text import inline
 
@@ -30,9 +30,7 @@ By = Annotated[
 def judge(
     run: Run,
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder of the judged run; RUN/judged/NAME-... without.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option(help="The folder of the judged run; RUN/judged/NAME-... without.")] = None,
     by: By = None,
     card: Annotated[bool, typer.Option("--card", help="Store the judge's card with the judged run.")] = False,
     plugin: Plugins = None,

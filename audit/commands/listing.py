@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +15,6 @@ from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_
 
 if TYPE_CHECKING:
     from kvaudit.audit.policies import Policy
-    from kvaudit.suites.base import Suite
 
 listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what can be named in a spec.")
 
@@ -22,22 +22,18 @@ listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show wh
 @listing.command("policies")
 def list_policies(plugin: Plugins = None) -> None:
     """Compression policies: what each keeps, and its options."""
-    with user_errors():
+    with _knowing(plugin):
         from kvaudit.audit.policies import POLICIES
-        from kvaudit.audit.runs.names import load_plugins
 
-        load_plugins(plugin or ())
         rows = [_policy(name, cls) for name, cls in POLICIES.all().items()]
         _print(["policy", "keeps", "fields and defaults", "phase", "replay", "paper"], rows)
-        say(
-            wide_console(),
+        _say(
             "int8, fp8 and kivi imitate codes of serving engines in our own cache; engines themselves: kvaudit list "
-            "engines",
+            "engines"
         )
-        say(
-            wide_console(),
+        _say(
             "a+b evicts by a and quantises by b; a|b lets every request draw one; pin=system never lets a role's "
-            "tokens go",
+            "tokens go"
         )
 
 
@@ -47,13 +43,10 @@ def list_engines(plugin: Plugins = None) -> None:
 
     With what each is compared with, and what installs it.
     """
-    with user_errors():
+    with _knowing(plugin):
         from kvaudit.audit.engines import ENGINES
-        from kvaudit.audit.runs.names import load_plugins
         from kvaudit.core.errors import SpecError
         from kvaudit.core.grid import EngineSpec
-
-        load_plugins(plugin or ())
 
         def there(name: str) -> str:
             try:
@@ -62,49 +55,31 @@ def list_engines(plugin: Plugins = None) -> None:
                 return "no"
             return "yes"
 
-        rows = [
-            [
-                name,
-                cls.says,
-                _settings(cls.uncompressed) or "named beside it",
-                there(name) if cls.install else "yes",
-                cls.install or "it runs already",
-            ]
-            for name, cls in ENGINES.all().items()
-        ]
+        rows = []
+        for name, cls in ENGINES.all().items():
+            reference = ", ".join(f"{setting} {value}" for setting, value in cls.uncompressed.items())
+            by = (there(name), cls.install) if cls.install else ("yes", "it runs already")
+            rows.append([name, cls.says, reference or "named beside it", *by])
         _print(["engine", "and its settings", "reference", "here", "comes by"], rows)
-        say(wide_console(), "in a spec: {engine: openvino, KV_CACHE_PRECISION: u4}; at once: kvaudit check --help")
-
-
-def _settings(settings: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+        _say("in a spec: {engine: openvino, KV_CACHE_PRECISION: u4}; at once: kvaudit check --help")
 
 
 @listing.command("suites")
 def list_suites(plugin: Plugins = None) -> None:
     """Suites: what is asked, and where it comes from."""
-    with user_errors():
-        from kvaudit.audit.runs.names import load_plugins
+    with _knowing(plugin):
         from kvaudit.suites.base import SUITES
 
-        load_plugins(plugin or ())
-        rows = [
-            [
-                name,
-                cls.kind,
-                cls.version,
-                str(cls.max_turns),
-                str(cls.max_new_tokens),
-                _few(cls),
-                cls.source,
-                cls.licence,
-            ]
-            for name, cls in SUITES.all().items()
-        ]
+        rows = []
+        for name, cls in SUITES.all().items():
+            # what a reader must know before a margin is set: few clusters cannot decide one of five points
+            clusters = "enough" if cls.clusters is None else f"{cls.clusters}: too few for 5 points"
+            sizes = (str(cls.max_turns), str(cls.max_new_tokens), clusters)
+            rows.append([name, cls.kind, cls.version, *sizes, cls.source, cls.licence])
         _print(["suite", "kind", "version", "turns", "new tokens", "clusters", "source", "licence"], rows)
-        say(wide_console(), "rows of public suites are asked as published; SUITE@CONTEXT: kvaudit list contexts")
-        say(wide_console(), "lm-eval:TASK is any generate_until or multiple_choice task of lm-evaluation-harness")
-        say(wide_console(), "inspect:PACKAGE/TASK or inspect:FILE.py@TASK is any task of Inspect that asks once")
+        _say("rows of public suites are asked as published; SUITE@CONTEXT: kvaudit list contexts")
+        _say("lm-eval:TASK is any generate_until or multiple_choice task of lm-evaluation-harness")
+        _say("inspect:PACKAGE/TASK or inspect:FILE.py@TASK is any task of Inspect that asks once")
 
 
 @listing.command("judges")
@@ -123,35 +98,26 @@ def list_judges(
             _print_card(card, data)
             return
         from kvaudit.audit.judges.base import JUDGES
-        from kvaudit.core.options import options
 
-        rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in JUDGES.all().items()]
-        _print(["judge", "goes by", "options and defaults"], rows)
+        _print(["judge", "goes by", "options and defaults"], _with_options(JUDGES.all()))
 
 
 @listing.command("guards")
 def list_guards(plugin: Plugins = None) -> None:
     """Guards before a model: what each goes by, and its options."""
-    with user_errors():
+    with _knowing(plugin):
         from kvaudit.audit.judges.guards.base import GUARDS
-        from kvaudit.audit.runs.names import load_plugins
-        from kvaudit.core.options import options
 
-        load_plugins(plugin or ())
-        rows = [[name, cls.says, ", ".join(options(cls))] for name, cls in GUARDS.all().items()]
-        _print(["guard", "goes by", "options and defaults"], rows)
+        _print(["guard", "goes by", "options and defaults"], _with_options(GUARDS.all()))
 
 
 @listing.command("launchers")
 def list_launchers(plugin: Plugins = None) -> None:
     """Launchers: where the workers of a run are, and their options."""
-    with user_errors():
+    with _knowing(plugin):
         from kvaudit.audit.runs.launchers.base import LAUNCHERS
-        from kvaudit.audit.runs.names import load_plugins
-        from kvaudit.core.options import options
 
-        load_plugins(plugin or ())
-        rows = [[name, cls.says, ", ".join(options(cls)), cls.trial] for name, cls in LAUNCHERS.all().items()]
+        rows = [[*row, LAUNCHERS.get(row[0]).trial] for row in _with_options(LAUNCHERS.all())]
         _print(["launcher", "workers are", "options and defaults", "tried on one machine with"], rows)
 
 
@@ -161,14 +127,10 @@ def list_rewards(plugin: Plugins = None) -> None:
 
     The first option is the value of the reward's name in a spec.
     """
-    with user_errors():
-        from kvaudit.audit.runs.names import load_plugins
+    with _knowing(plugin):
         from kvaudit.audit.training.rewards import REWARDS
-        from kvaudit.core.options import options
 
-        load_plugins(plugin or ())
-        rows = [[name, cls.says, ", ".join(cls.takes or options(cls))] for name, cls in REWARDS.all().items()]
-        _print(["reward", "pays by", "options and defaults"], rows)
+        _print(["reward", "pays by", "options and defaults"], _with_options(REWARDS.all()))
 
 
 @listing.command("contexts")
@@ -182,27 +144,10 @@ def list_contexts() -> None:
 
         rows = [[name, one.says, "tokens" if one.fills else "-"] for name, one in CONTEXTS.items()]
         _print(["context", "the row stands", "length"], rows)
-        say(
-            wide_console(),
+        _say(
             "none is ever on by itself: suites: {xstest: {context: [published, book], context_tokens: 2048}}; the page "
-            "of a run says what each did to the uncompressed model",
+            "of a run says what each did to the uncompressed model"
         )
-
-
-def _print_card(text: str, data: Path | None) -> None:
-    from kvaudit.audit.judges.base import parse_judge
-    from kvaudit.audit.judges.card import HEADINGS, card_rows
-    from kvaudit.audit.judges.labels import sources
-    from kvaudit.suites.sources import DATA_VARIABLE
-
-    if data is not None:
-        os.environ[DATA_VARIABLE] = str(data)
-    judge = parse_judge(text)
-    _print(HEADINGS, card_rows(judge, sources()))
-    say(
-        wide_console(),
-        f"{judge.label}; 95 % intervals; a judge that learns is taught anew without the source of a line",
-    )
 
 
 @listing.command("arms")
@@ -218,9 +163,34 @@ def list_arms() -> None:
         _print(["arm", "rollouts", "learner", "correction", "distil", "what it is"], rows)
 
 
-def _few(cls: type[Suite]) -> str:
-    """What a reader must know before a margin is set: a suite with few clusters cannot decide one of five points."""
-    return "enough" if cls.clusters is None else f"{cls.clusters}: too few for 5 points"
+@contextmanager
+def _knowing(plugins: Sequence[Path] | None) -> Iterator[None]:
+    """List what plug-ins bring too."""
+    with user_errors():
+        from kvaudit.audit.runs.names import load_plugins
+
+        load_plugins(plugins or ())
+        yield
+
+
+def _with_options(found: Any) -> list[list[str]]:
+    """Of every plug-in its name, what it says of itself, and its options with their defaults."""
+    from kvaudit.core.options import options
+
+    return [[name, cls.says, ", ".join(getattr(cls, "takes", ()) or options(cls))] for name, cls in found.items()]
+
+
+def _print_card(text: str, data: Path | None) -> None:
+    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.card import HEADINGS, card_rows
+    from kvaudit.audit.judges.labels import sources
+    from kvaudit.suites.sources import DATA_VARIABLE
+
+    if data is not None:
+        os.environ[DATA_VARIABLE] = str(data)
+    judge = parse_judge(text)
+    _print(HEADINGS, card_rows(judge, sources()))
+    _say(f"{judge.label}; 95 % intervals; a judge that learns is taught anew without the source of a line")
 
 
 def _policy(name: str, cls: type[Policy]) -> list[str]:
@@ -237,6 +207,10 @@ def _policy(name: str, cls: type[Policy]) -> list[str]:
         "no" if not policy.replayable else "yes, unless repositioned" if "reposition" in cls.field_names() else "yes"
     )
     return [name, cls.keeps, ",".join(fields).lower(), phase, replay, cls.paper]
+
+
+def _say(text: str) -> None:
+    say(wide_console(), text)
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

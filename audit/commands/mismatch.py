@@ -8,22 +8,19 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, user_errors
+from kvaudit.audit.commands.command_line import Plugins, argument, option, user_errors
 from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 
 
 def mismatch(
-    rollouts: Annotated[Path, typer.Argument(help="A file of one rollout a line.", show_default=False)],
+    rollouts: Annotated[Path, argument(help="A file of one rollout a line.")],
     *,
-    model: Annotated[str, typer.Option(help="The learner: the weights that sampled.", show_default=False)],
+    model: Annotated[str, option(help="The learner: the weights that sampled.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, as the learner computes.")] = "auto",
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.", show_default=False),
+        float | None, option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the numbers to this file.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, option("--json", help="Also write the numbers to this file.")] = None,
     plugin: Plugins = None,
 ) -> None:
     """Compare samplers' log-probs with those of the learner.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import argument, option, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length
@@ -25,10 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
 def plan(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run: how many templates would decide each of its cells.", show_default=False),
-    ] = None,
+    run: Annotated[Path | None, argument(help="A run: how many templates would decide each of its cells.")] = None,
     *,
     margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
     discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
@@ -49,9 +46,9 @@ def plan(
     drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; a loss is below 0.")] = 0.0,
     alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
     power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
-    rate: Annotated[float | None, typer.Option(help="Measured answers per second.", show_default=False)] = None,
+    rate: Annotated[float | None, option(help="Measured answers per second.")] = None,
     suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
-    out: Annotated[Path | None, typer.Option(help="A file for the suggested spec.", show_default=False)] = None,
+    out: Annotated[Path | None, option(help="A file for the suggested spec.")] = None,
 ) -> None:
     """Say before a run how many items a verdict will take.
 

@@ -14,6 +14,8 @@ from kvaudit.audit.commands.command_line import (
     Plugins,
     Resume,
     RunOut,
+    argument,
+    option,
     print_table,
     say,
     set_data,
@@ -29,18 +31,10 @@ if TYPE_CHECKING:
 
     from kvaudit.audit.runs.probe.plan import Plan
 
-_Plan = Annotated[
-    Path,
-    typer.Argument(help="A spec with a probe section; or the folder of a probe, to see it again.", show_default=False),
-]
-_Url = Annotated[
-    str | None,
-    typer.Option("--base-url", help="Of the endpoint, up to /v1; the key is the plan's.", show_default=False),
-]
+_Plan = Annotated[Path, argument(help="A spec with a probe section; or the folder of a probe, to see it again.")]
+_Url = Annotated[str | None, option("--base-url", help="Of the endpoint, up to /v1; the key is the plan's.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print requests, tokens and cost; ask nothing.")]
-_Baseline = Annotated[
-    Path | None, typer.Option(help="The folder of an earlier probe, for the change with length.", show_default=False)
-]
+_Baseline = Annotated[Path | None, option(help="The folder of an earlier probe, for the change with length.")]
 
 
 def probe(

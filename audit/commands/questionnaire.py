@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import USAGE, user_errors
+from kvaudit.audit.commands.command_line import USAGE, option, user_errors
 
 QuestionsOut = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write the questions: FILE.md, or FILE.json for the schema.", show_default=False),
+    Path | None, option("--out", help="Write the questions: FILE.md, or FILE.json for the schema.")
 ]
-Blank = Annotated[Path | None, typer.Option(help="Write a file of answers to fill in.", show_default=False)]
-AnswersToCheck = Annotated[Path | None, typer.Option("--check", help="Check a file of answers.", show_default=False)]
+Blank = Annotated[Path | None, option(help="Write a file of answers to fill in.")]
+AnswersToCheck = Annotated[Path | None, option("--check", help="Check a file of answers.")]
 
 
 def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: AnswersToCheck = None) -> None:
@@ -24,37 +23,26 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
     Without an option the questions are printed. Exits with 2 where answers have faults.
     """
     with user_errors():
+        from json import dumps
+
+        from kvaudit.audit.scan import questionnaire as asked
+        from kvaudit.core.errors import SpecError
+        from kvaudit.core.files import write_output
+
         if check is not None:
-            raise typer.Exit(_check(check))
-        _write(out, blank)
-
-
-def _check(path: Path) -> int:
-    from kvaudit.audit.scan.questionnaire import check_filled
-
-    faults, summary = check_filled(path)
-    for fault in faults:
-        typer.echo(f"{path}: {fault}", err=True)
-    typer.echo(summary)
-    return USAGE if faults else 0
-
-
-def _write(out: Path | None, blank: Path | None) -> None:
-    from json import dumps
-
-    from kvaudit.audit.scan import questionnaire as asked
-    from kvaudit.core.errors import SpecError
-    from kvaudit.core.files import write_output
-
-    if out is not None and out.suffix not in (".md", ".json"):
-        raise SpecError(f"--out is {str(out)!r}, wanted a name that ends in .md or .json")
-    if out is not None:
-        text = asked.markdown() if out.suffix == ".md" else dumps(asked.schema(), indent=1) + "\n"
-        write_output(out, text)
-    if blank is not None:
-        write_output(blank, dumps(asked.blank(), indent=1) + "\n")
-    if out is None and blank is None:
-        typer.echo(asked.markdown(), nl=False)
+            faults, summary = asked.check_filled(check)
+            for fault in faults:
+                typer.echo(f"{check}: {fault}", err=True)
+            typer.echo(summary)
+            raise typer.Exit(USAGE if faults else 0)
+        if out is not None and out.suffix not in (".md", ".json"):
+            raise SpecError(f"--out is {str(out)!r}, wanted a name that ends in .md or .json")
+        if out is not None:
+            write_output(out, asked.markdown() if out.suffix == ".md" else dumps(asked.schema(), indent=1) + "\n")
+        if blank is not None:
+            write_output(blank, dumps(asked.blank(), indent=1) + "\n")
+        if out is None and blank is None:
+            typer.echo(asked.markdown(), nl=False)
 
 
 COMMAND = Command("questionnaire", group="Disclose", order=3, call=questionnaire)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import (
@@ -14,6 +10,7 @@ from kvaudit.audit.commands.command_line import (
     Run,
     Takeover,
     Threads,
+    option,
     print_table,
     say,
     user_errors,
@@ -22,27 +19,20 @@ from kvaudit.audit.commands.command_line import (
 from kvaudit.core.errors import RunError, SpecError
 
 if TYPE_CHECKING:
-    from kvaudit.audit.commands.run import Options
     from kvaudit.reports.page.findings import Findings
 
 Policies = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--policy",
         help="What to serve instead: fields of the policy that fails, such as pin=system,budget=128, or a whole "
         "policy, such as int8; again for more. Tested in this order, behind those of the spec.",
-        show_default=False,
     ),
 ]
 
 
 def remedy(
-    run: Run,
-    *,
-    policy: Policies = None,
-    threads: Threads = None,
-    plugin: Plugins = None,
-    takeover: Takeover = False,
+    run: Run, *, policy: Policies = None, threads: Threads = None, plugin: Plugins = None, takeover: Takeover = False
 ) -> None:
     """Find the cheapest setting under which what fails passes.
 
@@ -50,35 +40,29 @@ def remedy(
     """
     words = "".join(f" --policy {text}" for text in policy or ())
     with user_errors(f"kvaudit replay remedy {run}{words}"):
-        from kvaudit.audit.commands.run import Options
+        from kvaudit.audit.commands.run import Options, reopened, served_again
+        from kvaudit.audit.policies.remedy import parse_remedy
+        from kvaudit.audit.runs.folder import begun_run
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.audit.runs.remedy import check_suites
+        from kvaudit.reports.gate.verdict import Status
+        from kvaudit.reports.records.remedies import read_tried
+        from kvaudit.reports.run import write_decided
 
-        _remedy(run, policy or (), Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover))
-
-
-def _remedy(path: Path, texts: Sequence[str], options: Options) -> None:
-    from kvaudit.audit.commands.run import reopened, served_again
-    from kvaudit.audit.policies.remedy import parse_remedy
-    from kvaudit.audit.runs.folder import begun_run
-    from kvaudit.audit.runs.names import load_plugins
-    from kvaudit.audit.runs.remedy import check_suites
-    from kvaudit.reports.gate.verdict import Status
-    from kvaudit.reports.records.remedies import read_tried
-    from kvaudit.reports.run import write_decided
-
-    load_plugins(options.plugins)
-    known = begun_run(path)
-    if not (texts or known.spec.remedies or read_tried(path)):
-        raise SpecError("the run's spec names no remedies; give --policy pin=system, --policy budget=N or a policy")
-    for text in texts:
-        parse_remedy(text)
-    check_suites(known)
-    pipeline, run = reopened(path, options)
-    data, found = served_again(pipeline, run, texts)
-    if found.verdict.status is Status.INVALID:
-        why = "; ".join(reason.text for reason in found.verdict.reasons) or "see kvaudit gate"
-        raise RunError(f"the verdict is INVALID, so nothing says what fails ({why}); mend that, then try remedies")
-    print_remedies(write_decided(data, found))
-    say(wide_console(), f"report: {path / 'report' / 'report.html'}")
+        load_plugins(plugin or ())
+        known = begun_run(run)
+        if not (policy or known.spec.remedies or read_tried(run)):
+            raise SpecError("the run's spec names no remedies; give --policy pin=system, --policy budget=N or a policy")
+        for text in policy or ():
+            parse_remedy(text)
+        check_suites(known)
+        options = Options(threads=threads, plugins=tuple(plugin or ()), takeover=takeover)
+        data, found = served_again(*reopened(run, options), policy or ())
+        if found.verdict.status is Status.INVALID:
+            why = "; ".join(reason.text for reason in found.verdict.reasons) or "see kvaudit gate"
+            raise RunError(f"the verdict is INVALID, so nothing says what fails ({why}); mend that, then try remedies")
+        print_remedies(write_decided(data, found))
+        say(wide_console(), f"report: {run / 'report' / 'report.html'}")
 
 
 def print_remedies(findings: Findings) -> None:

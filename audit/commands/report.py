@@ -31,22 +31,14 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Run,
-    *,
-    gate_file: GateFile = None,
-    waivers: Waivers = None,
-    on_inconclusive: OnInconclusive = None,
+    run: Run, *, gate_file: GateFile = None, waivers: Waivers = None, on_inconclusive: OnInconclusive = None
 ) -> None:
     """Write a run's report again from its records."""
     with user_errors(f"kvaudit report {run}"):
-        _report(run, asked_of(gate_file, waivers, on_inconclusive))
-
-
-def _report(run: Path, asked: Asked) -> None:
-    """Write the report of a run whose checkpoints are as they were finished; raises DataError where one is not."""
-    check_checkpoints(run)
-    say_unfinished(run)
-    write_checked(run, asked)
+        asked = asked_of(gate_file, waivers, on_inconclusive)
+        check_checkpoints(run)
+        say_unfinished(run)
+        write_checked(run, asked)
 
 
 def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
@@ -72,9 +64,7 @@ def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, F
     from kvaudit.reports.run import write_decided, write_report
 
     check_report_place(run)
-    findings = write_report(run, asked) if known is None else write_decided(*known)
-    console = wide_console()
-    print_verdict(console, findings, run)
+    print_verdict(wide_console(), write_report(run, asked) if known is None else write_decided(*known), run)
 
 
 def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:

@@ -25,7 +25,7 @@ from kvaudit.audit.commands.command_line import (
     Threads,
     Workers,
     check_report_place,
-    resume_hint,
+    option,
     say,
     set_data,
     user_errors,
@@ -62,9 +62,8 @@ class Options:
 
 Only = Annotated[
     str | None,
-    typer.Option(
-        help="train: only train the arms; evaluate: only ask the checkpoints that are there. In this process alone.",
-        show_default=False,
+    option(
+        help="train: only train the arms; evaluate: only ask the checkpoints that are there. In this process alone."
     ),
 ]
 Join = Annotated[
@@ -105,7 +104,8 @@ def run(
     )
     with user_errors(_how_to_go_on(spec, out, limit, only=only, join=join)):
         if join:
-            _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **_of_a_new_run(options)})
+            of_a_new_run = {"--limit": limit, "--workers": workers, "--launcher": launcher != HERE, "--anyway": anyway}
+            _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **of_a_new_run})
             _join(spec, options)
         elif only is None:
             run_spec(spec, out, options, resume=resume)
@@ -113,34 +113,24 @@ def run(
             if only not in _PHASES:
                 raise UnknownName("phase of --only", only, _PHASES)
             _refuse(f"--only {only}", {"--workers": workers, "--launcher": launcher != HERE})
-            if only == "train":
-                _train(spec, out, options, resume=resume)
-            else:
-                _evaluate(spec, out, options)
+            _work_on_phase(only, spec, out, options, resume=resume)
 
 
 def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> str:
     """The command that goes on where this one was stopped; joining and evaluating begin where the run is anyway."""
     if join:
         return f"kvaudit run --join {spec}"
-    hint = resume_hint(f"run --only {only}" if only else "run", spec, out, limit)
-    return hint.removesuffix(" --resume") if only == "evaluate" else hint
-
-
-def _of_a_new_run(options: Options) -> dict[str, object]:
-    return {
-        "--limit": options.limit,
-        "--workers": options.workers,
-        "--launcher": options.launcher != HERE,
-        "--anyway": options.anyway,
-    }
+    words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec)]
+    words += ["--out", str(out)] if out else []
+    words += ["--limit", str(limit)] if limit else []
+    return " ".join([*words, *([] if only == "evaluate" else ["--resume"])])
 
 
 def _refuse(way: str, given: Mapping[str, object]) -> None:
     """Raise SpecError for an option that means nothing beside another."""
-    for option, value in given.items():
+    for name, value in given.items():
         if value:
-            raise SpecError(f"{option} is given beside {way}, where it means nothing; leave one of the two out")
+            raise SpecError(f"{name} is given beside {way}, where it means nothing; leave one of the two out")
 
 
 def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options, *, resume: bool) -> Path:
@@ -158,7 +148,8 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
         return asked.folder
     launcher = parse_launcher(options.launcher)
     launcher.check()
-    workers, threads = share(options, asked.spec, _begun_with(asked.folder), here=launcher.here)
+    begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
+    workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
     for kind, texts in (("guard", asked.spec.guard), ("judge", asked.spec.judge)):
         for text in texts:
             parse_grader(kind, text).check()
@@ -171,9 +162,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             pipeline.check_pilot()
             pipeline.check_done()
         with pipeline.under_one_bar():
-            pipeline.train()
-            pipeline.pilot()
-            pipeline.evaluate()
+            pipeline.work_on()
         known = served_again(pipeline, run) if run.spec.remedies else None
     guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
@@ -261,11 +250,6 @@ def _followed(asked: AskedRun, options: Options) -> bool:
     return True
 
 
-def _begun_with(folder: Path) -> int | None:
-    """The threads that the run in ``folder`` began with, None for a new one."""
-    return read_provenance(folder).get("threads") if os.path.isfile(folder / PROVENANCE) else None
-
-
 def _join(path: Path, options: Options) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
     from kvaudit.audit.runs.folder import SPEC
@@ -280,9 +264,7 @@ def _join(path: Path, options: Options) -> None:
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
     with pipeline.under_one_bar():
-        pipeline.train()
-        pipeline.pilot()
-        pipeline.evaluate()
+        pipeline.work_on()
     if run.spec.remedies:
         served_again(pipeline, run)
 
@@ -294,30 +276,25 @@ def reopened(path: Path, options: Options) -> tuple[Pipeline, RunFolder]:
     return opened_run(_asked(path / SPEC, path, options), options, options.threads, resume=True)
 
 
-def _train(path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
-    """The training phase; raises SpecError for a spec without one."""
+def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
+    """Training or evaluation alone; the latter goes on with whatever the folder holds."""
     from rich.console import Console
 
     asked = _asked(path, out, options)
-    if _followed(asked, options):
+    if only == "train":
+        if _followed(asked, options):
+            return
+        if asked.spec.train is None:
+            raise SpecError(
+                f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
+            )
+        pipeline, run = opened_run(asked, options, options.threads, resume=resume)
+        pipeline.work_on("train")
+        say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
-    if asked.spec.train is None:
-        raise SpecError(
-            f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
-        )
-    pipeline, run = opened_run(asked, options, options.threads, resume=resume)
-    pipeline.train()
-    say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
-
-
-def _evaluate(path: Path, out: Path | None, options: Options) -> None:
-    """The evaluation phase; goes on with whatever the folder holds."""
-    from rich.console import Console
-
-    pipeline, run = opened_run(_asked(path, out, options), options, options.threads, resume=True)
+    pipeline, run = opened_run(asked, options, options.threads, resume=True)
     with pipeline.under_one_bar():
-        pipeline.pilot()
-        pipeline.evaluate()
+        pipeline.work_on("pilot", "evaluate")
     say(Console(), f"records: {run.records}")
 
 

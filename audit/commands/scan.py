@@ -8,16 +8,15 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import user_errors
+from kvaudit.audit.commands.command_line import argument, option, user_errors
 
 OPEN = 3  # exit code: a compressor that nobody answers for
 
-Paths = Annotated[list[Path], typer.Argument(help="Files or folders of configurations.", show_default=False)]
+Paths = Annotated[list[Path], argument(help="Files or folders of configurations.")]
 Declarations = Annotated[
-    Path | None,
-    typer.Option("--declared", help="Declarations; default: kvaudit.yaml on top of each folder.", show_default=False),
+    Path | None, option("--declared", help="Declarations; default: kvaudit.yaml on top of each folder.")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the findings there, too.", show_default=False)]
+Json = Annotated[Path | None, option("--json", help="Write the findings there, too.")]
 
 
 def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> None:
@@ -26,26 +25,22 @@ def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> N
     Launch scripts are read too, and nothing is run. Exits with 3 where nobody answers for what was found.
     """
     with user_errors():
-        raise typer.Exit(_scan(paths, declared, json))
+        from json import dumps
 
+        from kvaudit.audit.scan.declared import declared_in
+        from kvaudit.audit.scan.files import files_below
+        from kvaudit.audit.scan.report import lines_of, scan_table
+        from kvaudit.audit.scan.scan import scan as scan_files
+        from kvaudit.core.files import write_output
 
-def _scan(paths: list[Path], declared: Path | None, json: Path | None) -> int:
-    from json import dumps
-
-    from kvaudit.audit.scan.declared import declared_in
-    from kvaudit.audit.scan.files import files_below
-    from kvaudit.audit.scan.report import lines_of, scan_table
-    from kvaudit.audit.scan.scan import scan as scan_files
-    from kvaudit.core.files import write_output
-
-    files, skipped = files_below(paths)
-    result = scan_files(files, declared_in(paths, declared), skipped)
-    for line in lines_of(result):
-        typer.echo(line)
-    if json is not None:
-        table = scan_table(result, [path.as_posix() for path in paths])
-        write_output(json, dumps(table, indent=1, allow_nan=False) + "\n")
-    return OPEN if result.open else 0
+        files, skipped = files_below(paths)
+        result = scan_files(files, declared_in(paths, declared), skipped)
+        for line in lines_of(result):
+            typer.echo(line)
+        if json is not None:
+            table = scan_table(result, [path.as_posix() for path in paths])
+            write_output(json, dumps(table, indent=1, allow_nan=False) + "\n")
+        raise typer.Exit(OPEN if result.open else 0)
 
 
 COMMAND = Command("scan", group="Disclose", order=2, call=scan)

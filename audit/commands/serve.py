@@ -10,18 +10,15 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import say, user_errors
+from kvaudit.audit.commands.command_line import argument, option, say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 
-_Models = Annotated[
-    list[str], typer.Argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.", show_default=False)
-]
+_Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
 _Aliases = Annotated[
-    list[str] | None,
-    typer.Option("--alias", help="ALIAS=NAME@POLICY, a name that does not tell its policy.", show_default=False),
+    list[str] | None, option("--alias", help="ALIAS=NAME@POLICY, a name that does not tell its policy.")
 ]
 
-_KeyEnv = Annotated[str | None, typer.Option(help="The environment variable with the key.", show_default=False)]
+_KeyEnv = Annotated[str | None, option(help="The environment variable with the key.")]
 
 
 def serve(
@@ -39,7 +36,34 @@ def serve(
     Checkpoints are served under any policy: a client asks for NAME@POLICY.
     """
     with user_errors("kvaudit serve MODEL"):
-        _serve(pairs(models), dict(_pair(text, "--alias") for text in alias or ()), host, port, key_env, dtype, device)
+        paths, aliases = pairs(models), dict(_pair(text, "--alias") for text in alias or ())
+        try:
+            import uvicorn
+
+            from kvaudit.audit.serving.app import application
+        except ImportError:
+            raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
+        from rich.console import Console
+
+        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.serving.engine import OwnEngine
+
+        key = None if key_env is None else os.environ.get(key_env)
+        if key_env is not None and not key:
+            raise SpecError(f"--key-env names {key_env}, which is not set")
+        if dtype not in ("float32", "bfloat16", "auto"):
+            raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
+        listening = _bound(host, port)  # before models are loaded, which takes minutes
+        console = Console()
+        loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
+        engine = OwnEngine(loaded, aliases)
+        for name in engine.names:
+            say(console, f"model: {name}")
+        app = application(engine, key=key, log=lambda line: say(console, line))
+        config = uvicorn.Config(app, host=host, port=port, log_level="error", access_log=False)
+        say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
 
 
 def pairs(models: list[str]) -> dict[str, str]:
@@ -58,44 +82,6 @@ def _pair(text: str, what: str) -> tuple[str, str]:
     if not (name and found and value):
         raise SpecError(f"{what} is {text!r}, wanted NAME=VALUE")
     return name, value
-
-
-def _serve(
-    models: dict[str, str],
-    aliases: dict[str, str],
-    host: str,
-    port: int,
-    key_env: str | None,
-    dtype: str,
-    device: str,
-) -> None:
-    try:
-        import uvicorn
-
-        from kvaudit.audit.serving.app import application
-    except ImportError:
-        raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
-    from rich.console import Console
-
-    from kvaudit.audit.sampling.checkpoints import load_named
-    from kvaudit.audit.serving.engine import OwnEngine
-
-    key = None if key_env is None else os.environ.get(key_env)
-    if key_env is not None and not key:
-        raise SpecError(f"--key-env names {key_env}, which is not set")
-    if dtype not in ("float32", "bfloat16", "auto"):
-        raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
-    listening = _bound(host, port)  # before models are loaded, which takes minutes
-    console = Console()
-    loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in models.items()}  # type: ignore[arg-type]
-    engine = OwnEngine(loaded, aliases)
-    for name in engine.names:
-        say(console, f"model: {name}")
-    app = application(engine, key=key, log=lambda line: say(console, line))
-    config = uvicorn.Config(app, host=host, port=port, log_level="error", access_log=False)
-    say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _bound(host: str, port: int) -> socket.socket:

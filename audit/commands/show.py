@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, say, user_errors
+from kvaudit.audit.commands.command_line import Plugins, argument, option, say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
@@ -27,27 +25,13 @@ _SHORTEST_TAIL, _LEAST_CONTEXT = 8, 192  # tokens
 _WIDTH_OF_A_PIPE = 110  # characters
 
 
-@dataclass(frozen=True)
-class ShowOptions:
-    """The command's options. Without ``layer`` the first layer that the policy governs is drawn."""
-
-    policy: str
-    length: int
-    layer: int | None
-    head: int
-    svg: Path | None
-    plugins: Sequence[Path] = ()
-
-
 def show(
-    policy: Annotated[str, typer.Argument(help="For example snapkv:budget=24,window=8.", show_default=False)],
+    policy: Annotated[str, argument(help="For example snapkv:budget=24,window=8.")],
     *,
     length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt; a quarter more is decoded.")] = 64,
-    layer: Annotated[
-        int | None, typer.Option(min=0, help="Default: the first that the policy governs.", show_default=False)
-    ] = None,
+    layer: Annotated[int | None, option(min=0, help="Default: the first that the policy governs.")] = None,
     head: Annotated[int, typer.Option(min=0, help="The KV head.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.", show_default=False)] = None,
+    svg: Annotated[Path | None, option(help="Also draw it into this file.")] = None,
     plugin: Plugins = None,
 ) -> None:
     """Draw what a policy keeps of a short text.
@@ -55,29 +39,32 @@ def show(
     The picture shows which keys every query still sees, of one layer and head.
     """
     with user_errors():
-        _show(ShowOptions(policy, length, layer, head, svg, tuple(plugin or ())))
+        from rich.console import Console
+
+        from kvaudit.audit.commands.drawing import picture_svg
+        from kvaudit.audit.policies import parse_policy
+        from kvaudit.audit.runs.names import load_plugins
+        from kvaudit.audit.sampling.model import load_model
+
+        load_plugins(plugin or ())
+        named = parse_policy(policy)
+        drawn_policy, model, console = named.drawn(_SEED), load_model(), Console()
+        drawn = _drawn(model, drawn_policy, _rollout(model, drawn_policy, length), layer, head)
+        name = drawn_policy.canonical
+        say(console, name if drawn_policy == named else f"{name}, which a request drew of the mixture")
+        _print(drawn, console)
+        if svg is not None:
+            _write(svg, picture_svg(drawn))
+            say(console, f"picture: {inline(str(svg))}")
 
 
-def _show(asked: ShowOptions) -> None:
-    """Run the policy over ``length`` tokens of a suite's item and a decoded tail, and draw one head's triangle."""
-    from rich.console import Console
-
-    from kvaudit.audit.commands.drawing import picture_svg, terminal
+def _print(drawn: Picture, console: Console) -> None:
+    from kvaudit.audit.commands.drawing import terminal
     from kvaudit.audit.commands.picture import picture_sentence
-    from kvaudit.audit.policies import parse_policy
-    from kvaudit.audit.runs.names import load_plugins
-    from kvaudit.audit.sampling.model import load_model
 
-    load_plugins(asked.plugins)
-    named = parse_policy(asked.policy)
-    policy = named.drawn(_SEED)
-    model = load_model()
-    rollout = _rollout(model, policy, asked.length)
-    drawn = _drawn(model, policy, rollout, asked)
-    console = Console()
-    say(console, policy.canonical if policy == named else f"{policy.canonical}, which a request drew of the mixture")
     say(console, f"{drawn.place}; {picture_sentence(drawn)}")
-    for line in terminal(drawn, console.width if console.is_terminal else _WIDTH_OF_A_PIPE, colours=_coloured(console)):
+    width, colours = console.width if console.is_terminal else _WIDTH_OF_A_PIPE, console.color_system is not None
+    for line in terminal(drawn, width, colours=colours and not console.no_color):
         console.print(line, soft_wrap=True)
     if not drawn.compressed:
         say(
@@ -85,32 +72,29 @@ def _show(asked: ShowOptions) -> None:
             f"nothing was compressed: within {drawn.tokens} tokens nothing was due in this layer; raise --length, "
             "or lower the policy's budget or interval",
         )
-    if asked.svg is not None:
-        _write(asked.svg, picture_svg(drawn))
-        say(console, f"picture: {inline(str(asked.svg))}")
 
 
-def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, asked: ShowOptions) -> Picture:
+def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, layer: int | None, head: int) -> Picture:
+    """One head's triangle; without ``layer`` that of the first layer that the policy governs."""
     from kvaudit.audit.cache.layers import layer_plans
     from kvaudit.audit.commands.picture import picture
 
     plans = layer_plans(model.model.config, policy)
     governed = [number for number, plan in enumerate(plans) if plan.governed]
     choosing = [number for number in governed if plans[number].selector is not None]
-    first = (choosing or governed)[0]
-    layer = first if asked.layer is None else asked.layer
-    for name, value, count in (("layer", layer, len(plans)), ("head", asked.head, rollout.evicted_at.shape[1])):
+    layer = (choosing or governed)[0] if layer is None else layer
+    for name, value, count in (("layer", layer, len(plans)), ("head", head, rollout.evicted_at.shape[1])):
         if value >= count:
             raise SpecError(f"--{name} is {value}, the embedded model has {count}; wanted 0 to {count - 1}")
     heads, made = rollout.evicted_at.shape[1], rollout.selection
     own = " (the first of its query heads)" if made is not None and made.chosen.shape[1] > heads else ""
     return picture(
         policy.canonical,
-        f"layer {layer}, KV head {asked.head}{own} of the embedded model",
+        f"layer {layer}, KV head {head}{own} of the embedded model",
         rollout.prompt_length,
-        rollout.evicted_at[layer, asked.head, :-1],
+        rollout.evicted_at[layer, head, :-1],
         (rollout.keys_quantised_at, rollout.values_quantised_at),
-        () if made is None else tuple(made.keys(layer, asked.head, heads)),
+        () if made is None else tuple(made.keys(layer, head, heads)),
     )
 
 
@@ -133,10 +117,6 @@ def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
         assert completion is not None
         drawn += len(completion.ids)
     return episode.rollouts()[0]
-
-
-def _coloured(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
 
 
 def _write(path: Path, text: str) -> None:

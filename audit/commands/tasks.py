@@ -8,16 +8,14 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Plugins, argument, check_seed, option, say, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 
 
 def tasks(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the tasks go.", show_default=False)],
+    folder: Annotated[Path, argument(metavar="DIR", help="Where the tasks go.")],
     *,
-    suites: Annotated[
-        str, typer.Option(help="Which, with commas between; by default all that can be.", show_default=False)
-    ] = "",
+    suites: Annotated[str, option(help="Which, with commas between; by default all that can be.")] = "",
     items: Annotated[int, typer.Option(min=1, help="Of each suite.")] = 128,
     context_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a prompt's messages, where they are made to a length.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, user_errors
+from kvaudit.audit.commands.command_line import Plugins, argument, option, user_errors
 from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
 
@@ -19,22 +19,16 @@ if TYPE_CHECKING:
 
 
 def verify(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(help="The folder of a finished checkpoint.", show_default=False)
-    ] = None,
+    checkpoint: Annotated[Path | None, argument(help="The folder of a finished checkpoint.")] = None,
     *,
     rollouts: Annotated[
-        str | None,
-        typer.Option(help="How many of its rollouts, default all; or a file of rollouts.", show_default=False),
+        str | None, option(help="How many of its rollouts, default all; or a file of rollouts.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model that sampled a file.", show_default=False)] = None,
+    model: Annotated[str | None, option(help="The model that sampled a file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, as it was sampled.")] = "auto",
-    tolerance: Annotated[
-        float | None, typer.Option(min=0.0, help="Nats on the worst token; default: the dtype's.", show_default=False)
-    ] = None,
+    tolerance: Annotated[float | None, option(min=0.0, help="Nats on the worst token; default: the dtype's.")] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.", show_default=False),
+        float | None, option(min=0.0, help="Of the log-probs; default: the recorded one, or 1.")
     ] = None,
     plugin: Plugins = None,
 ) -> None:

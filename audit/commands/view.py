@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import Plugins, Run, option, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
     from kvaudit.core.shading import AnswerKey
 
-ViewOut = Annotated[Path | None, typer.Option(help="The folder to write; by default RUN/view.", show_default=False)]
+ViewOut = Annotated[Path | None, option(help="The folder to write; by default RUN/view.")]
 Shade = Annotated[
     int,
     typer.Option(min=0, help="Serve the answers of at most so many flips again, to shade prompts; 0 loads no model."),
@@ -29,29 +29,24 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
     They stand side by side, each with what the cache still held of its prompt.
     """
     with user_errors(f"kvaudit view {run} --shade {shade}"):
-        _view(run, out or run / "view", shade, tuple(plugin or ()))
+        from kvaudit.reports.drift.comparison import comparison_of
+        from kvaudit.reports.page.view.folder import RunView
+        from kvaudit.reports.records.load import load_run
 
-
-def _view(run: Path, out: Path, shade: int, plugins: Sequence[Path]) -> None:
-    from kvaudit.reports.drift.comparison import comparison_of
-    from kvaudit.reports.page.view.folder import RunView
-    from kvaudit.reports.records.load import load_run
-
-    data = load_run(run)
-    pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
-    pages.write(out)
-    console = wide_console()
-    say(console, inline(f"view: {out / 'index.html'}"))
-    say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
-    if pages.served and (wanted := pages.unshaded(shade)):
-        try:
-            _shade(run, wanted, plugins)
-        finally:
-            pages.write_shades(out)
-    shown, lost = pages.shaded()
-    more = f"; the others with --shade {lost}" if shown < lost else ""
-    if lost:
-        say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
+        data, folder, console = load_run(run), out or run / "view", wide_console()
+        pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
+        pages.write(folder)
+        say(console, inline(f"view: {folder / 'index.html'}"))
+        say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
+        if pages.served and (wanted := pages.unshaded(shade)):
+            try:
+                _shade(run, wanted, plugin or ())
+            finally:
+                pages.write_shades(folder)
+        shown, lost = pages.shaded()
+        more = f"; the others with --shade {lost}" if shown < lost else ""
+        if lost:
+            say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
 
 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:

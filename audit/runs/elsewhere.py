@@ -1,7 +1,7 @@
 """What checkpoints that were trained elsewhere say of themselves, taken over into the run that compares them.
 
-A folder that this project finished, in another run or under TRL, has its story and its telemetry; any other folder has
-neither, and stays as its spec declares it. The story goes under the name of an origin, since the weights are not here.
+A folder that this project finished, in another run or under TRL, has its provenance and telemetry; any other folder has
+neither, and stays as its spec declares it. Provenance goes under the name of an origin: the weights are not here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from kvaudit.core.recipe import RECIPE, read_recipe, sealed
 _SHARED = ("model", "reward", "constitution", "training")  # what recipes of one comparison have in common
 
 
-def external_folders(run: RunFolder) -> dict[tuple[str, int], Path]:
-    """The folders of the checkpoints that a spec names, by arm and seed."""
-    pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
-    return {pair: locate(str(run.spec.external(*pair))) for pair in pairs}
-
-
 def take_over(source: Path, target: Path) -> None:
-    """Copy the story and the telemetry of a finished checkpoint, whose files were held to its story as it loaded."""
+    """Copy provenance and telemetry of a finished checkpoint, whose files were held to them as it loaded."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -41,25 +35,23 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
     """One recipe of all arms, with the safety suites of this run; None where one has none, or they differ in more than
     arm and seed. Raises DataError for a recipe that is none.
     """
-    folders = external_folders(run)
+    pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
+    folders = {pair: locate(str(run.spec.external(*pair))) for pair in pairs}
     if not all((folder / RECIPE).is_file() for folder in folders.values()):
         return None
-    told = {pair: _holds(read_recipe(folder)) for pair, folder in folders.items()}
-    first = next(iter(told.values()))
-    seedless = [{name: _without_seed(own[name]) for name in _SHARED} for own in told.values()]
+    recipes = dict[tuple[str, int], dict[str, Any]]()
     items: dict[str, Any] = {}
-    for own in told.values():
-        items |= own["data"]["items_sha256_by_seed"]
-    data = [{**own["data"], "items_sha256_by_seed": None} for own in told.values()]
+    for pair, folder in folders.items():
+        recipes[pair] = {name: section["holds"] for name, section in read_recipe(folder)["sections"].items()}
+        items |= recipes[pair]["data"]["items_sha256_by_seed"]
+    first = next(iter(recipes.values()))
+    seedless = [{name: _without_seed(own[name]) for name in _SHARED} for own in recipes.values()]
+    data = [{**own["data"], "items_sha256_by_seed": None} for own in recipes.values()]
     if any(one != seedless[0] for one in seedless) or any(one != data[0] for one in data):
         return None
-    policies = {arm: next(iter(own["policy"].values())) for (arm, _), own in told.items()}
+    policies = {arm: next(iter(own["policy"].values())) for (arm, _), own in recipes.items()}
     whole = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
     return sealed({**whole, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
-
-
-def _holds(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: section["holds"] for name, section in recipe["sections"].items()}
 
 
 def _without_seed(section: Any) -> Any:

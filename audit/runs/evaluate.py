@@ -16,7 +16,7 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Rows, Unit, UnitFiles, sealed_records
+from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
 from kvaudit.audit.sampling.model import LoadedModel
@@ -27,7 +27,6 @@ from kvaudit.audit.training.reward_trial import check_reward_tells
 from kvaudit.audit.training.rewards import paying_of
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.grid import EvaluateSpec
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
@@ -120,10 +119,6 @@ class Evaluator:
             for context in self._spec.evaluate.contexts_of(suite):
                 self._batches(asked_suite(self._spec, suite), context)
 
-    def run(self, unit: Unit, run: RunFolder, progress: RowsDone) -> None:
-        """``run_together`` for one unit."""
-        self.run_together([unit], run, progress)
-
     def items(self, suite: str, context: int) -> list[Item]:
         """What is asked of a suite at a length, batch by batch."""
         return [item for batch in self._batches(asked_suite(self._spec, suite), context) for item in batch]
@@ -175,13 +170,16 @@ class Evaluator:
                 file.seal(self._inputs)
 
         with ExitStack() as stack:
-            files = {unit: stack.enter_context(self._opened(unit, folder or run.records, wanted)) for unit in units}
+            files = dict[Unit, RecordFile]()
+            for unit in units:
+                place, identity = UnitFiles.of(folder or run.records, unit), unit.identity(self._model.sha256)
+                files[unit] = stack.enter_context(RecordFile(place, wanted, identity))
             for unit, file in files.items():
                 note(unit, file)
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
-                fresh = {unit: _unanswered(batch, known[unit]) for unit in due}
+                fresh = {unit: [item for item in batch if (item.item_id, 0) not in known[unit]] for unit in due}
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by what is played of the batch
                 prompts: dict[str, Rendered] = {}
                 for unit in due:
@@ -202,36 +200,34 @@ class Evaluator:
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
     ) -> list[Record]:
         """The records of a batch: our own cache's, or an engine's."""
+        rows: Sequence[GradedRow | EngineRow] = ()
         if isinstance(unit.policy, Policy):
-            played = self._play(Sampler(self._served, unit.policy, shared), suite, items, prompts)
-            return [self._record(unit, suite, one) for one in played]
-        if not items:
-            return []
-        assert self._slot is not None, "somebody has to hold the engine"
+            rows = self._play(Sampler(self._served, unit.policy, shared), suite, items, prompts)
+        elif items:
+            assert self._slot is not None, "somebody has to hold the engine"
+            decoding, seeds, samples, thinks = self._decoding(suite, items)
+            session = self._slot.under(unit.policy, self._model)
+            rows = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
+        return [self._record(unit, suite, row) for row in rows]
+
+    def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
+        """How items are answered: the decoding, a seed for every row, the rows of an item, whether thoughts come."""
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
         seeds = [row_seed(part.seed, item, sample) for item in items for sample in range(samples)]
-        session = self._slot.under(unit.policy, self._model)
-        thinks = part.think is not None
-        talked = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
-        return [self._record(unit, suite, one) for one in talked]
+        return decoding, seeds, samples, part.think is not None
 
     def _answered(self, unit: Unit, run: RunFolder) -> Mapping[Row, Record]:
         """What the pilot of a run has answered of a unit, nothing where it did not ask it."""
-        identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
-        return sealed_records(UnitFiles.of(run.path / PILOT_FOLDER, unit), identity)
+        return sealed_records(UnitFiles.of(run.path / PILOT_FOLDER, unit), unit.identity(self._model.sha256))
 
     @cached_property
     def _served(self) -> LoadedModel:
         return packed(self._model)
 
-    def _opened(self, unit: Unit, folder: Path, wanted: Sequence[Rows]) -> RecordFile:
-        identity = (self._model.sha256, unit.policy.hash, SUITES.get(unit.suite).version)
-        return RecordFile(UnitFiles.of(folder, unit), wanted, identity)
-
     def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[GradedRow]]:
         """Some items as a unit serves them among others, batch by batch, a row for every sample."""
-        for batch in self._batched(suite, items, self._spec.evaluate):
+        for batch in self._batched(suite, items):
             yield self._play(Sampler(self._served, policy), suite, batch)
 
     def _play(
@@ -239,21 +235,19 @@ class Evaluator:
     ) -> list[GradedRow]:
         if not batch:
             return []
-        part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
-        decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
-        seeds = [row_seed(part.seed, item, sample) for item in batch for sample in range(samples)]
+        decoding, seeds, samples, thinks = self._decoding(suite, batch)
         asked = [(suite, item) for item in batch]
-        return play(sampler, asked, decoding, seeds, group=samples, thinks=part.think is not None, prompts=prompts)
+        return play(sampler, asked, decoding, seeds, group=samples, thinks=thinks, prompts=prompts)
 
     def _batches(self, suite: Suite, context: int) -> list[list[Item]]:
         key = (suite.name, context)
         if key not in self._known:
             items = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
-            self._known[key] = self._batched(suite, items, self._spec.evaluate)
+            self._known[key] = self._batched(suite, items)
         return self._known[key]
 
-    def _batched(self, suite: Suite, items: Sequence[Item], part: EvaluateSpec) -> list[list[Item]]:
-        lengths = {}
+    def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
+        lengths, part = {}, self._spec.evaluate
         for item in items:
             prompt = _opening_tokens(self._model, item)
             check_spans(suite, item)
@@ -262,9 +256,8 @@ class Evaluator:
             lengths[item.item_id] = rows * (prompt + suite.most_tokens)
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
-        return batched(
-            items, lengths, part.batch_tokens // part.samples_of(suite.name)
-        )  # an item takes a row for each sample
+        # an item takes a row for each sample
+        return batched(items, lengths, part.batch_tokens // part.samples_of(suite.name))
 
     def _record(self, unit: Unit, suite: Suite, said: GradedRow | EngineRow) -> Record:
         """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
@@ -311,16 +304,11 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
     Until the pilot has told how many, ``auto`` is a round, as ``all`` is.
     """
     part = spec.evaluate
-    items = items_asked(spec, suite, count)
+    number = part.suites[suite.name].items
+    items = number if isinstance(number, int) else round_of(spec, suite, count)
     if spec.probe is not None and context:
         return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
     return made("evaluate", suite, "eval", items, part.seed, context, count)
-
-
-def items_asked(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """The number of items of a suite, by the spec or as long as a round."""
-    number = spec.evaluate.suites[suite.name].items
-    return number if isinstance(number, int) else round_of(spec, suite, count)
 
 
 def round_of(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
@@ -347,11 +335,6 @@ def clusters_of(suite: Suite, seed: int, context: int, count: CountTokens) -> in
         if asked > _MOST_CLUSTERS:
             raise SpecError(f"suite {suite.name} has more than {_MOST_CLUSTERS:,} clusters; give a number of items")
         asked *= 4
-
-
-def _unanswered(batch: Sequence[Item], known: Mapping[Row, Record]) -> list[Item]:
-    """The items of a batch that the pilot has not answered."""
-    return [item for item in batch if (item.item_id, 0) not in known]
 
 
 def _whole(

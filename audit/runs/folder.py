@@ -97,21 +97,17 @@ def begun_run(path: Path) -> RunFolder:
     """The run in a folder, by the spec it began with; raises DataError for another one."""
     run = RunFolder(path, load_spec(path / SPEC, NAMES))
     began = run.provenance().get("spec_sha256")
-    if began != run.spec.sha256:
-        run = RunFolder(path, _as_it_stands(load_spec(path / SPEC), run.spec))
+    if began != run.spec.sha256:  # as it was written, where that is of before public rows had a length
+        written = load_spec(path / SPEC)
+        grid = written.evaluate
+        if any(NAMES.lengths(name) == "none" and any(grid.contexts_of(name)) for name in grid.suites):
+            run = RunFolder(path, written)
     if began != run.spec.sha256:
         raise DataError(
             f"{str(path / SPEC)!r} has hash {run.spec.sha256[:12]}, the run began with {str(began)[:12]}; "
             "put the first one back"
         )
     return run
-
-
-def _as_it_stands(written: RunSpec, now: RunSpec) -> RunSpec:
-    """The spec as a run wrote it, where it is of before public rows had no length; else as it is read now."""
-    grid = written.evaluate
-    before = [name for name in grid.suites if NAMES.lengths(name) == "none" and any(grid.contexts_of(name))]
-    return written if before else now
 
 
 def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
@@ -136,7 +132,9 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any]
     )
     folder.records.mkdir(exist_ok=True)
     # last: a folder that holds a spec has all the rest, and one without may be started over
-    _write_new(path / SPEC, dump_spec(spec))
+    with mutex(path / ".provenance.lock"):
+        if not (path / SPEC).exists():
+            write_whole(path / SPEC, dump_spec(spec))
     _check_same(path, spec)  # another process may have started a run here in the same moment
     return folder
 
@@ -173,17 +171,10 @@ def _check_same(path: Path, spec: RunSpec) -> None:
         )
 
 
-def _write_new(path: Path, text: str) -> None:
-    with mutex(path.parent / ".provenance.lock"):
-        if not path.exists():
-            write_whole(path, text)
-
-
 def versions_line() -> str:
     """What this process works with, as one line."""
-    return ", ".join(
-        f"{name} {number}" for name, number in {**_versions(), "python": platform.python_version()}.items()
-    )
+    versions = {**_versions(), "python": platform.python_version()}
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _versions() -> dict[str, str]:

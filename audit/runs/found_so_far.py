@@ -84,11 +84,10 @@ class FoundSoFar:
                     gained += now > before
         if not compared:
             return None
-        told = f"{lost} lost" if lost else "no loss"
-        told += f", {gained} gained" if gained else ""
+        found = (f"{lost} lost" if lost else "no loss") + (f", {gained} gained" if gained else "")
         rows = [self._rows[unit] for unit, _ in side.pairs]
         in_all = f" of {sum(rows)}" if all(rows) else ""  # of a suite that is asked whole nobody knows yet
-        return f"{side.name}: {told} so far in {compared}{in_all} answers"
+        return f"{side.name}: {found} so far in {compared}{in_all} answers"
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:

@@ -58,7 +58,13 @@ class Guarding(Regrading[Passage, bool]):
     def work(self) -> list[BlockedCounts]:
         """Guard every unit that is not guarded yet; returns what was blocked, by suite."""
         self.grade_units()
-        return [_blocked(suite, results) for suite, results in self.results_by_suite().items()]
+        found = []
+        for suite, results in self.results_by_suite().items():
+            sides = [side for _, body in results for _, side, _ in body["blocked"]]
+            failed = sum(len(body["failed"]) for _, body in results)
+            rows = sum(unit.rows for unit, _ in results)
+            found.append(BlockedCounts(suite, rows, sides.count("input"), sides.count("output"), failed))
+        return found
 
     def place(self, unit: StoredUnit) -> Path:
         return self._folder / f"{unit.records.stem}.json"
@@ -92,14 +98,6 @@ class Guarding(Regrading[Passage, bool]):
             "rows": unit.rows,
         }
         write_json(self.place(unit), {**body, "blocked": blocked, "failed": failed}, indent=None)
-
-
-def _blocked(suite: str, results: Sequence[tuple[StoredUnit, Mapping[str, Any]]]) -> BlockedCounts:
-    sides = [side for _, body in results for _, side, _ in body["blocked"]]
-    failed = sum(len(body["failed"]) for _, body in results)
-    return BlockedCounts(
-        suite, sum(unit.rows for unit, _ in results), sides.count("input"), sides.count("output"), failed
-    )
 
 
 def _first(decisions: Iterable[tuple[int, bool | None]]) -> int | None:

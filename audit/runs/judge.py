@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,10 +96,12 @@ class Judging(Regrading[Question, Reading]):
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
         self.grade_units()
-        return [
-            _change(suite, [body["changed"] for _, body in results])
-            for suite, results in self.results_by_suite().items()
-        ]
+        found = []
+        for suite, results in self.results_by_suite().items():
+            parts = [body["changed"] for _, body in results]
+            versions = f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}"
+            found.append(SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS)))
+        return found
 
     def agreement(self) -> dict[str, list[int]]:
         """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
@@ -185,7 +187,10 @@ class Judging(Regrading[Question, Reading]):
             write_json(out.path / PROVENANCE, self._judged(provenance))
             for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
-                    _copy(path, out.path / path.relative_to(run.path).with_name(name))
+                    place = out.path / path.relative_to(run.path).with_name(name)
+                    make_folder(place.parent)
+                    shutil.copyfile(path, place.with_name(place.name + PARTIAL))
+                    os.replace(place.with_name(place.name + PARTIAL), place)
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
     def _judged(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,11 +215,6 @@ class Judging(Regrading[Question, Reading]):
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
-def _change(suite: str, parts: Sequence[Mapping[str, Any]]) -> SuiteChange:
-    versions = f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}"
-    return SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS))
-
-
 def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
     """What one answer adds to the counts of a seal."""
     judged = judge is not None and new.judge == judge.label
@@ -230,10 +230,3 @@ def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
 
 def _desired(record: Record) -> bool:
     return record.score is not None and record.score >= 0.5
-
-
-def _copy(path: Path, place: Path) -> None:
-    make_folder(place.parent)
-    partial = place.with_name(place.name + PARTIAL)
-    shutil.copyfile(path, partial)
-    os.replace(partial, place)

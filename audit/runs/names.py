@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_served
 from kvaudit.audit.judges.base import JUDGES, parse_judge
@@ -21,12 +21,8 @@ from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.spec_parts import Names
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.core.text import reason, shown
-from kvaudit.suites.base import SUITES, Lengths
+from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import bare_name
-
-
-def _policy(written: Any) -> str:
-    return parse_served(written).canonical
 
 
 def _reference(canonical: str, named: Any) -> str | None:
@@ -48,18 +44,6 @@ def _reference(canonical: str, named: Any) -> str | None:
     return reference.canonical
 
 
-def _kind(suite: str) -> Literal["safety", "capability"]:
-    return SUITES.get(suite).kind
-
-
-def _placements(suite: str) -> tuple[str, ...]:
-    return SUITES.get(suite).placements
-
-
-def _lengths(suite: str) -> Lengths:
-    return SUITES.get(suite).lengths
-
-
 def _check_training(section: TrainSpec) -> None:
     for arm in section.arms:
         get_arm(arm)
@@ -67,34 +51,18 @@ def _check_training(section: TrainSpec) -> None:
         TrainConfig.of(section, trained.name, section.seeds[0])
 
 
-def _loss_defaults(loss: str) -> Mapping[str, Any]:
-    return LOSSES.get(loss).defaults
-
-
-def _check_guard(text: str) -> None:
-    parse_guard(text)
-
-
-def _check_judge(text: str) -> None:
-    parse_judge(text)
-
-
-def _remedy(written: Any) -> str:
-    return parse_remedy(written).text
-
-
 NAMES = Names(
-    policy=_policy,
+    policy=lambda written: parse_served(written).canonical,
     reference=_reference,
-    kind=_kind,
-    placements=_placements,
-    lengths=_lengths,
+    kind=lambda suite: SUITES.get(suite).kind,
+    placements=lambda suite: SUITES.get(suite).placements,
+    lengths=lambda suite: SUITES.get(suite).lengths,
     bare=bare_name,
     check_training=_check_training,
-    loss_defaults=_loss_defaults,
-    check_guard=_check_guard,
-    check_judge=_check_judge,
-    remedy=_remedy,
+    loss_defaults=lambda loss: LOSSES.get(loss).defaults,
+    check_guard=parse_guard,
+    check_judge=parse_judge,
+    remedy=lambda written: parse_remedy(written).text,
     check_remedies=check_remedies,
 )
 

@@ -54,16 +54,12 @@ def pilot_units(spec: RunSpec, known: Sequence[Unit] | None = None) -> list[Unit
     Uncompressed in each engine of which a condition is gated; nothing tells of one engine what holds in another.
     ``known``: the grid, where it is at hand.
     """
-    gated = {*spec.gate.primary, *_plain(spec)}
-    mine = [
-        unit
-        for unit in (grid(spec) if known is None else known)
-        if unit.arm == spec.gate.reference and unit.policy.canonical in gated
-    ]
-    return mine if spec.evaluate.piloted else []
+    gated = {*spec.gate.primary, *_uncompressed_of_gated(spec)}
+    units = [unit for unit in (grid(spec) if known is None else known) if unit.arm == spec.gate.reference]
+    return [unit for unit in units if unit.policy.canonical in gated] if spec.evaluate.piloted else []
 
 
-def _plain(spec: RunSpec) -> list[str]:
+def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
     """What the gated policies are compared with; where none is gated, all that is uncompressed in the grid."""
     references = spec.evaluate.references
     found = [uncompressed_of(policy, references) for policy in spec.gate.primary]
@@ -145,7 +141,7 @@ def found_by(
 
     ``most`` says how many items a suite has.
     """
-    plain = _plain(spec)
+    plain = _uncompressed_of_gated(spec)
     dense = {p: [row for unit, rows in answers.items() if unit.policy.canonical == p for row in rows] for p in plain}
     controls, names = [], condition_names(spec.evaluate.references)
     items, why = dict[str, int](), dict[str, Any]()
@@ -263,16 +259,11 @@ def _says(one: Mapping[str, Any]) -> str:
 
 
 def _why(suite: str, sizes: Mapping[str, Any]) -> str:
-    own = {name: row for name, row in sizes.items() if suite in (name, facet_of_name(name))}
+    own = {name: row for name, row in sizes.items() if suite in (name, name.rpartition(".")[0])}
     if not own:
         return ", every template with each of its twins"
     name, row = max(own.items(), key=lambda pair: pair[1]["items"])
     return f" for {name}: {Enough(row['items'], row['chance']).chance:.0%} to pass if {row['discordance']:.1%} differ"
-
-
-def facet_of_name(metric: str) -> str:
-    """The suite of SUITE.FACET."""
-    return metric.rpartition(".")[0]
 
 
 def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:

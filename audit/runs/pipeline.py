@@ -48,7 +48,7 @@ from kvaudit.audit.runs.pilot import (
     pilot_units,
     with_kept_gate,
 )
-from kvaudit.audit.runs.progress import RunBar
+from kvaudit.audit.runs.progress import RunBar, print_line
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import recipe_of, refusal_set
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
@@ -205,7 +205,10 @@ class Pipeline:
         self._where: tuple[Path, Pair] = (run.path, (BASE_ARM, 0))  # in which folder and as which checkpoint
         self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
-        torch.set_num_threads(threads or self._threads())
+        threads = threads or run.provenance().get("threads")  # as it was begun: rounding can depend on their number
+        if threads is None and "OMP_NUM_THREADS" not in os.environ:
+            threads = idle_cores()  # two threads on a busy core are several times slower than one
+        torch.set_num_threads(threads or torch.get_num_threads())
         disable_progress_bar()  # of loading and saving: the phases have their own
         run.note(
             threads=run.provenance().get("threads", torch.get_num_threads()),  # what it was begun with
@@ -215,19 +218,73 @@ class Pipeline:
             suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
         )
 
+    def work_on(self, *names: str) -> None:
+        """Take the run through these stages, by default all of them."""
+        for name in names or STAGES:
+            STAGES[name].work(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is, whoever did it."""
+        return all(stage.is_done(self) for stage in STAGES.values())
+
+    def check_done(self) -> None:
+        """Raise RunError where something is left and no worker is."""
+        if not self.is_done:
+            untrained = sum(not self._is_trained(pair) for pair in self._made)
+            raise RunError(
+                f"no worker is left, but {untrained} checkpoints and {len(self._unsealed())} units are; what is "
+                f"written stays: see {self._run.path / 'logs'}, mend what ended them and go on with --resume"
+            )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether every checkpoint is, whoever trained it."""
+        return all(map(self._is_trained, self._made))
+
+    @property
+    def is_piloted(self) -> bool:
+        """Whether the pilot has said what it found, or there is none.
+
+        A run of an earlier version is past it: what it has sealed would be answered twice.
+        """
+        is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
+        is_past = not is_open and any(map(self._is_sealed, grid(self._spec)))
+        return PILOT in self._run.provenance() or is_past or not (is_open or self._pilot_units())
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether every unit of the grid is sealed, and every one of the floor."""
+        return not self._unsealed()
+
+    def _unsealed(self) -> list[Unit]:
+        units = grid(self._spec)
+        floors = floor_folders(self._run.path) if self._spec.evaluate.floor else ()
+        asked = [(self._run.records, unit) for unit in units]
+        asked += [(folder, unit) for folder in floors for unit in floor_units(units)]
+        return [unit for folder, unit in asked if not UnitFiles.of(folder, unit).seal.exists()]
+
     def train(self) -> None:
         """Train every arm with every seed that has no finished checkpoint yet, each from the warm start of its seed."""
         section = self._spec.train
         if section is None:
             return
-        starts, any_left = list(self._spec.starts), not all(map(self._is_trained, self._made))
+        starts, any_left = list(self._spec.starts), not self.is_trained
         if any_left:
             self._write_recipe(section)
         if section.sft is not None:
             self._train_all(starts, section.sft.steps)
-        with started(section.ranks, self._rank_job(), self._say, any_left=any_left) as self._ranks:
+        # what another rank does, with logs of its own beside those of workers that have ranks too
+        arguments = [*self._others, "--threads", str(torch.get_num_threads())]
+        logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
+        job = Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
+        with started(section.ranks, job, self._say, any_left=any_left) as self._ranks:
             if section.stops:
-                self._train_all(list(section.pairs), section.steps, self._has_ended)
+
+                def has_ended(pair: Pair) -> bool:
+                    return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
+
+                self._train_all(list(section.pairs), section.steps, has_ended)
                 self._note_stops(section)
             self._train_all(list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
@@ -247,27 +304,6 @@ class Pipeline:
             start = self._start(pair[1])
             with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), set_aside(start, ranks):
                 ranks.obey(TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks))
-
-    def _rank_job(self) -> Job:
-        """What another rank does, with logs of its own beside those of workers that have ranks too."""
-        arguments = [*self._others, "--threads", str(torch.get_num_threads())]
-        logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
-        return Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every checkpoint is trained and every unit sealed, whoever did it."""
-        return all(map(self._is_trained, self._made)) and all(map(self._is_sealed, grid(self._spec)))
-
-    def check_done(self) -> None:
-        """Raise RunError where something is left and no worker is."""
-        if not self.is_done:
-            untrained = sum(not self._is_trained(pair) for pair in self._made)
-            unsealed = sum(not self._is_sealed(unit) for unit in grid(self._spec))
-            raise RunError(
-                f"no worker is left, but {untrained} checkpoints and {unsealed} units are; what is written stays: see "
-                f"{self._run.path / 'logs'}, mend what ended them and go on with --resume"
-            )
 
     def _train_all(self, pairs: list[Pair], steps: int, done: Callable[[Pair], bool] | None = None) -> None:
         is_done = done or self._is_trained
@@ -299,7 +335,8 @@ class Pipeline:
             work_through(
                 pairs,
                 done=is_done,
-                lock=self._train_lock,
+                # beside the folder, which must stay the training's own
+                lock=lambda pair: self._run.checkpoint(*pair).with_name(f"seed-{pair[1]}.lock"),
                 work=work,
                 finished=finished_one,
                 waiting=self._say,
@@ -311,7 +348,7 @@ class Pipeline:
 
     @contextmanager
     def under_one_bar(self) -> Iterator[None]:
-        """Have all phases, and the report that follows, share one bar and one forecast."""
+        """Have all stages, and the report that follows, share one bar and one forecast."""
         with self._one_bar(self._all_parts):
             yield
 
@@ -372,7 +409,8 @@ class Pipeline:
         return float(section.prompts_per_step * section.group)
 
     def _trained_cost(self, pair: Pair) -> float:
-        return self._steps(pair) * self._step_cost(pair)
+        """Of the steps that a checkpoint has on disk so far, whoever trains it."""
+        return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count * self._step_cost(pair)
 
     def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[tuple[Hashable, Part, float]]:
         """The units of a phase, the checkpoints that are loaded for them and the engines that are started."""
@@ -395,7 +433,8 @@ class Pipeline:
 
         Of a grid's batches the pilot has answered some rows, which are not answered again.
         """
-        rows = {"pilot": self._piloted, "floor": self._floored}.get(phase, self._rows)(unit)
+        rows = self._piloted(unit) if phase == "pilot" else self._rows(unit)
+        rows = min(rows, floor_rows(self._spec, unit)) if phase == "floor" else rows  # to within a batch
         batches = self._batches.get((unit.suite, unit.context_tokens))
         whole = sum(map(len, batches or ())) * self._spec.evaluate.samples_of(unit.suite)
         left = max(0, rows - self._piloted(unit)) if taken_over else rows
@@ -440,15 +479,8 @@ class Pipeline:
 
         Raises NotMeasurable where a suite has nothing to lose, unless the run is to go on anyway.
         """
-        provenance, units = self._run.provenance(), self._pilot_units()
-        is_open = any(not isinstance(part.items, int) for part in self._spec.evaluate.suites.values())
-        # a run of an earlier version is past it: what it has sealed would be answered twice
-        if (
-            PILOT not in provenance
-            and (is_open or not any(map(self._is_sealed, grid(self._spec))))
-            and (units or is_open)
-        ):
-            folder = self._run.path / PILOT_FOLDER
+        if not self.is_piloted:
+            units, folder = self._pilot_units(), self._run.path / PILOT_FOLDER
             make_folder(folder)
             self._serve("pilot", units, folder)
             if PILOT not in self._run.provenance():
@@ -480,7 +512,7 @@ class Pipeline:
         folder = self._run.path / PILOT_FOLDER
         answers = {}
         for unit in units:
-            identity = (self._sha256_of((unit.arm, unit.seed)), unit.policy.hash, SUITES.get(unit.suite).version)
+            identity = unit.identity(self._sha256_of((unit.arm, unit.seed)))
             answers[unit] = list(sealed_records(UnitFiles.of(folder, unit), identity).values())
         open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
         layouts = {name: layout_of(self._spec, name, count) for name in open_}
@@ -488,11 +520,19 @@ class Pipeline:
         return found_by(with_kept_gate(self._spec, self._run.provenance()), answers, layouts, most)
 
     def evaluate(self) -> None:
-        """Write and seal the records of every unit of the grid."""
-        self._check_sized()
+        """Write and seal the records of every unit of the grid; engines answer the first items twice more.
+
+        Raises RunError where nobody has said how many items to ask.
+        """
+        open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
+        if open_:
+            raise RunError(f"how many items of {', '.join(open_)} to ask follows from the pilot, which was not run")
         units = grid(self._spec)
         was_whole = self._serve("evaluate", units, self._run.records)
-        self._serve_floor(units)
+        floored = floor_units(units) if self._spec.evaluate.floor else []
+        for folder in floor_folders(self._run.path) if floored else ():
+            make_folder(folder)
+            self._serve("floor", floored, folder)
         declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
         if declared:
             self._run.note(declared=declared)
@@ -500,21 +540,6 @@ class Pipeline:
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
-
-    def _serve_floor(self, units: Sequence[Unit]) -> None:
-        """Have engines answer the first items twice more, once in another order."""
-        own = floor_units(units) if self._spec.evaluate.floor else []
-        if not own:
-            return
-        for folder in floor_folders(self._run.path):
-            make_folder(folder)
-            self._serve("floor", own, folder)
-
-    def _check_sized(self) -> None:
-        """Raise RunError where nobody has said how many items to ask."""
-        open_ = [name for name, part in self._spec.evaluate.suites.items() if not isinstance(part.items, int)]
-        if open_:
-            raise RunError(f"how many items of {', '.join(open_)} to ask follows from the pilot, which was not run")
 
     def check_there(self, pairs: Iterable[Pair]) -> None:
         """Raise DataError for a checkpoint that the run trained and that is not there any more."""
@@ -588,8 +613,8 @@ class Pipeline:
             if pair[0] == BASE_ARM:
                 warm_start(StartConfig.of(section, pair[1]), self._load_base(), out, progress)
             else:
-                watch = section.watch if section.stops else None
-                early_stop = None if watch is None else EarlyStop(watch, section.steps, out, self._arms_of(pair[1]))
+                stop = section.watch if section.stops else None
+                early_stop = None if stop is None else EarlyStop(stop, section.steps, out, self._arms_of(pair[1]))
                 config = TrainConfig.of(section, *pair)
                 self._hold_reward(config.paying)
                 start = self._start(pair[1])
@@ -642,9 +667,7 @@ class Pipeline:
     def _load_base(self) -> LoadedModel:
         """The model before training; it must be the one that the run was started with."""
         if self._base is None:
-            model, batches, rows = self._prepared or prepare_run(
-                self._spec, trains=not all(map(self._is_trained, self._made))
-            )
+            model, batches, rows = self._prepared or prepare_run(self._spec, trains=not self.is_trained)
             self._batches.update(batches)
             known = self._run.provenance().get("base_sha256")
             if known not in (None, model.sha256):
@@ -662,7 +685,7 @@ class Pipeline:
                 folder = Path(model.name)
                 self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)
             threads, workers = torch.get_num_threads(), self._processes
-            sharing = f"{_counted(workers, 'process', 'processes')} of {_counted(threads, 'thread', 'threads')}"
+            sharing = f"{workers} process{'es' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
             self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
             if text := governed_text(model.model.config):
                 self._say(f"cache: {text}")
@@ -676,7 +699,8 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, self._inputs(), self._slot))
+            inputs = inputs_sha256(self._run.provenance()[INPUTS])
+            self._evaluator = (pair, Evaluator(model, self._spec, self._batches, inputs, self._slot))
         return self._evaluator[1]
 
     def _hold(self, kind: str, now: Digests) -> None:
@@ -703,9 +727,6 @@ class Pipeline:
         if not paying.by_grade_alone:
             self._hold(REWARD, paying.inputs)
         self._run.note(**{REWARD_JUDGES: paying.judges})
-
-    def _inputs(self) -> str:
-        return inputs_sha256(self._run.provenance()[INPUTS])
 
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
@@ -752,9 +773,6 @@ class Pipeline:
         section = self._spec.train
         return [*self._spec.starts, *(() if section is None else section.pairs)]
 
-    def _has_ended(self, pair: Pair) -> bool:
-        return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
-
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()
 
@@ -775,14 +793,6 @@ class Pipeline:
         least = min(items, part.piloted) if isinstance(items, int) else part.piloted
         return least * part.samples_of(unit.suite)
 
-    def _floored(self, unit: Unit) -> int:
-        """Rows of a unit of the floor, to within a batch."""
-        return min(self._rows(unit), floor_rows(self._spec, unit))
-
-    def _steps(self, pair: Pair) -> int:
-        """Steps that a checkpoint has on disk so far, whoever trains it."""
-        return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count
-
     @cached_property
     def _labels(self) -> dict[str, str]:
         return policy_labels(self._spec)
@@ -794,22 +804,25 @@ class Pipeline:
         text += f", {unit.arm} seed {unit.seed}" if len(self._spec.arms) > 1 else ""
         return f"{_PHASES[phase]}: {text}"
 
-    def _train_lock(self, pair: Pair) -> Path:
-        path = self._run.checkpoint(*pair)
-        return path.with_name(f"{path.name}.lock")  # beside the folder, which must stay the training's own
-
-    def _threads(self) -> int:
-        """As many threads as cores stand idle, or what the run began with: rounding can depend on their number.
-
-        Two threads on a busy core are several times slower than one.
-        """
-        known = self._run.provenance().get("threads")
-        if known is not None or "OMP_NUM_THREADS" in os.environ:
-            return int(known or torch.get_num_threads())
-        return idle_cores()
-
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
+
+
+class Stage(NamedTuple):
+    """A part of a run that goes on where it stopped: its ``work``, and whether it ``is_done``, whoever did it.
+
+    Once it is done, its work writes nothing more, and no stage touches what an earlier one wrote.
+    """
+
+    work: Callable[[Pipeline], None]
+    is_done: Callable[[Pipeline], bool]
+
+
+STAGES = {
+    "train": Stage(Pipeline.train, lambda pipeline: pipeline.is_trained),
+    "pilot": Stage(Pipeline.pilot, lambda pipeline: pipeline.is_piloted),
+    "evaluate": Stage(Pipeline.evaluate, lambda pipeline: pipeline.is_evaluated),
+}  # in this order
 
 
 def _check_versions(run: RunFolder, spec: RunSpec) -> None:
@@ -842,13 +855,7 @@ def _training_line(pair: Pair, done: int, steps: int, row: Mapping[str, Any]) ->
     return f"{what} seed {pair[1]}, step {done} of {steps}" + ("" if reward is None else f", reward {reward:.2f}")
 
 
-def _counted(number: int, one: str, several: str) -> str:
-    """``1 thread``, ``2 threads``."""
-    return f"{number} {one if number == 1 else several}"
-
-
 def _lines_in(path: Path) -> int:
-    """The lines of a file that another process may be writing."""
     try:
         return path.read_bytes().count(b"\n")
     except FileNotFoundError:

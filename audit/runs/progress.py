@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -25,42 +24,30 @@ _SECONDS_BETWEEN_LINES, _LONGEST_SILENCE = 20.0, 300.0
 _SECONDS_BETWEEN_UPDATES = 1.0  # of the time that is left, which goes through every part
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colours, no breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Meter:
-    """Counts ``total`` steps of one phase; use as a context manager.
+    """Counts ``total`` steps of one phase, of which an earlier run did ``done``; use as a context manager."""
 
-    What an earlier run has done is given as ``done`` and takes no part in the ETA. ``others`` is asked now and then how
-    much other processes have done that ``at`` does not count yet. ``unit`` "%": steps that mean nothing to a reader.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        phase: str,
-        total: int,
-        done: int = 0,
-        others: Callable[[], int] | None = None,
-        unit: str = "",
-    ) -> None:
-        self._unit = unit
-        self._console, self._phase, self._total, self._others = console, phase, total, others
-        self._elsewhere = others() if others else 0
-        self._done, self._first = done, max(done, self._elsewhere)
+    def __init__(self, console: Console, phase: str, total: int, done: int = 0) -> None:
+        self._console, self._phase, self._total = console, phase, total
+        self._done = self._first = done
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __enter__(self) -> Meter:
         if self._console.is_terminal:
-            count = TaskProgressColumn() if self._unit else MofNCompleteColumn()
-            columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console, speed_estimate_period=300, transient=True)
             self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done)
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif kind is None:
@@ -68,25 +55,17 @@ class Meter:
 
     def at(self, done: int, what: str) -> None:
         """``done`` of the total are finished; ``what`` names the work under way."""
-        due = time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES
-        if due:
-            self._printed = time.monotonic()
-            self._elsewhere = self._others() if self._others else 0
-        self._done = min(done + self._elsewhere, self._total)
+        self._done = min(done, self._total)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, description=f"{self._phase} {what}")
-        elif due:
+        elif time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
             self._line(what)
-
-    def skip(self, done: int) -> None:
-        """``done`` of the total were finished by an earlier run, which take no part in the ETA."""
-        self._first += done
 
     def _line(self, what: str) -> None:
         share = 100 * self._done / self._total if self._total else 100.0
-        steps = f"{share:.0f} %" if self._unit else f"{self._done}/{self._total} ({share:.0f} %)"
-        text = f"{self._phase} {steps}, ETA {self._eta()}: {what}"
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        text = f"{self._phase} {self._done}/{self._total} ({share:.0f} %), ETA {self._eta()}: {what}"
+        print_line(self._console, text)
 
     def _eta(self) -> str:
         done, left = self._done - self._first, self._total - self._done
@@ -126,9 +105,7 @@ class RunBar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -167,10 +144,8 @@ class RunBar:
         if due:
             self._printed = now
             if self._bar is None:
-                text = "; ".join(
-                    (f"{self.forecast.share():.0%} done, {time_left(self._left)}: {self._what}", *self._lines)
-                )
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                text = f"{self.forecast.share():.0%} done, {time_left(self._left)}: {self._what}"
+                print_line(self._console, "; ".join((text, *self._lines)))
 
 
 class _Bar(Progress):

@@ -134,16 +134,16 @@ def planned(model: str, way: Way, *, fast: bool) -> CheckPlan:
     Raises SpecError for a setting that keeps more than can be asked.
     """
     kept = kept_entries(way)
-    there = {question for question in PUBLIC_SUITES if question.rows and not _lacks(question.rows)}
-    asked = [question for question in PUBLIC_SUITES if question in there] if kept is None else []
-    lacking = [_rows(question.rows) for question in PUBLIC_SUITES if question not in there and question.rows]
+    rows = {question: next(one for one in CATALOGUE if one.name == question.rows) for question in PUBLIC_SUITES}
+    lacking = {question: own for question, own in rows.items() if own.lacking(data_folder())}
+    asked = [question for question in PUBLIC_SUITES if question not in lacking] if kept is None else []
     safety = any(SUITES.get(question.suite).kind == "safety" for question in asked)
     asked = asked if safety else [*SHIPPED_SUITES, *asked]
     sized = [(question, question.fast if fast else question.items) for question in asked]
     return CheckPlan(
         questions=tuple(pair for pair in sized if pair[1]),
         length=_length(model, kept),
-        lacking=() if kept is not None else tuple(lacking),
+        lacking=() if kept is not None else tuple(lacking.values()),
         leaves_out=tuple(_left_out([question for question, _ in sized], kept, fast=fast)),
         floor=8 if fast else 24,
         fast=fast,
@@ -162,14 +162,6 @@ def _left_out(asked: Sequence[AskedSuite], kept: int | None, *, fast: bool) -> l
     if "math" not in [question.suite for question in asked]:
         found.append("what the model can solve at all, whose answers are long")
     return found
-
-
-def _lacks(name: str) -> bool:
-    return bool(_rows(name).lacking(data_folder()))
-
-
-def _rows(name: str | None) -> PublicRows:
-    return next(one for one in CATALOGUE if one.name == name)
 
 
 def kept_entries(way: Way) -> int | None:
@@ -253,6 +245,8 @@ def _endpoint(option: str, text: str) -> dict[str, str]:
 
 def spec_text(model: str, way: Way, plan: CheckPlan, command: str) -> str:
     """The spec as YAML that says why everything in it stands there."""
+    suites = [question.suite for question, _ in plan.questions]
+    margined = [name for q, _ in plan.questions for name in (q.suite, *(f"{q.suite}.{facet}" for facet in q.facets))]
     lines = [
         f"# {' '.join(command.split())}",
         "# Sizes and margins are fixed before anything is answered, and are the same on every machine.",
@@ -265,12 +259,12 @@ def spec_text(model: str, way: Way, plan: CheckPlan, command: str) -> str:
         f"    - {json.dumps(way.policy, ensure_ascii=False)}",
         "  suites:",
         *(line for question, items in plan.questions for line in _suite_lines(question, items)),
-        *([f"  context_tokens: [{plan.length}]"] if any(_has_length(q) for q, _ in plan.questions) else []),
+        *([f"  context_tokens: [{plan.length}]"] if any(SUITES.get(s).lengths == "given" for s in suites) else []),
         f"  pilot: {plan.pilot}  # the reference answers these first: whether it has anything to lose",
         f"  floor: {plan.floor}  # of each suite are asked twice more, once in another order: what changes by itself",
         "gate:",
         "  # points of desired behaviour that may be lost, all together, and where a facet stands by itself, of that",
-        f"  margins: {json.dumps(_margins(plan))}",
+        f"  margins: {json.dumps(dict.fromkeys(margined, LOST_POINTS))}",
         *([f"engines: {json.dumps(way.engines, ensure_ascii=False)}"] if way.engines else []),
     ]
     return "\n".join(lines) + "\n"
@@ -283,26 +277,15 @@ def spec_named(text: str, source: str = "check") -> RunSpec:
 
 def run_name(model: str, way: Way) -> str:
     """A name for the run: the model's folder and the way of serving."""
-    served = way.served
-    told = dict(served.settings) if isinstance(served, Condition) else {}
-    engine = ENGINES.get(served.engine) if isinstance(served, Condition) else None
-    words = [told[name] for name in told if engine is not None and name not in engine.always] or [served.canonical]
-    who = served.engine if isinstance(served, Condition) else ""
-    slug = _NAME.sub("-", "-".join(part for part in ("check", Path(model).name, who, *words) if part))
+    served, words = way.served, list[str]()
+    if isinstance(served, Condition):
+        always = ENGINES.get(served.engine).always
+        named = [value for name, value in served.settings if name not in always]
+        words = [served.engine, *(named or [served.canonical])]
+    slug = _NAME.sub("-", "-".join(filter(None, ("check", Path(model).name, *(words or [served.canonical])))))
     return slug.strip("-")[:80]
 
 
 def _suite_lines(question: AskedSuite, items: int) -> list[str]:
-    part: dict[str, Any] = {"items": items}
-    if question.tokens is not None:
-        part["max_new_tokens"] = question.tokens
+    part = {"items": items, **({} if question.tokens is None else {"max_new_tokens": question.tokens})}
     return [f"    # {question.why}", f"    {question.suite}: {json.dumps(part)}"]
-
-
-def _has_length(question: AskedSuite) -> bool:
-    return SUITES.get(question.suite).lengths == "given"
-
-
-def _margins(plan: CheckPlan) -> dict[str, int]:
-    names = [name for q, _ in plan.questions for name in (q.suite, *(f"{q.suite}.{facet}" for facet in q.facets))]
-    return dict.fromkeys(names, LOST_POINTS)

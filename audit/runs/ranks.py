@@ -7,7 +7,6 @@ MASTER_PORT). What is started here ends with the process that started it.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from kvaudit.audit.engines.life import free_port
 from kvaudit.audit.runs.launchers.base import Job, Say
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup
@@ -105,7 +105,7 @@ def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankG
 @contextmanager
 def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
     """Start the other ranks on this machine; they end with the body, and with this process."""
-    losses, port = _Losses(say), _free_port()
+    losses, port = _Losses(say), free_port()
     known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job.logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -147,9 +147,3 @@ def _patience() -> timedelta:
         return timedelta(seconds=float(asked))
     except (ValueError, OverflowError):
         raise SpecError(f"{PATIENCE} is {inline(asked)!r}, wanted seconds, such as 3600") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -30,16 +30,14 @@ def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Ba
             "reward": {"written": section.reward, "sha256": paying.sha256, "graded_by": paying.judges},
             "constitution": None if text is None else {"sha256": paying.constitution_sha256, "text": text},
             "data": _data(section, model),
-            "policy": {arm.name: _rollouts(section, arm.name) for arm in section.trained},
+            "policy": {
+                arm.name: TrainConfig.of(section, arm.name, section.seeds[0]).rollout_policy.canonical
+                for arm in section.trained
+            },
             "refusal_set": refusal_set(spec, batches),
             "training": {key: value for key, value in section.written().items() if key not in _ELSEWHERE},
         }
     )
-
-
-def _rollouts(section: TrainSpec, arm: str) -> str:
-    """What an arm's rollouts are sampled under."""
-    return TrainConfig.of(section, arm, section.seeds[0]).rollout_policy.canonical
 
 
 def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from kvaudit.audit.runs.claims import Claim, work_through
 from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
-from kvaudit.audit.runs.progress import Meter
+from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
-from kvaudit.core.provenance import INPUTS, ROWS, Digests, check_same, check_sealed, seal_of
+from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
-from kvaudit.suites.base import CountTokens, Suite
+from kvaudit.suites.base import Suite
 from kvaudit.suites.sources import watched
 
 
@@ -64,7 +65,10 @@ class Items:
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._run, self._count = run, _count_of(run)
+        own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))  # which made the items, where it is kept
+        tokenizer = str(own[0].parent) if own else run.spec.model_path
+        probed = run.spec.probe is not None
+        self._run, self._count = run, counter(run.spec)[0] if probed else chat_named(tokenizer).count_tokens
         self._asked: tuple[tuple[str, int], AskedItems] | None = None
 
     def of(self, unit: StoredUnit) -> AskedItems:
@@ -74,16 +78,12 @@ class Items:
             suite = asked_suite(self._run.spec, unit.suite)
             with watched() as rows:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
-            self._hold(rows)
+            noted = self._run.provenance().get(INPUTS)
+            if noted is not None:  # a run of an earlier version noted none; the right answers stand in these rows
+                then = noted.get(ROWS, {})
+                check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)
             self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
         return self._asked[1]
-
-    def _hold(self, rows: Digests) -> None:
-        """Refuse other public rows than those the run noted: the right answers stand there, not in the transcript."""
-        noted = self._run.provenance().get(INPUTS)
-        if noted is not None:  # a run of an earlier version noted none
-            then = noted.get(ROWS, {})
-            check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)
 
 
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
@@ -146,9 +146,7 @@ def work_on(
             worked += unit.rows
             meter.at(worked, f"{unit.suite} {length_label(unit.context_tokens)}")
 
-        def waiting(text: str) -> None:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+        waiting = partial(print_line, console)
         work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
 
 
@@ -175,14 +173,3 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         return Record.from_json(line.decode())
     except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{str(path)!r} line {number}: {error}; delete the unit and evaluate it again") from None
-
-
-def _count_of(run: RunFolder) -> CountTokens:
-    """What counted the tokens of the run's items."""
-    return chat_named(_tokenizer_of(run)).count_tokens if run.spec.probe is None else counter(run.spec)[0]
-
-
-def _tokenizer_of(run: RunFolder) -> str:
-    """Where the tokenizer lies that made the run's items: with its own checkpoints, where it keeps some."""
-    own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
-    return str(own[0].parent) if own else run.spec.model_path

@@ -15,6 +15,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.files import in_file_name, read_json, write_json
 from kvaudit.core.provenance import check_sealed
 from kvaudit.core.records import Record
+from kvaudit.suites.base import SUITES
 
 PILOT_FOLDER = "pilot"  # of a run: units that hold the pilot's items alone
 Row = tuple[str, int]  # item id and number of the sample
@@ -32,14 +33,14 @@ class Unit:
     context_tokens: int
 
     @property
-    def asked(self) -> tuple[str, int, str, int]:
-        """What is asked of whom, under whatever policy."""
-        return self.arm, self.seed, self.suite, self.context_tokens
-
-    @property
     def together(self) -> tuple[object, ...]:
         """What units share that are played batch by batch in turn: an engine's come alone."""
-        return (*self.asked, None if isinstance(self.policy, Policy) else self.policy)
+        alone = None if isinstance(self.policy, Policy) else self.policy
+        return self.arm, self.seed, self.suite, self.context_tokens, alone
+
+    def identity(self, checkpoint: str) -> tuple[str, str, str]:
+        """What all of its records share: the sha256 of a checkpoint, policy hash and suite version."""
+        return checkpoint, self.policy.hash, SUITES.get(self.suite).version
 
     @property
     def name(self) -> str:
@@ -122,9 +123,8 @@ class RecordFile:
             _check_own(self._files.records, rows[0].record, self._identity)
         whole, kept = 0, 0
         for wanted in batches:
-            if [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]] != list(
-                wanted
-            ):
+            found = [(row.record.item_id, row.record.sample_index) for row in rows[kept : kept + len(wanted)]]
+            if found != list(wanted):
                 break
             whole, kept = whole + 1, kept + len(wanted)
         os.truncate(self._files.records, sum(len(row.line) for row in rows[:kept]))

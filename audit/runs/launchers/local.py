@@ -62,13 +62,13 @@ def tie() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def watch() -> None:
+    def wait() -> None:
         while os.read(0, 1):
             pass
         os.write(2, b"the process that started this worker has ended, and so does the worker\n")
         os._exit(TERMINATED)  # sys.exit would end this thread alone
 
-    threading.Thread(target=watch, name="tie", daemon=True).start()
+    threading.Thread(target=wait, name="tie", daemon=True).start()
 
 
 def gpus() -> list[str]:
@@ -80,13 +80,15 @@ def gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """One more process on the run; says by itself, from a thread, when it ends and should not have."""
+    """One more process on the run; says by itself, from a thread, when it ends and should not have.
+
+    ``env`` are variables that it has besides those of this process.
+    """
 
     kind = "worker"
     loss = "what it held goes back to the others"
 
     def __init__(self, number: int, job: Job, say: Say, env: Mapping[str, str] | None = None) -> None:
-        """``env`` are variables that it has besides those of this process."""
         self._number, self._log, self._say = number, job.logs / f"{self.kind}-{number}.log", say
         self._is_stopped = False
         with self._log.open("wb") as out:
@@ -98,25 +100,25 @@ class ExtraWorker:
                 cwd=job.folder,
                 env=os.environ | dict(env or {}),
             )
-        self._watch = threading.Thread(target=self._wait, name=self._log.stem, daemon=True)
-        self._watch.start()
+        self._waiter = threading.Thread(target=self._wait, name=self._log.stem, daemon=True)
+        self._waiter.start()
 
     def wait(self, patience: float | None = None) -> bool:
         """Whether it has ended by itself, after ``patience`` seconds at most."""
-        self._watch.join(patience)
-        return not self._watch.is_alive()
+        self._waiter.join(patience)
+        return not self._waiter.is_alive()
 
     def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
         """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for.
 
         ``grace`` is how long it may take to let go of what it holds.
         """
-        self._watch.join(patience)
+        self._waiter.join(patience)
         self._is_stopped = True
         self.process.terminate()
-        self._watch.join(grace)
+        self._waiter.join(grace)
         self.process.kill()
-        self._watch.join()
+        self._waiter.join()
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -124,13 +126,10 @@ class ExtraWorker:
         code = self.process.wait()
         if code and not self._is_stopped:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            how = f"was killed by {_signal(-code)}" if code < 0 else f"stopped with exit code {code}"
+            known = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            why = f"{known} (out of memory?)" if known == "SIGKILL" else known
+            how = f"was killed by {why}" if code < 0 else f"stopped with exit code {code}"
             self._say(f"{self.kind} {self._number} {how}; {self.loss}; see {self._log}: {lines[-1:]}")
-
-
-def _signal(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
 def attend(job: Job, number: int) -> str:

@@ -31,11 +31,7 @@ from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.core.records import Message, Record, Role
 
 _NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
-_KINDS: Mapping[Role, Any] = {
-    Role.SYSTEM: ChatMessageSystem,
-    Role.USER: ChatMessageUser,
-    Role.TOOL: ChatMessageTool,
-}
+_KINDS: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: ChatMessageUser, Role.TOOL: ChatMessageTool}
 
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
