@@ -231,7 +231,7 @@ def test_what_is_ours_to_say_is_refused(name: str) -> None:
 
 
 def test_settings_become_flags_and_variables() -> None:
-    from kvaudit.audit.engines.flags import flags, variables
+    from kvaudit.audit.engines.served import flags, variables
 
     settings = {
         "kv_cache_dtype_skip_layers": "0 2",
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
 ) -> None:
     import shutil
 
-    from kvaudit.audit.engines.checkpoint import served_folder
+    from kvaudit.audit.engines.weights import served_folder
     from kvaudit.audit.sampling.weights import weights_sha256
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / "kept"))

@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.drawing import picture_svg, terminal, ticks, wrapped
-from kvaudit.audit.commands.picture import Entry, Picture, picture
+from kvaudit.audit.commands.picture import Entry, Picture, picture, picture_svg, terminal, ticks, wrapped
 
 SEEN, CODED, PASSED, EVICTED, FUTURE = Entry
 SVG = "{http://www.w3.org/2000/svg}"

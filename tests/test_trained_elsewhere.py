@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.runs.elsewhere import joined_recipe
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.recipe import joined_recipe
 from kvaudit.audit.sampling.checkpoints import chat_named, check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate

@@ -101,7 +101,6 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """The contrasts that are gated cells by themselves."""
     from kvaudit.reports.gate.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))

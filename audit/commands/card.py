@@ -98,7 +98,6 @@ def card(
 
 
 def _known(arm: str | None, page: Page) -> str | None:
-    """The arm, where the run has it; raises SpecError."""
     arms = page.findings.comparison.arms
     if arm is not None and arm not in arms:
         raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")

@@ -222,7 +222,6 @@ def _served_names(spec: RunSpec) -> list[str]:
 
 
 def _said(console: Console, run: RunFolder, plan: CheckPlan) -> int:
-    """Write the report, print the lines."""
     from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, write_decided

@@ -225,12 +225,10 @@ def _places(spec: RunSpec) -> int:
 
 
 def _ranks(spec: RunSpec) -> int:
-    """How many processes train a unit of a spec together."""
     return 1 if spec.train is None else spec.train.ranks
 
 
 def _joining(folder: Path, options: Options) -> list[str]:
-    """The command of another process on a run, without its threads."""
     return ["run", "--join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
 
 

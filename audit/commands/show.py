@@ -41,7 +41,7 @@ def show(
     with user_errors():
         from rich.console import Console
 
-        from kvaudit.audit.commands.drawing import picture_svg
+        from kvaudit.audit.commands.picture import picture_svg
         from kvaudit.audit.policies import parse_policy
         from kvaudit.audit.runs.names import load_plugins
         from kvaudit.audit.sampling.model import load_model
@@ -59,8 +59,7 @@ def show(
 
 
 def _print(drawn: Picture, console: Console) -> None:
-    from kvaudit.audit.commands.drawing import terminal
-    from kvaudit.audit.commands.picture import picture_sentence
+    from kvaudit.audit.commands.picture import picture_sentence, terminal
 
     say(console, f"{drawn.place}; {picture_sentence(drawn)}")
     width, colours = console.width if console.is_terminal else _WIDTH_OF_A_PIPE, console.color_system is not None

@@ -50,7 +50,6 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 
 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
-    """Serve answers again, and keep what their caches held beside the run."""
     from rich.console import Console
 
     from kvaudit.audit.again.measure import serve_again

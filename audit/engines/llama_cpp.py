@@ -55,7 +55,6 @@ class LlamaCpp(Engine):
 
 
 def _weights(work: Work) -> EngineWeights:
-    """The GGUF file that is served."""
     if given := given_weights(work, "llama.cpp", "", "a GGUF file"):
         check_gguf(given.path)
         return given

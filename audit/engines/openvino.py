@@ -108,7 +108,6 @@ class OpenVino(Engine):
 
     @classmethod
     def _worker(cls, settings: Settings, work: Work, modules: tuple[str, ...], inside: str) -> WorkedSession:
-        """The model converted, in a worker that has the modules."""
         python = python_with(modules, work.part, cls.name, cls.install)
         weights = _weights(work)
         check_room(weights.path, cls.name)
@@ -167,7 +166,6 @@ def _check_acting(settings: Settings) -> None:
 
 
 def _weights(work: Work) -> EngineWeights:
-    """The folder of the weights in OpenVINO's format."""
     if given := given_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
         return given
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino

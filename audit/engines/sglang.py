@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvaudit.audit.engines.base import Asked, Settings, Work
-from kvaudit.audit.engines.flags import flags, variables
-from kvaudit.audit.engines.served import ServedEngine, ServedSession
+from kvaudit.audit.engines.served import ServedEngine, ServedSession, flags, variables
 from kvaudit.audit.engines.worked import python_of
 
 _OURS = {

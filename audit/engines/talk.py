@@ -44,7 +44,6 @@ class _Row:
         self.logprob: float | None = 0.0
 
     def asked(self, decoding: Decoding, seed: int) -> Asked:
-        """The next turn."""
         said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
         return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, seed, said)

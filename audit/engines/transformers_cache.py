@@ -68,7 +68,6 @@ class TransformersCache(Engine):
 
 
 def _save(model: Any, folder: Path) -> dict[str, str]:
-    """Write the checkpoint as transformers does, in float32."""
     import torch
     import transformers
 

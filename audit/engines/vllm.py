@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvaudit.audit.engines.base import Asked, Drawer, Settings, Work
-from kvaudit.audit.engines.checkpoint import served_folder
-from kvaudit.audit.engines.flags import flags, variables
-from kvaudit.audit.engines.served import ServedEngine, ServedSession
+from kvaudit.audit.engines.served import ServedEngine, ServedSession, flags, variables
+from kvaudit.audit.engines.weights import served_folder
 from kvaudit.audit.engines.worked import WorkedSession, python_of
 from kvaudit.core.errors import SpecError
 
@@ -161,7 +160,6 @@ class _VllmSession(ServedSession):
 
 
 def _own_flags(settings: Settings, work: Work) -> dict[str, str]:
-    """The flags of a session unless the settings say otherwise."""
     return {
         "max_model_len": str(_length(settings, work)),
         "max_num_seqs": str(work.part.at_once),

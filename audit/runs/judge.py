@@ -216,7 +216,6 @@ class Judging(Regrading[Question, Reading]):
 
 
 def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    """What one answer adds to the counts of a seal."""
     judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

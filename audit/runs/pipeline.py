@@ -19,7 +19,6 @@ from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
-from kvaudit.audit.runs.elsewhere import joined_recipe, take_over
 from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
@@ -50,7 +49,7 @@ from kvaudit.audit.runs.pilot import (
 )
 from kvaudit.audit.runs.progress import RunBar, print_line
 from kvaudit.audit.runs.ranks import check_ranks, started
-from kvaudit.audit.runs.recipe import recipe_of, refusal_set
+from kvaudit.audit.runs.recipe import joined_recipe, recipe_of, refusal_set, take_over
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
@@ -369,7 +368,6 @@ class Pipeline:
                 self._bar = None
 
     def _expect(self, parts: Iterable[tuple[Hashable, Part, float]]) -> None:
-        """Tell the forecast of parts, and of the cost of each that is behind."""
         assert self._bar is not None
         for name, part, done in parts:
             self._bar.forecast.expect(name, part)
@@ -462,7 +460,6 @@ class Pipeline:
 
     @contextmanager
     def _starting(self, condition: Condition) -> Iterator[None]:
-        """Time the start of an engine by itself."""
         if self._bar is None:
             yield
             return
@@ -637,7 +634,6 @@ class Pipeline:
         return EngineUse(self._spec.engine(rollouts), hold)
 
     def _arms_of(self, seed: int) -> list[Path]:
-        """The folders of all arms of a seed."""
         section = self._spec.train
         return [] if section is None else [self._run.checkpoint(arm.name, seed) for arm in section.trained]
 

@@ -151,7 +151,6 @@ def planned(model: str, way: Way, *, fast: bool) -> CheckPlan:
 
 
 def _left_out(asked: Sequence[AskedSuite], kept: int | None, *, fast: bool) -> list[str]:
-    """What the questions cannot show, in words."""
     found = [f"{q.suite} (left out by --fast)" for q in asked if fast and not q.fast]
     if "agent" not in [question.suite for question in asked]:
         found.append("agents that read hostile tool results")

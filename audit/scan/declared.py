@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.scan.finding import Finding
+from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import CORRECTION, load_rules
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.files import YamlFile, known_keys, read_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,10 @@ _ENDINGS = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".sbatch": "shell", ".slurm": "shell", ".env": "shell",
     ".args": "shell", ".flags": "shell", ".service": "shell", ".conf": "shell",
+}  # fmt: skip
+_READERS: dict[str, Callable[[str, Sheet], list[HereDocument] | None]] = {
+    "yaml": read_yaml_text, "json": read_json_text, "toml": read_toml_text, "python": read_python,
+    "shell": read_shell, "dockerfile": read_dockerfile,
 }  # fmt: skip
 _TEMPLATES = {".j2", ".jinja", ".jinja2", ".tmpl", ".tpl"}
 _DATA = re.compile(
@@ -102,21 +106,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _read(dialect: str, text: str, sheet: Sheet) -> None:
-    texts: list[HereDocument] = []
-    match dialect:
-        case "yaml":
-            read_yaml_text(text, sheet)
-        case "json":
-            read_json_text(text, sheet)
-        case "toml":
-            read_toml_text(text, sheet)
-        case "python":
-            read_python(text, sheet)
-        case "dockerfile":
-            texts = read_dockerfile(text, sheet)
-        case _:
-            texts = read_shell(text, sheet)
-    for body in texts:
+    for body in _READERS[dialect](text, sheet) or ():
         _read_quietly(body, sheet)
 
 

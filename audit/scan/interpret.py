@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.scan.files import Contents
-from kvaudit.audit.scan.finding import Finding, NotReadable
 from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching
 from kvaudit.audit.scan.sheet import Mapping, Setting, Unknown, Value
 from kvaudit.core.text import clip
+
+State = Literal["open", "declared", "corrected", "lossless", "native"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A key that says something about the cache. ``engines``: more than one where the file leaves it open."""
+
+    file: str
+    line: int
+    role: ConfigurationRole
+    engines: tuple[str, ...]
+    rule: ScanRule
+    key: str
+    value: str
+    policy: str
+    block: int
+    state: State = "open"
+    answer: str = ""  # what answers for it
+
+
+class NotReadable(NamedTuple):
+    """A file, or a value of it, that only running would tell."""
+
+    file: str
+    line: int
+    reason: str
+
 
 _ROLLOUT = {"rollout", "rollouts", "grpo", "ppo", "rlhf", "rl", "train", "training", "trainer", "actor", "sampler"}
 _SERVING = {"serve", "serving", "server", "deploy", "deployment", "prod", "production", "endpoint", "inference", "chat"}
@@ -75,25 +103,19 @@ class Interpreter:
         if len(candidates) < 2:
             return candidates
         words = {engine: self.rules.engines[engine].words for engine in candidates}
-        near = {
-            engine: max((len(w) for w in words[engine] if _has(w, setting.near)), default=0) for engine in candidates
-        }
+        near = {name: max((len(w) for w in own if _has(w, setting.near)), default=0) for name, own in words.items()}
         if best := max(near.values()):  # `trl vllm-serve` names TRL, though it also says vllm
             return tuple(engine for engine, length in near.items() if length == best)
         return tuple(engine for engine in candidates if self._names(words[engine])) or candidates
 
     def _role(self, setting: Setting) -> ConfigurationRole:
         """As the path of the key says, the trainers that the file names, the command, or the path of the file."""
-        path = _parts(".".join(setting.key[:-1]))
-        if path & _ROLLOUT or self._is_of_a_trainer:
+        path, trainers = _parts(".".join(setting.key[:-1])), [one for one in self.rules.engines.values() if one.trainer]
+        if path & _ROLLOUT or any(self._names(trainer.words) for trainer in trainers):
             return "rollout"
         if path & _SERVING or _parts(setting.near) & _SERVING:
             return "serving"
         return self._role_by_name
-
-    @cached_property
-    def _is_of_a_trainer(self) -> bool:
-        return any(engine.trainer and self._names(engine.words) for engine in self.rules.engines.values())
 
     @cached_property
     def _role_by_name(self) -> ConfigurationRole:

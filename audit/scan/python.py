@@ -33,8 +33,6 @@ def read_python(text: str, sheet: Sheet) -> None:
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a source once."""
-
     def __init__(self, text: str, tree: ast.Module, sheet: Sheet) -> None:
         self.rows = text.split("\n")
         self.sheet = sheet
@@ -176,15 +174,15 @@ def _literal(node: ast.expr) -> Value:
         return tuple(_literal(item) for item in node.elts)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
         return -node.operand.value if isinstance(node.operand.value, int | float) else Unknown("an expression")
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _names_constants(node.value.id):
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id == "torch" or node.value.id[:1].isupper())
+    ):
         return node.attr.lower()
     if isinstance(node, ast.Call) and _callee(node.func)[:1].isupper():
         return Mapping()  # a class of configurations, whose own arguments are settings
     return Unknown("an expression")
-
-
-def _names_constants(name: str) -> bool:
-    return name == "torch" or name[:1].isupper()
 
 
 def _callee(node: ast.expr) -> str:

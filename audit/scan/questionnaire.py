@@ -69,13 +69,10 @@ def load_questionnaire() -> Questionnaire:
 def markdown() -> str:
     """The questionnaire as a page to fill in."""
     asked = load_questionnaire()
-    lines = [
-        "# KV-cache compression: questions for a vendor",
-        "",
+    lines = ["# KV-cache compression: questions for a vendor", ""]
+    lines += [
         *(f"* {name.replace('_', ' ')}:" for name in _HEAD),
         "",
-    ]
-    lines += [
         "Each question has one of four answers: **yes**, **no**, **unknown**, **declined**. A yes says the details;",
         "evidence is a link, a document or a file that a reader can ask for. What stands here is declared by the",
         "vendor, not verified.",

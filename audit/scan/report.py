@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvaudit import __version__
-from kvaudit.audit.scan.finding import Finding
+from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import NO_EQUIVALENT, load_rules
 from kvaudit.audit.scan.scan import Scan
 from kvaudit.core.text import inline
@@ -17,8 +17,9 @@ _LISTED = 20  # clean files that are named
 
 def lines_of(scan: Scan) -> Iterator[str]:
     """One line per finding, per unread value, per correction; then what was clean and what is open."""
-    for finding in scan.found:
-        yield inline(f"found         {_place(finding)}  {_what(finding)}  {_state(finding)}")
+    for one in scan.found:
+        mechanism = f"{one.rule.mechanism}  {_setting(one)}  policy {one.policy}"
+        yield inline(f"found         {_place(one)}  {one.role}  {_engines(one)}  {mechanism}  {_state(one)}")
     for correction in scan.corrections:
         yield inline(f"correction    {_place(correction)}  {_engines(correction)}  {_setting(correction)}")
     for unread in scan.not_readable:
@@ -97,17 +98,8 @@ def _engines(finding: Finding) -> str:
 
 
 def _setting(finding: Finding) -> str:
-    return (
-        finding.key
-        if finding.key.endswith("(...)") or finding.key.startswith("import ")
-        else f"{finding.key} = {finding.value}"
-    )
-
-
-def _what(finding: Finding) -> str:
-    return (
-        f"{finding.role}  {_engines(finding)}  {finding.rule.mechanism}  {_setting(finding)}  policy {finding.policy}"
-    )
+    named = finding.key.endswith("(...)") or finding.key.startswith("import ")
+    return finding.key if named else f"{finding.key} = {finding.value}"
 
 
 def _state(finding: Finding) -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvaudit.audit.scan.declared import Declaration
 from kvaudit.audit.scan.files import FoundFile, read_file
-from kvaudit.audit.scan.finding import Finding, NotReadable
-from kvaudit.audit.scan.interpret import Interpreter
+from kvaudit.audit.scan.interpret import Finding, Interpreter, NotReadable
 from kvaudit.audit.scan.rules import CORRECTION, NATIVE, load_rules
 from kvaudit.core.text import one_line
 
@@ -47,7 +46,8 @@ def scan(files: Sequence[FoundFile], declared: Sequence[Declaration] = (), skipp
         findings, values = Interpreter(file.name, contents, rules).findings()
         broken = [NotReadable(file.name, line, one_line(reason)) for line, reason in contents.unread] + values
         mine = [finding for finding in findings if finding.rule.mechanism == CORRECTION]
-        others = _answered([finding for finding in findings if finding.rule.mechanism != CORRECTION], mine, declared)
+        by_block = {correction.block: correction for correction in reversed(mine)}
+        others = [_answered(one, by_block, declared) for one in findings if one.rule.mechanism != CORRECTION]
         unread += broken
         corrections += mine
         found += others
@@ -57,15 +57,7 @@ def scan(files: Sequence[FoundFile], declared: Sequence[Declaration] = (), skipp
     return Scan(found, corrections, unread, clean, skipped, stale)
 
 
-def _answered(
-    findings: Sequence[Finding], corrections: Sequence[Finding], declared: Sequence[Declaration]
-) -> list[Finding]:
-    """The findings of a file with who answers for them."""
-    by_block = {correction.block: correction for correction in reversed(corrections)}
-    return [_with_answer(finding, by_block, declared) for finding in findings]
-
-
-def _with_answer(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
+def _answered(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
     mechanism = load_rules().mechanisms[finding.rule.mechanism]
     if not mechanism.lossy:
         return replace(finding, state="native" if finding.rule.mechanism == NATIVE else "lossless")

@@ -73,7 +73,6 @@ def _as_shell(row: str) -> str:
 
 
 def _unlisted(row: str) -> str:
-    """A line of a list of words as words."""
     return re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", row))
 
 
@@ -90,7 +89,6 @@ def _assigned_once(commands: list[ShellCommand]) -> dict[str, str]:
 
 
 def _read_command(command: ShellCommand, known: dict[str, str], sheet: Sheet, depth: int) -> None:
-    """The flags, overrides and variables of a command."""
     words = command.words
     if not words or words[0].text in _TALKING:
         return

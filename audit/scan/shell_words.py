@@ -45,7 +45,7 @@ class HereDocument(NamedTuple):
 
 def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
     """Commands, arrays and here-documents in order; raises Unreadable at a quote that is never closed."""
-    yield from _Parser(text, line).parts()
+    return _Parser(text, line).parts()
 
 
 class _Parser:

@@ -171,17 +171,11 @@ class _Composed:
         if depth > DEEPEST_TREE:
             raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", line)
         if isinstance(node, yaml.MappingNode):
-            return Branch(
-                [
-                    (str(key.value), key.start_mark.line + 1 + self.offset, self.tree(value, depth + 1))
-                    for key, value in node.value
-                ]
-            )
+            above = 1 + self.offset
+            pairs = node.value
+            return Branch([(str(k.value), k.start_mark.line + above, self.tree(v, depth + 1)) for k, v in pairs])
         if isinstance(node, yaml.SequenceNode):
             return Series([self.tree(item, depth + 1) for item in node.value], line)
-        return self._leaf(node, line)
-
-    def _leaf(self, node: Any, line: int) -> Leaf:
         value = _scalar(node.tag, node.value)
         if not isinstance(value, str | Unknown) or " " not in node.value:
             return Leaf(value, line)
@@ -242,14 +236,12 @@ def _number(text: str) -> Value:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
-def _line(event: yaml.Event) -> int:
-    return event.start_mark.line + 1 if event.start_mark else 1
-
-
 def _refuse_deep(text: str) -> None:
     """Raise Unreadable for nesting that would end the reader, while the text is still a stream."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST_TREE:
-            raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", _line(event))
+            raise Unreadable(
+                f"nested more than {DEEPEST_TREE} levels deep", event.start_mark.line + 1 if event.start_mark else 1
+            )

@@ -49,11 +49,9 @@ class _Service:
         self._engine, self._key, self._log = engine, key, log
 
     async def health(self, _: Request) -> Response:
-        """Whether the server is up."""
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        """The names that a client can ask for."""
         if refused := self._refused(request):
             return refused
         rows = [{"id": name, "object": "model", "created": 0, "owned_by": "kvaudit"} for name in self._engine.names]

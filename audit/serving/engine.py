@@ -59,12 +59,10 @@ class _Job:
 
     @property
     def key(self) -> tuple[int, str, float, float]:
-        """What requests of one batch share."""
         return id(self.served.model), self.served.policy.hash, self.asked.temperature, self.asked.top_p
 
     @property
     def length(self) -> int:
-        """Tokens of one row at most."""
         return len(self.prompt.ids) + self.limit
 
     def answer(self, number: int, choice: Choice) -> None:
@@ -236,7 +234,6 @@ def _rows(jobs: Sequence[_Job]) -> list[tuple[_Job, int]]:
 
 
 def _client_error(error: Exception) -> AuditError:
-    """What a client hears of it."""
     return error if isinstance(error, AuditError) else RunError(f"sampling failed: {type(error).__name__}")
 
 
@@ -266,23 +263,19 @@ class _Batch:
 
     @property
     def goes_on(self) -> bool:
-        """Whether somebody waits for an answer."""
         return bool(self._texts)
 
     @property
     def jobs(self) -> list[_Job]:
-        """The requests that are not answered yet."""
         return list({id(text.job): text.job for text in self._texts.values()}.values())
 
     @property
     def key(self) -> tuple[int, str, float, float]:
-        """See ``_Job.key``."""
         assert self._first is not None
         return self._first.key
 
     @property
     def size(self) -> _Size:
-        """Of the rows that are not over."""
         return _Size(len(self._texts), max((text.job.length for text in self._texts.values()), default=0))
 
     def take(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:

@@ -73,7 +73,6 @@ def _family(config: Any) -> _Family:
 
 
 def _describe(writer: Any, config: Any) -> None:
-    """What llama.cpp reads of a model besides its weights."""
     size = _head_size(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

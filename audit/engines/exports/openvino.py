@@ -96,7 +96,6 @@ def _stock(model: Any) -> Any:
 
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:
-    """KV heads, their size, layers."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, size, config.num_hidden_layers

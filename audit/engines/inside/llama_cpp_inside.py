@@ -70,7 +70,6 @@ class _Log:
             sys.stderr.write(text)
 
     def found(self) -> dict[str, str]:
-        """The last that was said of each thing."""
         text = "".join(self._lines)
         return {name: found[-1].strip() for name, form in _SAID.items() if (found := re.findall(form, text))}
 

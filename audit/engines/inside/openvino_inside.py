@@ -178,7 +178,6 @@ def _reply(found: Any, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(text: str) -> Any:
-    """What a word of a specification stands for."""
     if text in ("true", "false"):
         return text == "true"
     try:

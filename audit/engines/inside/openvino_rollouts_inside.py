@@ -296,7 +296,6 @@ def _parts(rows: list[_Row], most: int) -> list[list[_Row]]:
 
 
 def _batches(rows: list[_Row]) -> list[list[_Row]]:
-    """Prompts that are read in one forward."""
     parts: list[list[_Row]] = [[]]
     for row in rows:
         if parts[-1] and sum(len(one.ids) for one in parts[-1]) + len(row.ids) > _AT_ONCE:

@@ -54,7 +54,6 @@ def _parts(rows: list[dict[str, Any]], at_once: int) -> list[list[dict[str, Any]
 
 
 def _made(kind: str, cache: dict[str, Any], model: Any) -> Any:
-    """The cache that ``generate`` makes of these words."""
     if kind == "quantized":
         return transformers.QuantizedCache(config=model.config, **cache)
     if kind == "dynamic" and not cache:

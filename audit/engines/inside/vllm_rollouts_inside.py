@@ -95,7 +95,6 @@ class _Served:
         return self._held
 
     def _listen(self, model: Any) -> None:
-        """Hear what every layer's attention is handed."""
         from vllm.model_executor.layers.attention import Attention
 
         for module in model.modules():

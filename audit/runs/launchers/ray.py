@@ -72,8 +72,6 @@ class Ray(Launcher):
 
 
 class _Tasks:
-    """Tasks that were started, and which of them have ended."""
-
     def __init__(self, started: dict[Any, int], say: Say) -> None:
         self._left, self._say = started, say
 
@@ -88,7 +86,6 @@ class _Tasks:
 
 
 def _end(number: int, task: Any) -> str:
-    """What there is to say of a task that has ended."""
     import ray
 
     try:

@@ -35,7 +35,6 @@ class Attendance:
     number: int
 
     def __call__(self) -> str:
-        """Work to the end; what there is to say of it."""
         said = attend(self.job, self.number)
         if f"exit code {TERMINATED}" in said:  # as slurm ends a job: one that is to run again must not look finished
             time.sleep(KILL_SECONDS)
@@ -125,8 +124,6 @@ class Slurm(Launcher):
 
 
 class _Jobs:
-    """Jobs that were queued, and which of them have ended."""
-
     def __init__(self, queued: list[Queued[str]], say: Say) -> None:
         self._left, self._say = dict(enumerate(queued, 1)), say
 
@@ -146,7 +143,6 @@ class _Jobs:
 
 
 def _end(number: int, job: Queued[str]) -> str:
-    """What there is to say of a job that has ended."""
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     try:

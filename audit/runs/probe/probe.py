@@ -45,8 +45,6 @@ _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
 @dataclass(frozen=True)
 class _Talk:
-    """A conversation that is over."""
-
     sample: int
     exchange: Exchange
     answers: tuple[Answer, ...]

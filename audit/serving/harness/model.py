@@ -36,8 +36,6 @@ _OF_DRAWS_ALONE = {"top_k", "min_p", "typical_p"}  # settings without effect on 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One answer to be drawn."""
-
     context: str
     prompt: Rendered
     until: tuple[str, ...]
