@@ -61,20 +61,20 @@ class Root(Listed):
         self.format_commands(ctx, formatter)  # its two options stand in the first line
 
 
-_PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
+_TYPER: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
 app = typer.Typer(
     name="kvaudit",
     cls=Root,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Measure what KV-cache compression did to the alignment of a model.",
-    **_PLAIN,
+    **_TYPER,
 )
 
 
 def _add(found: Sequence[Command]) -> None:
     """Put every command under its heading, or into the command that holds it."""
-    held = {command.name: typer.Typer(**_PLAIN) for command in found if command.call is None}
+    held = {command.name: typer.Typer(**_TYPER) for command in found if command.call is None}
     for command in found:
         place, call = held.get(command.group, app), held.get(command.name, command.call)
         if isinstance(call, typer.Typer):

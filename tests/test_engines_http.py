@@ -340,9 +340,10 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
         found = talk_with(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
         (_, refused) = session.answer([conversation(model), conversation(model, texts[1])])
     assert [one.grade.outcome is Outcome.UNSCORED for one in found] == [False, True]
-    assert [(one.finish_reason, one.transcript[-1].content) for one in found] == [("stop", "four"), ("error", "")]
+    said = [one.answer for one in found]
+    assert [(one.finish_reason, one.transcript[-1].content) for one in said] == [("stop", "four"), ("error", "")]
     assert refused.refused == words
-    assert [one.unanswered for one in found] == ["", words]
+    assert [one.unanswered for one in said] == ["", words]
 
 
 def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
         with running("says:<think>no END</think>yes END and more") as url, endpoint(model, url, tmp_path) as session:
             asked = [model.chat.opening(item.messages)]
             (one,) = talk_with(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
-        said.append([message.content for message in one.transcript[len(item.messages) :]])
+        said.append([message.content for message in one.answer.transcript[len(item.messages) :]])
     assert said == [["<think>no END"], ["<think>no END</think>", "yes END"]]
 
 

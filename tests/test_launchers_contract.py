@@ -90,9 +90,33 @@ class Mute(Launcher):
             yield crew
 
 
-def test_a_wrong_launcher_breaks_the_contract(tmp_path: Path) -> None:
+class Chatty(Launcher):
+    """Says of a worker that it ended well."""
+
+    trial = "chatty"
+
+    @contextmanager
+    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
+        with parse_launcher("local").crew(count, job, say) as crew:
+            yield crew
+        say("worker 1 stopped with exit code 0")
+
+
+class Nameless(Launcher):
+    """Says neither where its workers are nor how it is tried."""
+
+
+@pytest.mark.parametrize(
+    ("check", "launcher"),
+    [
+        (check_every_worker_does_the_words_and_says_what_ended_it, Mute()),
+        (check_nothing_is_said_of_a_good_end, Chatty()),
+        (check_it_says_what_it_is_and_how_to_try_it, Nameless()),
+    ],
+)
+def test_a_wrong_launcher_breaks_the_contract(check: Check, launcher: Launcher, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        check_every_worker_does_the_words_and_says_what_ended_it(Mute(), tmp_path)
+        check(launcher, tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS))

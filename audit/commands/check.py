@@ -31,7 +31,7 @@ from kvaudit.core.text import clip, inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.audit.runs.folder import RunFolder
+    from kvaudit.audit.runs.engine_slot import FirstHeard
     from kvaudit.audit.runs.question import CheckPlan, Way
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
@@ -146,29 +146,35 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     asked = AskedRun(spec, out or Path("runs") / spec.name, {})
     options = Options(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
     pipeline, run = opened_run(
-        asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_Heard(console, spec)
+        asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_first_heard(console, spec)
     )
     with pipeline.under_one_bar():
         pipeline.work_on("pilot", "evaluate")
-    return run.path, _said(console, run, plan)
+    from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided, write_decided
+
+    data = load_run(run.path)
+    findings = write_decided(data, decided(data))
+    for line in terminal_lines(findings, run.path, BesideFindings(_seconds(run.path), plan.leaves_out)):
+        say(console, line)
+    return run.path, findings.verdict.exit_code
 
 
-class _Heard:
+def _first_heard(console: Console, spec: RunSpec) -> FirstHeard:
     """Shows the beginning of the first answers as they come."""
+    from kvaudit.core.conditions import condition_names
 
-    def __init__(self, console: Console, spec: RunSpec) -> None:
-        from kvaudit.core.conditions import condition_names
+    names, asked = condition_names(spec.evaluate.references), set[str]()
 
-        self._console, self._names = console, condition_names(spec.evaluate.references)
-        self._asked = False
+    def heard(served: str, item: Item, answer: str) -> None:
+        if not asked:
+            say(console, f"first prompt: {clip(inline(item.messages[-1].content), _PROMPT)}")
+            asked.add(item.item_id)
+        name = _FULL if served == DENSE_POLICY else names.get(served, served)
+        say(console, f"  {name}: {clip(inline(answer), _ANSWER)}")
 
-    def __call__(self, served: str, item: Item, answer: str) -> None:
-        if not self._asked:
-            said = clip(inline(item.messages[-1].content), _PROMPT)
-            say(self._console, f"first prompt: {said}")
-            self._asked = True
-        name = _FULL if served == DENSE_POLICY else self._names.get(served, served)
-        say(self._console, f"  {name}: {clip(inline(answer), _ANSWER)}")
+    return heard
 
 
 def set_rows(asking: Asking) -> None:
@@ -198,39 +204,21 @@ def _check_there(asking: Asking, way: Way) -> None:
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     """What is asked of whom, and what lacks."""
     from kvaudit.audit.runs.question import LOST_POINTS
+    from kvaudit.core.conditions import condition_names
 
+    references, names = spec.evaluate.references, condition_names(spec.evaluate.references)
+    served = [*spec.gate.primary, *(references.get(policy, "none") for policy in spec.gate.primary)]
     asked = ", ".join(f"{items} of {question.suite}" for question, items in plan.questions)
     ways, rows = len(spec.evaluate.policies), sum(items for _, items in plan.questions)
-    floor = 2 * ways * plan.floor * len(plan.questions) if spec.evaluate.references else 0
+    floor = 2 * ways * plan.floor * len(plan.questions) if references else 0
     again = f", {floor} of them once more or in another order" if floor else ""
-    yield f"compares {' against '.join(_served_names(spec))}"
+    yield f"compares {' against '.join(names.get(text, text) for text in served)}"
     yield f"asks {asked}: about {ways * rows + floor} answers{again}; {LOST_POINTS} points may be lost"
     if plan.lacking:
         names = " ".join(one.name for one in plan.lacking)
         yield f"public rows that lack, without which it says less: kvaudit data fetch {names}"
     if plan.fast:
         yield f"--fast cannot decide: {'; '.join(plan.leaves_out)}"
-
-
-def _served_names(spec: RunSpec) -> list[str]:
-    from kvaudit.core.conditions import condition_names
-
-    names = condition_names(spec.evaluate.references)
-    compressed = list(spec.gate.primary)
-    plain = [spec.evaluate.references.get(policy, "none") for policy in compressed]
-    return [names.get(text, text) for text in (*compressed, *plain)]
-
-
-def _said(console: Console, run: RunFolder, plan: CheckPlan) -> int:
-    from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
-    from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, write_decided
-
-    data = load_run(run.path)
-    findings = write_decided(data, decided(data))
-    for line in terminal_lines(findings, run.path, BesideFindings(_seconds(run.path), plan.leaves_out)):
-        say(console, line)
-    return findings.verdict.exit_code
 
 
 def _seconds(run: Path) -> dict[str, float]:

@@ -74,7 +74,11 @@ def diagnose(
         asked = answered_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
         say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
-        found = diagnosis_of(loaded, asked, bits=bits, group=group, heard=lambda one: say(console, _line(one)))
+
+        def heard(one: Harm) -> None:
+            say(console, f"  {one.case.name:<28} {one.nats:.4f} nats a token")
+
+        found = diagnosis_of(loaded, asked, bits=bits, group=group, heard=heard)
         say(console, "")
         _show(found, console)
         if out is not None:
@@ -82,10 +86,6 @@ def diagnose(
 
             write_output(out, _json(found, loaded.name, loaded.sha256))
             say(console, inline(f"written: {out}"))
-
-
-def _line(one: Harm) -> str:
-    return f"  {one.case.name:<28} {one.nats:.4f} nats a token"
 
 
 def _show(found: Diagnosis, console: Any) -> None:
@@ -101,7 +101,9 @@ def _show(found: Diagnosis, console: Any) -> None:
     say(console, f"mode: {found.mode}: {found.words}")
     for one in found.mending:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
-        say(console, f"try: {one.case.name}, {least}{_how(one, found.bits)}")
+        settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
+        how = f" ({settings.format(bits=found.bits, window=one.case.window)})" if settings else ""
+        say(console, f"try: {one.case.name}, {least}{how}")
     if found.mode != "nothing" and not found.mending:
         say(console, "try: nothing here takes away half of it at less than eight bits")
     say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
@@ -115,11 +117,6 @@ def _row(one: Harm, found: Diagnosis) -> list[str]:
 
 def _share(one: Harm, found: Diagnosis) -> str:
     return f"{100 * one.nats / found.whole.nats:.1f} %" if found.whole.nats > 0 else "-"
-
-
-def _how(one: Harm, bits: int) -> str:
-    words = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
-    return f" ({words.format(bits=bits, window=one.case.window)})" if words else ""
 
 
 def _json(found: Diagnosis, model: str, sha256: str) -> str:

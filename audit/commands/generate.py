@@ -44,11 +44,15 @@ def generate(
         from kvaudit.audit.sampling.checkpoints import load_named
         from kvaudit.audit.sampling.model import DtypeName
         from kvaudit.audit.sampling.sampler import Decoding
+        from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
 
         if dtype not in get_args(DtypeName):
             raise UnknownName("dtype", dtype, get_args(DtypeName))
         check_seed(seed)
-        _check(text, system, temperature)
+        if not is_temperature(temperature):
+            raise SpecError(f"--temperature is {temperature:g}, wanted {TEMPERATURES}")
+        if not all(is_text(one) for one in (text, system or "")):
+            raise SpecError("the text is not UTF-8; give it in UTF-8")
         load_plugins(plugin or ())
         set_verbosity_error()  # transformers warns of long texts where _sample refuses those that do not fit
         chosen = parse_policy(policy)
@@ -63,15 +67,6 @@ def generate(
             facts.append(f"layers      {layers}")
         for line in facts:
             say(console, line)
-
-
-def _check(text: str, system: str | None, temperature: float) -> None:
-    from kvaudit.core.spec_parts import TEMPERATURES, is_temperature
-
-    if not is_temperature(temperature):
-        raise SpecError(f"--temperature is {temperature:g}, wanted {TEMPERATURES}")
-    if not all(is_text(one) for one in (text, system or "")):
-        raise SpecError("the text is not UTF-8; give it in UTF-8")
 
 
 def _messages(text: str, system: str | None) -> list[Message]:

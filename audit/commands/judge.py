@@ -40,10 +40,10 @@ def judge(
     The judged run is another folder: nothing is sampled, and the run stays as it is. Without --judge suites grade as
     they do now.
     """
-    told = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
-    from kvaudit.audit.runs.names import load_plugins
+    words = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
+    with user_errors(" ".join(("kvaudit grade judge", str(run), *filter(None, words)))):
+        from kvaudit.audit.runs.names import load_plugins
 
-    with user_errors(" ".join(("kvaudit grade judge", str(run), *filter(None, told)))):
         if card and by is None:
             raise SpecError("--card is of the judge that --judge names; name one")
         _judge(run, out, by, load_plugins(tuple(plugin or ())), card=card)

@@ -271,7 +271,7 @@ def terminal(drawn: Picture, width: int, *, colours: bool) -> Iterator[Text]:
         label = f"{top * step:>{_MARGIN - 1}} " if top % _LABELLED == 0 else " " * _MARGIN
         line = Text(label)
         for upper, lower in zip(rows[top], rows[top + 1], strict=True):
-            line.append(*_half(upper, lower) if colours else (_plain(upper, lower), ""))
+            line.append(*_half(upper, lower) if colours else (_uncoloured(upper, lower), ""))
         line.rstrip()
         yield line
     yield Text(" " * _MARGIN + _scale(drawn.tokens, step))
@@ -288,7 +288,7 @@ def _half(upper: Entry, lower: Entry) -> tuple[str, Style]:
     return ("█", Style(color=above)) if above == below else ("▀", Style(color=above, bgcolor=below))
 
 
-def _plain(upper: Entry, lower: Entry) -> str:
+def _uncoloured(upper: Entry, lower: Entry) -> str:
     """The same without colours, where a half can only be full or empty."""
     if upper is lower:
         return _SHADES[upper]

@@ -27,6 +27,7 @@ def opened(path: Path, plugins: Sequence[Path], threads: int | None = None) -> R
     from transformers.utils.logging import disable_progress_bar
 
     from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.launchers.local import idle_cores
     from kvaudit.audit.runs.names import load_plugins
 
     files = load_plugins(plugins)
@@ -36,21 +37,14 @@ def opened(path: Path, plugins: Sequence[Path], threads: int | None = None) -> R
     set_data(run.spec)
     if isinstance(noted := run.provenance().get(INPUTS), dict):  # a run of an earlier version noted none
         check_same(PLUGINS, noted.get(PLUGINS, {}), files)
-    torch.set_num_threads(threads or _threads_of(run))
+    known = run.provenance().get("threads")  # as it was begun: rounding can depend on their number
+    if threads is None and isinstance(known, int) and known > 0:
+        threads = min(known, os.cpu_count() or 1)
+    elif threads is None:
+        threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else idle_cores()
+    torch.set_num_threads(threads)
     disable_progress_bar()
     return run
-
-
-def _threads_of(run: RunFolder) -> int:
-    """What the run began with: rounding can depend on it."""
-    import torch
-
-    from kvaudit.audit.runs.launchers.local import idle_cores
-
-    known = run.provenance().get("threads")
-    if isinstance(known, int) and known > 0:
-        return min(known, os.cpu_count() or 1)
-    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else idle_cores()
 
 
 def ready_to_read(dtype: str, temperature: float | None, plugins: Sequence[Path]) -> None:

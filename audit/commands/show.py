@@ -54,7 +54,11 @@ def show(
         say(console, name if drawn_policy == named else f"{name}, which a request drew of the mixture")
         _print(drawn, console)
         if svg is not None:
-            _write(svg, picture_svg(drawn))
+            try:
+                svg.parent.mkdir(parents=True, exist_ok=True)
+                svg.write_text(picture_svg(drawn), encoding="utf-8")
+            except OSError as error:
+                raise RunError(f"cannot write {str(svg)!r} ({error.strerror}); give another --svg") from error
             say(console, f"picture: {inline(str(svg))}")
 
 
@@ -116,14 +120,6 @@ def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
         assert completion is not None
         drawn += len(completion.ids)
     return episode.rollouts()[0]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write {str(path)!r} ({error.strerror}); give another --svg") from error
 
 
 COMMAND = Command("show", group="Look", order=3, call=show)

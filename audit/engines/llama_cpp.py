@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvaudit.audit.engines.base import Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, given_weights
+from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
 
-_PLAIN_TYPES = ("f32", "f16", "bf16")
+_UNCOMPRESSED = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)
 
 
@@ -25,7 +25,7 @@ class LlamaCpp(Engine):
     name = "llama.cpp"
     says = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
     install = "pip install 'kvaudit[llama-cpp]'"
-    compresses: ClassVar = {"type_k": _PLAIN_TYPES, "type_v": _PLAIN_TYPES}
+    compresses: ClassVar = {"type_k": _UNCOMPRESSED, "type_v": _UNCOMPRESSED}
     uncompressed: ClassVar[Settings] = {"type_k": "f16", "type_v": "f16"}
     # V is coded under flash attention alone, so the reference too has it, and the types are all that differs
     always: ClassVar[Settings] = {"flash_attn": "true", "type_k": "f16", "type_v": "f16"}
@@ -55,9 +55,9 @@ class LlamaCpp(Engine):
 
 
 def _weights(work: Work) -> EngineWeights:
-    if given := given_weights(work, "llama.cpp", "", "a GGUF file"):
-        check_gguf(given.path)
-        return given
+    if named := named_weights(work, "llama.cpp", "", "a GGUF file"):
+        check_gguf(named.path)
+        return named
     if work.model.name.endswith(".gguf"):
         return EngineWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf

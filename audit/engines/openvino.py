@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, given_weights
+from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
@@ -166,8 +166,8 @@ def _check_acting(settings: Settings) -> None:
 
 
 def _weights(work: Work) -> EngineWeights:
-    if given := given_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
-        return given
+    if named := named_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
+        return named
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 
     return converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import Asked, Reply, Session
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
 
@@ -19,20 +18,12 @@ if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
 
 
-@dataclass(frozen=True)
-class EngineRow:
-    """A graded row of an engine. ``logprob`` is of all its turns, None where one of them has none."""
+class EngineRow(NamedTuple):
+    """A graded row of an engine. Its log-prob is of all turns, None where one has none; seconds are its share."""
 
     item: Item
-    sample_index: int
-    transcript: tuple[Message, ...]
     grade: Grade
-    finish_reason: str  # stop | length | turns | error
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float  # this row's share of the batch's wall time
-    logprob: float | None
-    unanswered: str  # what the engine said instead of an answer
+    answer: UngradedAnswer
 
 
 class _Row:
@@ -116,11 +107,9 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
     said = exchange.transcript
     if not any(message.role is Role.ASSISTANT for message in said[len(exchange.item.messages) :]):
         exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
-    return EngineRow(
-        item=exchange.item,
+    answer = UngradedAnswer(
         sample_index=row.talk.member,
         transcript=exchange.transcript,
-        grade=exchange.grade(),
         finish_reason=exchange.finish,
         prompt_tokens=row.talk.prompt_tokens,
         new_tokens=row.talk.new_tokens,
@@ -128,3 +117,4 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
         logprob=row.logprob,
         unanswered=exchange.unanswered,
     )
+    return EngineRow(exchange.item, exchange.grade(), answer)

@@ -38,7 +38,7 @@ class EngineWeights(NamedTuple):
     origin: str
 
 
-def given_weights(work: Work, engine: str, inside: str, wanted: str) -> EngineWeights | None:
+def named_weights(work: Work, engine: str, inside: str, wanted: str) -> EngineWeights | None:
     """Those that ``engines.ENGINE.weights`` names, which hold the file ``inside`` (they are it themselves for "").
 
     None where none are named; raises SpecError where they are not there.
@@ -127,8 +127,8 @@ def served_folder(work: Work, engine: str) -> EngineWeights:
 
     Raises SpecError for a folder of ``engines.ENGINE.weights`` that is none.
     """
-    if given := given_weights(work, engine, "config.json", "a folder that holds config.json"):
-        return given
+    if named := named_weights(work, engine, "config.json", "a folder that holds config.json"):
+        return named
     if (own := _own_folder(work.model)) is not None:
         return EngineWeights(own, f"of {work.model.sha256[:12]}, as they lie")
     method = f"{SAVED}, {str(work.model.dtype).removeprefix('torch.')}"

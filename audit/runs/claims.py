@@ -65,11 +65,6 @@ class _ClaimState(NamedTuple):
             return {}
         return holder if isinstance(holder, dict) else {}
 
-    def is_of(self, file: int) -> bool:
-        """Whether it was signed under this kernel and mount, whose locks are the whole truth."""
-        holder = self.signed
-        return (holder.get("kernel"), holder.get("device")) == (kernel(), os.fstat(file).st_dev)
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -178,10 +173,13 @@ class Claims:
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
         """The signed claim, and whether another machine may be taking it in this very moment."""
         file, is_new, is_locked = _opened(path)
-        is_own = is_new or _ClaimState.of(file).is_of(file)
-        quiet = 0.0 if is_new else self._watch(path, file)
+        holder = _ClaimState.of(file).signed  # under this kernel and mount locks are the whole truth
+        is_own = is_new or (holder.get("kernel"), holder.get("device")) == (kernel(), os.fstat(file).st_dev)
+        quiet = 0.0 if is_new else self._quiet_seconds(path, file)
         # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
-        if is_locked and (is_own or quiet >= self._patience(file)):
+        patience = 0.0 if self._takeover else SILENCE_SECONDS
+        patience = patience if _ClaimState.of(file).text else _BIRTH_SECONDS
+        if is_locked and (is_own or quiet >= patience):
             return Claim.signed(path, file), not is_own
         os.close(file)
         if is_locked or is_own or not self._takeover or quiet < SILENCE_SECONDS:
@@ -189,7 +187,7 @@ class Claims:
         path.unlink(missing_ok=True)  # the lock of a machine that does not answer stays with the old file
         return self._take(path)[0], True
 
-    def _watch(self, path: Path, file: int) -> float:
+    def _quiet_seconds(self, path: Path, file: int) -> float:
         """For how many seconds this process has seen no sign; by its own clock, since those of machines differ."""
         state, now = _ClaimState.of(file), time.monotonic()
         known, since = self._seen.get(path, (None, now))
@@ -197,11 +195,6 @@ class Claims:
             since = now
         self._seen[path] = state, since
         return now - since
-
-    def _patience(self, file: int) -> float:
-        if not _ClaimState.of(file).text:
-            return _BIRTH_SECONDS
-        return 0.0 if self._takeover else SILENCE_SECONDS
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
@@ -274,10 +267,7 @@ class HeldUnits(Generic[T]):
         return self._held[unit].claim
 
     def keeps(self, unit: T) -> bool:
-        """Whether this unit is still held; to be asked before every piece of work on it.
-
-        All units must be as resumable at that moment as they are after a kill.
-        """
+        """Whether this unit is still held; asked before every piece of work on it, when all are as after a kill."""
         others = [one for one in self._held if one != unit and not self._done(one)]
         if unit in self._held and others and self._idle.was_sent():
             for one in others[len(others) // 2 :]:

@@ -272,18 +272,18 @@ class Evaluator:
             suite_version=suite.version,
             context_tokens=unit.context_tokens,
         )
-        logprob, cache = (None, _cache_use(said)) if isinstance(said, GradedRow) else (said.logprob, CacheUse())
-        spoken = UngradedAnswer(
+        if isinstance(said, EngineRow):
+            return Record.of(serving, said.item, said.grade, said.answer, CacheUse())
+        answer = UngradedAnswer(
             sample_index=said.sample_index,
             finish_reason=said.finish_reason,
             prompt_tokens=said.prompt_tokens,
             new_tokens=said.new_tokens,
             seconds=said.seconds,
             transcript=said.transcript,
-            logprob=logprob,
             unanswered=said.unanswered,
         )
-        return Record.of(serving, said.item, said.grade, spoken, cache)
+        return Record.of(serving, said.item, said.grade, answer, _cache_use(said))
 
 
 def _cache_use(played: GradedRow) -> CacheUse:
@@ -413,8 +413,8 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     paying.check()
     if not paying.by_grade_alone:
         suites = [SUITES.get(name)() for name in paying.paid]
-        given = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_tells(paying, [(suite, made("train", suite, "train", *given)[0]) for suite in suites], model)
+        asked = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
+        check_reward_tells(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

@@ -75,10 +75,6 @@ class Forecast:
         """The whole cost of a part."""
         return self._parts[name].cost
 
-    def finished(self, name: Hashable) -> None:
-        """A part is done, whoever did it."""
-        self.known(name, self._parts[name].cost)
-
     def known(self, name: Hashable, done: float) -> None:
         """So much of a part's cost was done by an earlier run, or by another process: nothing is timed by it."""
         if name in self._parts:
@@ -171,25 +167,25 @@ class Forecast:
         return self._seconds()[1]
 
     def share(self) -> float:
-        """What part of the whole is behind, 0 to 1, by time; it never falls."""
-        behind, ahead = self._seconds()
-        if ahead is not None and behind + ahead > 0:
-            self.last_share = max(self.last_share, behind / (behind + ahead))
+        """What part of the whole is spent, 0 to 1, by time; it never falls."""
+        spent, ahead = self._seconds()
+        if ahead is not None and spent + ahead > 0:
+            self.last_share = max(self.last_share, spent / (spent + ahead))
         return self.last_share
 
     def _seconds(self) -> tuple[float, float | None]:
         """What all parts took, or would have taken this process, and what they will take all processes."""
         rates = self.rates()
-        behind = ahead = 0.0
+        spent = ahead = 0.0
         for name, part in self._parts.items():
             rate = rates[part.kind]
             if rate is None:
                 if not part.apart:
                     return 0.0, None
                 continue
-            behind += self._done[name] * rate
+            spent += self._done[name] * rate
             ahead += (part.cost - self._done[name]) * rate
-        return behind / self._processes, ahead / self._processes
+        return spent / self._processes, ahead / self._processes
 
 
 def _like(part: Part, timed: dict[WorkKind, _Timed]) -> float | None:

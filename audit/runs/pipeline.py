@@ -564,7 +564,7 @@ class Pipeline:
         with self._one_bar(lambda: self._unit_parts(phase, units, folder)) as bar:
 
             def finished(unit: Unit) -> None:
-                bar.forecast.finished((folder, unit))
+                bar.forecast.known((folder, unit), bar.forecast.cost((folder, unit)))
 
             def work(held: HeldUnits[Unit]) -> None:
                 first, begun = held.units[0], set[Unit]()

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.audit.scan.sheet import Mapping, Setting, Value, plain
+from kvaudit.audit.scan.sheet import Mapping, Setting, Value, comparable
 from kvaudit.core.files import parse_yaml
 
 ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
@@ -143,7 +143,7 @@ def _compared(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
     """A key as it is compared: hyphens and cases alike, but short flags, variables and names of code as they are."""
     if kind in ("env", "call", "import") or (kind == "flag" and not key[0].startswith("--")):
         return key
-    return tuple(plain(part.lstrip("-")) for part in key)
+    return tuple(comparable(part.lstrip("-")) for part in key)
 
 
 def _is_set(value: Value) -> bool:

@@ -81,6 +81,6 @@ def read_value(text: str) -> Value:
     return Unknown(clip(text, 80)) if _OPEN.search(text) else text
 
 
-def plain(word: str) -> str:
+def comparable(word: str) -> str:
     """A name in the form in which names are compared: engines take both hyphens and underscores."""
     return word.replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""A probe at work: conversations over calls, records of them, and a halt where an endpoint answers no more.
+"""A probe at work: conversations over calls, records of them, and an end where an endpoint answers no more.
 
     records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {why: conversations}, ...}
 
@@ -68,7 +68,7 @@ class Probe:
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
-        self._lock, self._streak, self._halted = threading.Lock(), 0, False
+        self._lock, self._streak, self._is_ending = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()
 
@@ -146,9 +146,9 @@ class Probe:
             rows = [(unit, item, sample) for item in unit.items for sample in samples]
             return list(pool.map(lambda row: self._talk(*row), rows))
         finally:
-            self._halted = True  # of threads that are left where something was raised; no others are
+            self._is_ending = True  # of threads that are left where something was raised; no others are
             pool.shutdown(cancel_futures=True)
-            self._halted = False
+            self._is_ending = False
 
     def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
@@ -177,7 +177,7 @@ class Probe:
         known = self._calls.find(key)
         if known is not None:
             return known
-        if self._halted:
+        if self._is_ending:
             raise Unanswered("it was not asked")
         sent = sum(self._plan.count(row["content"]) for row in body["messages"])
         started = time.perf_counter()
