@@ -85,7 +85,10 @@ def card(
         from kvaudit.reports.page.formats.card import render
 
         page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
-        section = render(page, _known(arm, page))
+        arms = page.findings.comparison.arms
+        if arm is not None and arm not in arms:
+            raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")
+        section = render(page, arm)
         if hub is not None:
             _write_results(page, hub, benchmark, arm, console)
         if into is not None:
@@ -95,13 +98,6 @@ def card(
             raise typer.Exit(_DIFFERS)
         if into is None and check is None and hub is None:
             typer.echo(section, nl=False)
-
-
-def _known(arm: str | None, page: Page) -> str | None:
-    arms = page.findings.comparison.arms
-    if arm is not None and arm not in arms:
-        raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")
-    return arm
 
 
 def _page(run: Path, asked: Asked) -> Page:

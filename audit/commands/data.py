@@ -12,7 +12,7 @@ from kvaudit.audit.commands.command_line import option, say, user_errors, wide_c
 from kvaudit.core.text import guide
 
 if TYPE_CHECKING:
-    from kvaudit.suites.catalogue import PublicRows
+    pass
 
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
 _OURS = (
@@ -34,7 +34,9 @@ def show_data(context: typer.Context) -> None:
 
         folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
         for one in CATALOGUE:
-            table.add_row(one.name, _state(one, folder), one.rows, one.licence, one.whence, ", ".join(one.suites))
+            there = "there, other rows than these" if one.other(folder) else "there"
+            state = "lacking" if one.lacking(folder) else there
+            table.add_row(one.name, state, one.rows, one.licence, one.whence, ", ".join(one.suites))
         console = wide_console()
         say(console, f"folder: {folder}")
         console.print(table, markup=False)
@@ -69,12 +71,6 @@ def fetch_data(
             done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
             say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.whence}")
         say(console, f"in {folder}")
-
-
-def _state(rows: PublicRows, folder: Path) -> str:
-    if rows.lacking(folder):
-        return "lacking"
-    return "there, other rows than these" if rows.other(folder) else "there"
 
 
 def _write(path: Path, raw: bytes) -> None:

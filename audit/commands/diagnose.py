@@ -92,7 +92,11 @@ def _show(found: Diagnosis, console: Any) -> None:
     """The parts and the remedies beside the setting, the layers that carry most, and the words of it."""
     from kvaudit.reports.layout.tables import table_of
 
-    rows = [_row(one, found) for one in (found.whole, *found.parts, found.fine, *found.remedies)]
+    rows = []
+    for one in (found.whole, *found.parts, found.fine, *found.remedies):
+        bits = f"{one.case.bits:.3g}" if one.case.bits else "-"  # of a part alone, which nobody serves
+        turned = f"{one.turned} of {found.refused}"
+        rows.append([one.case.name, bits, f"{one.nats:.4f}", _share(one, found), f"{one.refusals:.4f}", turned])
     print_table(console, table_of(_COLUMNS, rows))
     most = sorted(found.layers, key=lambda one: -one.nats)[:_SHOWN]
     say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
@@ -107,12 +111,6 @@ def _show(found: Diagnosis, console: Any) -> None:
     if found.mode != "nothing" and not found.mending:
         say(console, "try: nothing here takes away half of it at less than eight bits")
     say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
-
-
-def _row(one: Harm, found: Diagnosis) -> list[str]:
-    turned = f"{one.turned} of {found.refused}"
-    bits = f"{one.case.bits:.3g}" if one.case.bits else "-"  # of a part alone, which nobody serves
-    return [one.case.name, bits, f"{one.nats:.4f}", _share(one, found), f"{one.refusals:.4f}", turned]
 
 
 def _share(one: Harm, found: Diagnosis) -> str:

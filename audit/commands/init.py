@@ -81,7 +81,10 @@ def init(
         if kind in SHIPPED:
             if model is not None or any(ways):
                 raise SpecError(f"init {kind} takes no model and no options but --out; change what it writes")
-            _write(_example(SHIPPED[kind].example), out or Path(SHIPPED[kind].written), SHIPPED[kind].then)
+            from importlib.resources import files
+
+            text = (files("kvaudit") / "examples" / SHIPPED[kind].example).read_text(encoding="utf-8")
+            _write(text, out or Path(SHIPPED[kind].written), SHIPPED[kind].then)
             return
         if kind != CHECK:
             raise UnknownName("kind of file", kind, (CHECK, *SHIPPED))
@@ -90,25 +93,13 @@ def init(
         asking = Asking(
             model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
         )
-        text = _asked(asking)
+        from kvaudit.audit.runs.question import planned, spec_named, spec_text
+
+        set_rows(asking)
+        way = asking.way()
+        text = spec_text(model, way, planned(model, way, fast=fast), typed(asking))
+        spec_named(text)  # which raises where it is none
         _write(text, out or Path("spec.yaml"), "run it with kvaudit run {out} --anyway, then kvaudit gate")
-
-
-def _asked(asking: Asking) -> str:
-    """The spec that ``check`` would run, which is known to be one."""
-    from kvaudit.audit.runs.question import planned, spec_named, spec_text
-
-    set_rows(asking)
-    way = asking.way()
-    text = spec_text(asking.model, way, planned(asking.model, way, fast=asking.fast), typed(asking))
-    spec_named(text)
-    return text
-
-
-def _example(name: str) -> str:
-    from importlib.resources import files
-
-    return (files("kvaudit") / "examples" / name).read_text(encoding="utf-8")
 
 
 def _write(text: str, out: Path, then: str) -> None:

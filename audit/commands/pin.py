@@ -20,7 +20,7 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin that moves is none; give another --out")
     found = tuple(pinned for folder in folders for pinned in _pinned(folder))
-    names = [_called(entry) for entry in found]
+    names = [f"{one.arm} seed {one.seed}" if one.named else f"weights {one.sha256[:12]}" for one in found]
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{name} is given twice; give every checkpoint once, and one for each seed")
@@ -31,11 +31,6 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
         known = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
         say(console, inline(f"{name}: {known if entry.named else 'trained elsewhere, pinned under whatever name'}"))
     say(console, f"pin: {out} ({made.sha256[:12]})")
-
-
-def _called(entry: Pinned) -> str:
-    """What a pinned checkpoint is called: its arm and seed where it has such, else its weights."""
-    return f"{entry.arm} seed {entry.seed}" if entry.named else f"weights {entry.sha256[:12]}"
 
 
 def _pinned(folder: Path) -> Iterator[Pinned]:

@@ -48,9 +48,10 @@ def shading_svg(title: str, parts: Sequence[ShadedPrompt]) -> str:
     body: list[str] = []
     for part in parts:
         spots = list(_spots(part))
-        lines = list(_head(part, y))
+        body.append(f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_inert(part.heading)}</text>')
+        body.append(f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_inert(part.caption)}</text>')
         top = y + HEIGHT * 2.4
-        body += [*lines, *(element for spot in spots for element in _token(spot, top))]
+        body += [element for spot in spots for element in _token(spot, top)]
         y = top + HEIGHT * (max((spot.line for spot in spots), default=0) + 2)
     caption = "Every token is shaded by the share of layers and KV heads that still held it when the answer began."
     return "\n".join(
@@ -66,11 +67,6 @@ def shading_svg(title: str, parts: Sequence[ShadedPrompt]) -> str:
             "",
         ]
     )
-
-
-def _head(part: ShadedPrompt, y: float) -> Iterator[str]:
-    yield f'<text class="head" x="{MARGIN:g}" y="{y:g}">{_inert(part.heading)}</text>'
-    yield f'<text class="about" x="{MARGIN:g}" y="{y + HEIGHT:g}">{_inert(part.caption)}</text>'
 
 
 def _spots(part: ShadedPrompt) -> Iterator[_Spot]:

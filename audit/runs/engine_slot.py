@@ -70,7 +70,10 @@ class EngineSlot(Session):
             assert self._held is not None
             try:
                 replies = self._held[1].answer(asked)
-                self._note_refused(replies)
+                refusals = [reply.refused for reply in replies if reply.refused is not None]
+                if refusals:  # in the records they are unscored
+                    said = f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}"
+                    self._say(said)
                 return replies
             except EngineFailed as error:
                 wanted = self._wanted
@@ -80,12 +83,6 @@ class EngineSlot(Session):
                     raise RunError(f"{error}; what is written stays: go on with --resume") from None
                 self._say(f"{error}; starting it again")
         raise AssertionError
-
-    def _note_refused(self, replies: Sequence[Reply]) -> None:
-        """Say which requests the engine would not answer; they are unscored, in the records too."""
-        refusals = [reply.refused for reply in replies if reply.refused is not None]
-        if refusals:
-            self._say(f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}")
 
     def stop(self) -> None:
         """End the engine, if there is one."""
@@ -97,22 +94,19 @@ class EngineSlot(Session):
         with self._around(condition):
             session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
         try:
-            self._hold(condition, session)
+            hold_engine(self._run, condition.canonical, condition.engine, session.described)
         except BaseException:
             session.stop()
             raise
         return session
 
-    def _hold(self, condition: Condition, session: Session) -> None:
-        hold_engine(self._run, condition.canonical, condition.engine, session.described)
 
-
-def hold_engine(run: RunFolder, key: str, engine: str, about: Mapping[str, str]) -> None:
+def hold_engine(run: RunFolder, key: str, engine: str, described: Mapping[str, str]) -> None:
     """Note what an engine says it is, and raise RunError for one that says otherwise than the first did.
 
     Its weights are those of each checkpoint in turn, whose hash stands elsewhere.
     """
-    now = dict(about)
+    now = dict(described)
     then = run.keep(SERVED_BY, key, now)
     changed = sorted(name for name in {*then, *now} - {"weights"} if then.get(name) != now.get(name))
     if changed:

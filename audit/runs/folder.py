@@ -84,7 +84,10 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     """
     with _usable(path):
         if not (path / SPEC).exists():
-            if path.exists() and (not path.is_dir() or any(_visible(path))):
+            begun = {PROVENANCE, "records", "spec.yaml.partial"}  # traces of a start that was cut short
+            if path.exists() and (
+                not path.is_dir() or any(one.name[0] != "." and one.name not in begun for one in path.iterdir())
+            ):
                 raise RunError(f"{str(path)!r} is not empty and holds no run; give another --out")
             return False
     _check_same(path, spec)
@@ -154,12 +157,6 @@ def _usable(path: Path) -> Iterator[None]:
         if error.errno not in _IMPOSSIBLE:
             raise
         raise RunError(f"{str(path)!r} cannot be a folder ({error.strerror}); give another --out") from None
-
-
-def _visible(path: Path) -> Iterator[Path]:
-    """What is in a folder besides the traces of a start that was cut short."""
-    starting = {PROVENANCE, "records", "spec.yaml.partial"}
-    return (entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.name not in starting)
 
 
 def _check_same(path: Path, spec: RunSpec) -> None:

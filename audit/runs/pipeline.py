@@ -269,8 +269,11 @@ class Pipeline:
         if section is None:
             return
         starts, any_left = list(self._spec.starts), not self.is_trained
-        if any_left:
-            self._write_recipe(section)
+        if any_left:  # what checkpoints are made of lies beside them, as it is when training begins
+            model, path = self._load_base(), self._run.path / RECIPE
+            self._hold_reward(paying_of(section.reward, section.suites))
+            if not path.exists():
+                write_json(path, recipe_of(self._spec, section, model, self._batches))
         if section.sft is not None:
             self._train_all(starts, section.sft.steps)
         # what another rank does, with logs of its own beside those of workers that have ranks too
@@ -703,21 +706,6 @@ class Pipeline:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
         check_same(kind, self._run.keep(INPUTS, kind, dict(now)), now)
 
-    def _write_recipe(self, section: TrainSpec) -> None:
-        """Leave what the checkpoints are made of beside them, as it is when training begins."""
-        model, path = self._load_base(), self._run.path / RECIPE
-        self._hold_reward(paying_of(section.reward, section.suites))
-        if not path.exists():
-            write_json(path, recipe_of(self._spec, section, model, self._batches))
-
-    def _join_recipes(self) -> None:
-        """The same of checkpoints that were trained elsewhere, where each of them says it."""
-        path = self._run.path / RECIPE
-        if self._spec.train is None and not path.exists():
-            joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
-            if joined is not None:
-                write_json(path, joined)
-
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
         if not paying.by_grade_alone:
@@ -745,7 +733,10 @@ class Pipeline:
             )
         # before its first answer is sealed: a run that has all answers no longer needs the folder
         take_over(locate(name), self._run.checkpoint(*pair))
-        self._join_recipes()
+        if self._spec.train is None and not (self._run.path / RECIPE).exists():
+            joined = joined_recipe(self._run, refusal_set(self._spec, self._batches))
+            if joined is not None:  # where each of the checkpoints says what it is made of
+                write_json(self._run.path / RECIPE, joined)
         return model
 
     def _sha256_of(self, pair: Pair) -> str:

@@ -244,7 +244,10 @@ def _endpoint(option: str, text: str) -> dict[str, str]:
 
 def spec_text(model: str, way: Way, plan: CheckPlan, command: str) -> str:
     """The spec as YAML that says why everything in it stands there."""
-    suites = [question.suite for question, _ in plan.questions]
+    suites, suite_lines = [question.suite for question, _ in plan.questions], list[str]()
+    for question, items in plan.questions:
+        part = {"items": items, **({} if question.tokens is None else {"max_new_tokens": question.tokens})}
+        suite_lines += [f"    # {question.why}", f"    {question.suite}: {json.dumps(part)}"]
     margined = [name for q, _ in plan.questions for name in (q.suite, *(f"{q.suite}.{facet}" for facet in q.facets))]
     lines = [
         f"# {' '.join(command.split())}",
@@ -257,7 +260,7 @@ def spec_text(model: str, way: Way, plan: CheckPlan, command: str) -> str:
         *([] if isinstance(way.policy, Mapping) else ["    - none"]),
         f"    - {json.dumps(way.policy, ensure_ascii=False)}",
         "  suites:",
-        *(line for question, items in plan.questions for line in _suite_lines(question, items)),
+        *suite_lines,
         *([f"  context_tokens: [{plan.length}]"] if any(SUITES.get(s).lengths == "given" for s in suites) else []),
         f"  pilot: {plan.pilot}  # the reference answers these first: whether it has anything to lose",
         f"  floor: {plan.floor}  # of each suite are asked twice more, once in another order: what changes by itself",
@@ -283,8 +286,3 @@ def run_name(model: str, way: Way) -> str:
         words = [served.engine, *(named or [served.canonical])]
     slug = _NAME.sub("-", "-".join(filter(None, ("check", Path(model).name, *(words or [served.canonical])))))
     return slug.strip("-")[:80]
-
-
-def _suite_lines(question: AskedSuite, items: int) -> list[str]:
-    part = {"items": items, **({} if question.tokens is None else {"max_new_tokens": question.tokens})}
-    return [f"    # {question.why}", f"    {question.suite}: {json.dumps(part)}"]

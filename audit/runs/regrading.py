@@ -95,12 +95,12 @@ class Regrading(Generic[Q, G]):
         return Items(self._run)
 
     def _stored(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
-        for number, record in enumerate(records_of(unit), start=1):
-            yield StoredAnswer(record, partial(self._asked, unit, number, record))
+        def asked(number: int, record: Record) -> tuple[Suite, Item]:
+            made = self._items.of(unit)
+            return made.suite, item_of(record, made, f"{str(unit.records)!r} line {number}")
 
-    def _asked(self, unit: StoredUnit, number: int, record: Record) -> tuple[Suite, Item]:
-        asked = self._items.of(unit)
-        return asked.suite, item_of(record, asked, f"{str(unit.records)!r} line {number}")
+        for number, record in enumerate(records_of(unit), start=1):
+            yield StoredAnswer(record, partial(asked, number, record))
 
     def _is_done(self, unit: StoredUnit) -> bool:
         if not self.place(unit).exists():

@@ -98,16 +98,12 @@ def read_file(path: Path) -> Contents:
     sheet = Sheet()
     unread: list[tuple[int, str]] = []
     try:
-        _read(dialect_of(path.name) or _guessed(text), text, sheet)
+        for body in _READERS[dialect_of(path.name) or _guessed(text)](text, sheet) or ():
+            _read_quietly(body, sheet)
     except Unreadable as error:
         unread.append((error.line, error.reason))
     _expand_json(sheet)
     return Contents(sheet.settings, [*unread, *sheet.unread], text.lower())
-
-
-def _read(dialect: str, text: str, sheet: Sheet) -> None:
-    for body in _READERS[dialect](text, sheet) or ():
-        _read_quietly(body, sheet)
 
 
 def _read_quietly(body: HereDocument, sheet: Sheet) -> None:

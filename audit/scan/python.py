@@ -8,7 +8,17 @@ from __future__ import annotations
 import ast
 import warnings
 
-from kvaudit.audit.scan.sheet import DEEPEST_TREE, Mapping, Setting, Sheet, Unknown, Unreadable, Value, read_value
+from kvaudit.audit.scan.sheet import (
+    DEEPEST_TREE,
+    Mapping,
+    Setting,
+    Sheet,
+    Unknown,
+    Unreadable,
+    Value,
+    read_value,
+    spelt,
+)
 from kvaudit.audit.scan.shell import read_line, read_words
 from kvaudit.audit.scan.shell_words import Word
 
@@ -120,7 +130,7 @@ class _Reader(ast.NodeVisitor):
 
     def _sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
         """A list of words is a command line, as ``subprocess`` takes it; mappings in a list belong to its key."""
-        words = [Word(_spelt(self._value(item)), item.lineno) for item in node.elts]
+        words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
         if any(word.text.startswith("--") and " " not in word.text for word in words):
             read_words(words, self.sheet)
             return
@@ -202,7 +212,3 @@ def _place(target: ast.expr) -> tuple[str, ...]:
 
 def _joined(node: ast.JoinedStr) -> str:
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "${...}" for part in node.values)
-
-
-def _spelt(value: Value) -> str:
-    return value.text if isinstance(value, Unknown) else str(value)

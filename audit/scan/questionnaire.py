@@ -193,7 +193,11 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {shown(table.get(name))}, wanted {value!r}{more}"
     for name in _HEAD:
         yield from _text_faults(name, table.get(name))
-    if isinstance(table.get("date"), str) and not _is_date(table["date"]):
+    try:
+        known = date.fromisoformat(str(table.get("date"))).isoformat()
+    except ValueError:
+        known = ""
+    if isinstance(table.get("date"), str) and known != table["date"]:
         yield f"date is {shown(table['date'])}, wanted YYYY-MM-DD"
     yield from (f"unknown key {clipped(key)!r}" for key in table if key not in (*wanted, *_HEAD, "answers"))
     answers = table.get("answers")
@@ -241,10 +245,3 @@ def _text_faults(where: str, value: Any) -> Iterator[str]:
         yield f"{where} is {shown(value)}, wanted a text"
     elif len(value) > LONGEST_TEXT or not is_text(value):
         yield f"{where} is longer than {LONGEST_TEXT} characters, or holds what no file can"
-
-
-def _is_date(text: str) -> bool:
-    try:
-        return date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False

@@ -84,3 +84,8 @@ def read_value(text: str) -> Value:
 def comparable(word: str) -> str:
     """A name in the form in which names are compared: engines take both hyphens and underscores."""
     return word.replace("-", "_").lower()
+
+
+def spelt(value: Value) -> str:
+    """A value as it is written."""
+    return value.text if isinstance(value, Unknown) else str(value)

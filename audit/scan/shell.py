@@ -45,7 +45,8 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
             continue
         shell = row if continued else _as_shell(row)
         listed = listed if continued else shell.lstrip().startswith("[")
-        lines.append(_unlisted(shell) if listed else shell)
+        words = re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", shell))  # of a list of words
+        lines.append(words if listed else shell)
         continued = row.rstrip().endswith("\\")
     return read_shell("\n".join(lines), sheet)
 
@@ -70,10 +71,6 @@ def _as_shell(row: str) -> str:
         name, _, value = rest.partition(" ")
         return rest if "=" in name else f"{name}={value}"
     return rest if word in ("RUN", "CMD", "ENTRYPOINT", "ARG") else f": {rest}"
-
-
-def _unlisted(row: str) -> str:
-    return re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", row))
 
 
 def _assigned_once(commands: list[ShellCommand]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from kvaudit.audit.scan.sheet import (
     Unreadable,
     Value,
     read_value,
+    spelt,
 )
 from kvaudit.audit.scan.shell import read_line, read_words
 from kvaudit.audit.scan.shell_words import Word
@@ -141,17 +142,13 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
 def _read_arguments(row: Series, sheet: Sheet) -> None:
     """A sequence of words is a command line; one of ``NAME=value`` sets variables."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
-    words = [Word(_spelt(leaf.value), leaf.line) for leaf in leaves]
+    words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
         read_words(words, sheet)
         return
     for word in words:
         if match := _ASSIGNED.fullmatch(word.text):
             sheet.add(Setting("env", (match[1],), read_value(match[2]), word.line, sheet.group()))
-
-
-def _spelt(value: Value) -> str:
-    return value.text if isinstance(value, Unknown) else str(value)
 
 
 class _Composed:

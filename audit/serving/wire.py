@@ -62,10 +62,14 @@ def read_request(body: Any) -> ChatRequest:
     for key, harmless in _NOT_SERVED.items():
         if key in body and body[key] not in harmless:
             raise SpecError(f"{key} is {shown(body[key])}, which this server cannot do; leave it out")
-    options = body.get("stream_options") or {}
+    options, model, rows = body.get("stream_options") or {}, body.get("model"), body.get("messages")
+    if not isinstance(model, str) or not model or not is_text(model):
+        raise SpecError(f"model is {shown(model)}, wanted text")
+    if not isinstance(rows, list) or not rows:
+        raise SpecError(f"messages is {shown(rows)}, wanted a list of messages")
     return ChatRequest(
-        model=_text(body, "model"),
-        messages=_messages(body.get("messages")),
+        model=model,
+        messages=tuple(_message(row, number) for number, row in enumerate(rows)),
         max_tokens=_whole(body, "max_completion_tokens", 1, MOST_TOKENS) or _whole(body, "max_tokens", 1, MOST_TOKENS),
         temperature=_number(body, "temperature", 1.0, least=0.0, most=100.0),
         top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),
@@ -76,12 +80,6 @@ def read_request(body: Any) -> ChatRequest:
         stream=bool(body.get("stream")),
         usage_in_stream=isinstance(options, Mapping) and bool(options.get("include_usage")),
     )
-
-
-def _messages(rows: Any) -> tuple[Message, ...]:
-    if not isinstance(rows, list) or not rows:
-        raise SpecError(f"messages is {shown(rows)}, wanted a list of messages")
-    return tuple(_message(row, number) for number, row in enumerate(rows))
 
 
 def _message(row: Any, number: int) -> Message:
@@ -107,13 +105,6 @@ def _whole_text(text: str, number: int) -> str:
     if not is_text(text):
         raise SpecError(f"messages[{number}] holds half of a character, which no tokenizer reads")
     return text
-
-
-def _text(body: Mapping[str, Any], key: str) -> str:
-    value = body.get(key)
-    if not isinstance(value, str) or not value or not is_text(value):
-        raise SpecError(f"{key} is {shown(value)}, wanted text")
-    return value
 
 
 def _whole(body: Mapping[str, Any], key: str, least: int, most: int) -> int | None:

@@ -161,7 +161,11 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]
     job.logs.mkdir(parents=True, exist_ok=True)
     turns = gpus() if count and job.any_gpu else []
     # the body is number 0 and takes the first
-    started = [ExtraWorker(number, job, say, _seen(number, job.gpus, turns)) for number in range(1, count + 1)]
+    started = []
+    for number in range(1, count + 1):
+        places = range(number * job.gpus, (number + 1) * job.gpus) if turns else ()
+        own = dict.fromkeys(turns[place % len(turns)] for place in places)
+        started.append(ExtraWorker(number, job, say, {VISIBLE: ",".join(own)} if own else {}))
     patience = 0.0
     try:
         yield started
@@ -169,12 +173,6 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]
     finally:
         for companion in started:
             companion.stop(patience)
-
-
-def _seen(number: int, count: int, turns: Sequence[str]) -> dict[str, str]:
-    """The GPUs of a worker, ``count`` whose turn it is; nothing where there are none."""
-    own = [turns[place % len(turns)] for place in range(number * count, (number + 1) * count)] if turns else []
-    return {VISIBLE: ",".join(dict.fromkeys(own))} if own else {}
 
 
 class _Companions(list[ExtraWorker]):

@@ -6,9 +6,9 @@ Log-probabilities of given continuations are read token by token, as they would 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -28,7 +28,6 @@ from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Dec
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 
-T = TypeVar("T")
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing; as the harness's own models have it
 _DRAWN = {"do_sample", "temperature", "top_p"}
 _OF_DRAWS_ALONE = {"top_k", "min_p", "typical_p"}  # settings without effect on greedy answers
@@ -151,7 +150,8 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             groups[context, tuple(ids)].append(number)
         found: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvaudit scores") as bar:
-            for batch in _batches(list(groups), self._rows):
+            keys = list(groups)
+            for batch in (keys[start : start + self._rows] for start in range(0, len(keys), self._rows)):
                 answers = [[requests[n][2] for n in groups[key]] for key in batch]
                 prompts = [self._prompt(*key) for key in batch]
                 for prompt, own in zip(prompts, answers, strict=True):
@@ -224,7 +224,3 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 f"a prompt of {prompt} tokens and an answer of {answer} exceed the model's "
                 f"{self._loaded.max_positions} positions, and kvaudit cuts no prompt; take shorter documents"
             )
-
-
-def _batches(values: Sequence[T], size: int) -> Iterable[Sequence[T]]:
-    return (values[start : start + size] for start in range(0, len(values), size))
