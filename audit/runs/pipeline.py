@@ -806,9 +806,9 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "train": Stage(Pipeline.train, lambda pipeline: pipeline.is_trained),
-    "pilot": Stage(Pipeline.pilot, lambda pipeline: pipeline.is_piloted),
-    "evaluate": Stage(Pipeline.evaluate, lambda pipeline: pipeline.is_evaluated),
+    "train": Stage(lambda pipeline: pipeline.train(), lambda pipeline: pipeline.is_trained),
+    "pilot": Stage(lambda pipeline: pipeline.pilot(), lambda pipeline: pipeline.is_piloted),
+    "evaluate": Stage(lambda pipeline: pipeline.evaluate(), lambda pipeline: pipeline.is_evaluated),
 }  # in this order
 
 

@@ -9,13 +9,13 @@ on: what was answered is remembered (``calls``), so only what failed is asked.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,12 +25,12 @@ from kvaudit.audit.runs.evaluate import row_seed
 from kvaudit.audit.runs.folder import RunFolder, utc_now
 from kvaudit.audit.runs.probe.calls import Calls, call_key, request
 from kvaudit.audit.runs.probe.plan import Plan, ProbeUnit
-from kvaudit.audit.runs.progress import Meter
+from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.chat_calls import Answer, answer
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
-from kvaudit.core.files import read_json, write_json
+from kvaudit.core.files import read_json, write_json, write_whole
 from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
@@ -82,7 +82,7 @@ class Probe:
                 lock=lambda unit: self._run.records / f"{unit.name}.lock",
                 work=self._ask,
                 finished=lambda _: None,
-                waiting=lambda text: self._console.print(text, markup=False, highlight=False, soft_wrap=True),
+                waiting=partial(print_line, self._console),
             )
         if self._models:
             self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_NAMED])}})
@@ -102,9 +102,6 @@ class Probe:
                         f"the probe began with {key} {str(then)[:60]}, now it is {now[:60]}; go on with what it began "
                         "with, or give another --out"
                     )
-
-    def _records(self, unit: ProbeUnit) -> Path:
-        return self._run.records / f"{unit.name}.jsonl"
 
     def _seal(self, unit: ProbeUnit) -> Path:
         return self._run.records / f"{unit.name}.done.json"
@@ -127,13 +124,8 @@ class Probe:
         talks = self._talks(unit)
         mine.check()
         lines = "".join(self._record(unit, talk).to_json() + "\n" for talk in talks).encode()
-        partial = self._records(unit).with_suffix(".jsonl.partial")
-        with partial.open("wb") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
         self._seal(unit).unlink(missing_ok=True)  # of an earlier try: never beside records that are not its own
-        os.replace(partial, self._records(unit))
+        write_whole(self._run.records / f"{unit.name}.jsonl", lines)
         self._tried.add(unit.name)
         failed = Counter(talk.exchange.unanswered for talk in talks if talk.exchange.unanswered)
         sealed = {"records": len(talks), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
