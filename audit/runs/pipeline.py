@@ -269,11 +269,8 @@ class Pipeline:
         if section is None:
             return
         starts, any_left = list(self._spec.starts), not self.is_trained
-        if any_left:  # what checkpoints are made of lies beside them, as it is when training begins
-            model, path = self._load_base(), self._run.path / RECIPE
-            self._hold_reward(paying_of(section.reward, section.suites))
-            if not path.exists():
-                write_json(path, recipe_of(self._spec, section, model, self._batches))
+        if any_left:
+            self._write_recipe(section)
         if section.sft is not None:
             self._train_all(starts, section.sft.steps)
         # what another rank does, with logs of its own beside those of workers that have ranks too
@@ -282,11 +279,7 @@ class Pipeline:
         job = Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
         with started(section.ranks, job, self._say, any_left=any_left) as self._ranks:
             if section.stops:
-
-                def has_ended(pair: Pair) -> bool:
-                    return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
-
-                self._train_all(list(section.pairs), section.steps, has_ended)
+                self._train_all(list(section.pairs), section.steps, self._has_ended)
                 self._note_stops(section)
             self._train_all(list(section.pairs), section.steps)
         digests = {f"{arm}/{seed}": self._trained_sha256((arm, seed)) for arm, seed in self._made}
@@ -706,6 +699,13 @@ class Pipeline:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
         check_same(kind, self._run.keep(INPUTS, kind, dict(now)), now)
 
+    def _write_recipe(self, section: TrainSpec) -> None:
+        """Leave what the checkpoints are made of beside them, as it is when training begins."""
+        model, path = self._load_base(), self._run.path / RECIPE
+        self._hold_reward(paying_of(section.reward, section.suites))
+        if not path.exists():
+            write_json(path, recipe_of(self._spec, section, model, self._batches))
+
     def _hold_reward(self, paying: Paying) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
         if not paying.by_grade_alone:
@@ -759,6 +759,9 @@ class Pipeline:
         """Every checkpoint that the run trains, warm starts first."""
         section = self._spec.train
         return [*self._spec.starts, *(() if section is None else section.pairs)]
+
+    def _has_ended(self, pair: Pair) -> bool:
+        return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
 
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()
