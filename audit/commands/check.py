@@ -215,8 +215,8 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     yield f"compares {' against '.join(names.get(text, text) for text in served)}"
     yield f"asks {asked}: about {ways * rows + floor} answers{again}; {LOST_POINTS} points may be lost"
     if plan.lacking:
-        names = " ".join(one.name for one in plan.lacking)
-        yield f"public rows that lack, without which it says less: kvaudit data fetch {names}"
+        lacking = " ".join(one.name for one in plan.lacking)
+        yield f"public rows that lack, without which it says less: kvaudit data fetch {lacking}"
     if plan.fast:
         yield f"--fast cannot decide: {'; '.join(plan.leaves_out)}"
 

@@ -34,8 +34,8 @@ def show_data(context: typer.Context) -> None:
 
         folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
         for one in CATALOGUE:
-            there = "there, other rows than these" if one.other(folder) else "there"
-            state = "lacking" if one.lacking(folder) else there
+            lacks = bool(one.lacking(folder))
+            state = "lacking" if lacks else "there, other rows than these" if one.other(folder) else "there"
             table.add_row(one.name, state, one.rows, one.licence, one.whence, ", ".join(one.suites))
         console = wide_console()
         say(console, f"folder: {folder}")

@@ -168,8 +168,7 @@ class _Composed:
         if depth > DEEPEST_TREE:
             raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", line)
         if isinstance(node, yaml.MappingNode):
-            above = 1 + self.offset
-            pairs = node.value
+            above, pairs = 1 + self.offset, node.value
             return Branch([(str(k.value), k.start_mark.line + above, self.tree(v, depth + 1)) for k, v in pairs])
         if isinstance(node, yaml.SequenceNode):
             return Series([self.tree(item, depth + 1) for item in node.value], line)
