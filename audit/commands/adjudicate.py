@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import (
-    Run,
-    check_seed,
-    option,
-    print_table,
-    say,
-    selectors,
-    user_errors,
-    wide_console,
-)
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
 from kvaudit.audit.commands.report import print_verdict
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output

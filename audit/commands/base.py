@@ -16,10 +16,13 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import typer
 
+# those whose default nobody is shown: there is none, or their help says it
+option, argument = partial(typer.Option, show_default=False), partial(typer.Argument, show_default=False)
 HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Go again", "Extend")  # as the help shows them
 LONGEST_SUMMARY = 60  # characters, so that the help of 80 columns cuts none
 

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import (
     GateFile,
     OnInconclusive,
     Run,
     Waivers,
-    argument,
-    option,
     say,
     say_unfinished,
     user_errors,

@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import (
-    Resume,
-    RunOut,
-    Threads,
-    argument,
-    option,
-    say,
-    selectors,
-    user_errors,
-    wide_console,
-)
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import clip, inline

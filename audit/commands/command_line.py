@@ -11,13 +11,13 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
 from kvaudit.core.text import clip, inline
@@ -33,9 +33,6 @@ LONGEST_LINE = 2_000  # characters of an error
 _WIDTH_OF_A_PIPE = 200
 _MOST_SEED = 2**63 - 1  # what torch takes
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
-
-# those whose default nobody is shown: there is none, or their help says it
-option, argument = partial(typer.Option, show_default=False), partial(typer.Argument, show_default=False)
 
 SpecFile = Annotated[Path, argument(help="The run's YAML file.")]
 Run = Annotated[Path, argument(help="The folder of a run.")]

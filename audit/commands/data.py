@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.text import guide
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Threads, option, print_table, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Threads, print_table, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import inline
 

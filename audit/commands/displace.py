@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, option, say, user_errors
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors
 from kvaudit.audit.commands.serving_again import opened, show_found
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, argument, option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened, show_found
 
 

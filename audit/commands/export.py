@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Run, option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import read_provenance
 from kvaudit.core.text import inline

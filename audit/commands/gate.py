@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import (
     GateFile,
     OnInconclusive,
     Waivers,
-    argument,
-    option,
     say_unfinished,
     user_errors,
     wide_console,

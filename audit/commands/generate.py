@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, argument, check_seed, option, say, user_errors
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import is_text, visible
 

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, argument
 from kvaudit.audit.commands.check import (
     Asking,
     CandidateUrl,
@@ -23,7 +23,7 @@ from kvaudit.audit.commands.check import (
     set_rows,
     typed,
 )
-from kvaudit.audit.commands.command_line import argument, say, user_errors, wide_console
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 
 CHECK = "check"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, option, say, set_data, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.text import inline
 

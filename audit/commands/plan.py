@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import argument, option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import (
     Limit,
     Plugins,
     Resume,
     RunOut,
-    argument,
-    option,
     print_table,
     say,
     set_data,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import USAGE, option, user_errors
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import USAGE, user_errors
 
 QuestionsOut = Annotated[
     Path | None, option("--out", help="Write the questions: FILE.md, or FILE.json for the schema.")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import (
     Plugins,
     Run,
     Takeover,
     Threads,
-    option,
     print_table,
     say,
     user_errors,

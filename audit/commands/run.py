@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from kvaudit.audit.commands.base import Command
+from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import (
     Anyway,
     LauncherText,
@@ -25,7 +25,6 @@ from kvaudit.audit.commands.command_line import (
     Threads,
     Workers,
     check_report_place,
-    option,
     say,
     set_data,
     user_errors,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import argument, option, user_errors
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import user_errors
 
 OPEN = 3  # exit code: a compressor that nobody answers for
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import argument, option, say, user_errors
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]

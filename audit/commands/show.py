@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, argument, option, say, user_errors
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import Plugins, say, user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 

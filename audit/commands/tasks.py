@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, argument, check_seed, option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, argument, option
+from kvaudit.audit.commands.command_line import Plugins, check_seed, say, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 
 

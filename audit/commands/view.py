@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, Run, option, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option
+from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened
 from kvaudit.core.text import inline
 
