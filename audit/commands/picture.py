@@ -17,6 +17,35 @@ if TYPE_CHECKING:
     from rich.text import Text
     from torch import Tensor
 
+SIDE, LEAST_SIDE, CELL = 720.0, 360.0, 9.0  # pixels of the triangle: at most, at least, and per token between
+LEFT, RIGHT, BOTTOM, LINE = 64.0, 24.0, 52.0, 17.0
+WIDE, NARROW = 80, 42  # characters of a heading's line over a large and a small triangle
+
+_STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #30363d; }
+.title { font-weight: 600; font-size: 14px; }
+.page { fill: #ffffff; }
+.seen { fill: #1f6fb2; }
+.coded { fill: #e09a3e; }
+.passed { fill: #b9d3e8; }
+.evicted { fill: #e3e6ea; }
+.axis { stroke: #6b7480; fill: none; }
+.cut { stroke: #30363d; fill: none; stroke-dasharray: 4 3; }
+.under { stroke: #ffffff; fill: none; stroke-width: 2; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #d5dae0; }
+  .page { fill: #14181d; }
+  .seen { fill: #4fa3e3; }
+  .coded { fill: #d98b2b; }
+  .passed { fill: #26435a; }
+  .evicted { fill: #2b323a; }
+  .axis { stroke: #8b949e; }
+  .cut { stroke: #d5dae0; }
+  .under { stroke: #14181d; }
+}
+"""
+_MARGIN, _NARROWEST, _LABELLED = 6, 10, 10  # characters; every tenth query has its number
+
 
 class Entry(IntEnum):
     """What a query finds where a key could be; the order breaks ties when cells are merged."""
@@ -26,6 +55,10 @@ class Entry(IntEnum):
     PASSED = 2  # there, and not attended to by a query that chose
     EVICTED = 3
     FUTURE = 4
+
+
+_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.EVICTED: "#6b7480"}
+_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.EVICTED: "·", Entry.FUTURE: " "}
 
 
 @dataclass(frozen=True)
@@ -133,38 +166,6 @@ def legend(drawn: Picture) -> list[tuple[Entry, str]]:
     there[Entry.PASSED] = any(map(drawn.passed, range(len(drawn.chosen))))
     there[Entry.EVICTED] = min(drawn.evicted_at) < drawn.tokens
     return [(entry, text) for entry, text in words if there[entry]]
-
-
-SIDE, LEAST_SIDE, CELL = 720.0, 360.0, 9.0  # pixels of the triangle: at most, at least, and per token between
-LEFT, RIGHT, BOTTOM, LINE = 64.0, 24.0, 52.0, 17.0
-WIDE, NARROW = 80, 42  # characters of a heading's line over a large and a small triangle
-
-_STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #30363d; }
-.title { font-weight: 600; font-size: 14px; }
-.page { fill: #ffffff; }
-.seen { fill: #1f6fb2; }
-.coded { fill: #e09a3e; }
-.passed { fill: #b9d3e8; }
-.evicted { fill: #e3e6ea; }
-.axis { stroke: #6b7480; fill: none; }
-.cut { stroke: #30363d; fill: none; stroke-dasharray: 4 3; }
-.under { stroke: #ffffff; fill: none; stroke-width: 2; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #d5dae0; }
-  .page { fill: #14181d; }
-  .seen { fill: #4fa3e3; }
-  .coded { fill: #d98b2b; }
-  .passed { fill: #26435a; }
-  .evicted { fill: #2b323a; }
-  .axis { stroke: #8b949e; }
-  .cut { stroke: #d5dae0; }
-  .under { stroke: #14181d; }
-}
-"""
-_MARGIN, _NARROWEST, _LABELLED = 6, 10, 10  # characters; every tenth query has its number
-_COLOURS = {Entry.SEEN: "#2f86cf", Entry.CODED: "#e09a3e", Entry.PASSED: "#26435a", Entry.EVICTED: "#6b7480"}
-_SHADES = {Entry.SEEN: "█", Entry.CODED: "▒", Entry.PASSED: "░", Entry.EVICTED: "·", Entry.FUTURE: " "}
 
 
 def picture_svg(drawn: Picture) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvaudit.audit.engines.base import Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, named_weights
+from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
@@ -54,12 +54,12 @@ class LlamaCpp(Engine):
         return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights.origin)
 
 
-def _weights(work: Work) -> EngineWeights:
+def _weights(work: Work) -> ServedWeights:
     if named := named_weights(work, "llama.cpp", "", "a GGUF file"):
         check_gguf(named.path)
         return named
     if work.model.name.endswith(".gguf"):
-        return EngineWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
+        return ServedWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
 
     found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import EngineWeights, check_room, converted, named_weights
+from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.grid import EngineSpec
@@ -165,7 +165,7 @@ def _check_acting(settings: Settings) -> None:
         raise SpecError(f"engine openvino: {sparse[0]} does nothing with {_SWITCH} false; leave that out")
 
 
-def _weights(work: Work) -> EngineWeights:
+def _weights(work: Work) -> ServedWeights:
     if named := named_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
         return named
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino

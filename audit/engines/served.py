@@ -31,6 +31,7 @@ _LOOK, _KNOCK = 0.25, 5.0  # seconds between two looks at a server that starts, 
 _TRIES = 2  # of one request: a server of ours has no reason to refuse one
 _LONGEST = 32 << 20  # bytes of a reply: a long prompt comes back with it
 _SETTLED = 3.0  # seconds in which a process whose line broke has ended, if it is to
+_FLAG, _VARIABLE = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Z][A-Z0-9_]*")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 _Q = TypeVar("_Q")
@@ -224,10 +225,6 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
         return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-_FLAG = re.compile(r"[a-z][a-z0-9_.]*")
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 def one_spelling(settings: Settings) -> Settings:

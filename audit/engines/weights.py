@@ -25,20 +25,20 @@ from kvaudit.core.text import inline, one_line
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
 
-
 CONVERSION = "conversion.json"
+SAVED = "safetensors, saved 1"  # by which conversions are told apart
 _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
 
-class EngineWeights(NamedTuple):
+class ServedWeights(NamedTuple):
     """A file or folder of weights in an engine's format, and where they came from in words."""
 
     path: Path
     origin: str
 
 
-def named_weights(work: Work, engine: str, inside: str, wanted: str) -> EngineWeights | None:
+def named_weights(work: Work, engine: str, inside: str, wanted: str) -> ServedWeights | None:
     """Those that ``engines.ENGINE.weights`` names, which hold the file ``inside`` (they are it themselves for "").
 
     None where none are named; raises SpecError where they are not there.
@@ -48,10 +48,10 @@ def named_weights(work: Work, engine: str, inside: str, wanted: str) -> EngineWe
     path = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
     if not (path / inside if inside else path).is_file():
         raise SpecError(f"engines.{engine}.weights is {str(path)!r}, wanted {wanted}")
-    return EngineWeights(path, f"{path}, not converted here")
+    return ServedWeights(path, f"{path}, not converted here")
 
 
-def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineWeights:
+def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> ServedWeights:
     """A folder of the weights ``sha256`` in the format ``kind``: those that are kept, or made now.
 
     ``method`` is how, so that another way is another folder; ``convert`` writes into an empty folder and returns the
@@ -77,7 +77,7 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
     sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
     if conversion.get("of") != sha256 or sizes != kept:
         raise RunError(f"{str(folder)!r} is not the conversion that was written there; delete it, and it is made again")
-    return EngineWeights(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
+    return ServedWeights(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
 
 
 def check_room(weights: Path, who: str) -> None:
@@ -119,10 +119,7 @@ def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapp
         shutil.rmtree(half, ignore_errors=True)
 
 
-SAVED = "safetensors, saved 1"  # by which conversions are told apart
-
-
-def served_folder(work: Work, engine: str) -> EngineWeights:
+def served_folder(work: Work, engine: str) -> ServedWeights:
     """Where the weights lie as safetensors with config and tokenizer.
 
     Raises SpecError for a folder of ``engines.ENGINE.weights`` that is none.
@@ -130,7 +127,7 @@ def served_folder(work: Work, engine: str) -> EngineWeights:
     if named := named_weights(work, engine, "config.json", "a folder that holds config.json"):
         return named
     if (own := _own_folder(work.model)) is not None:
-        return EngineWeights(own, f"of {work.model.sha256[:12]}, as they lie")
+        return ServedWeights(own, f"of {work.model.sha256[:12]}, as they lie")
     method = f"{SAVED}, {str(work.model.dtype).removeprefix('torch.')}"
     return converted("safetensors", work.model.sha256, method, lambda folder: _save(work.model, folder))
 

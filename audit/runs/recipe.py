@@ -27,6 +27,7 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
+_SHARED = ("model", "reward", "constitution", "training")  # what recipes of one comparison have in common
 _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights", "context_tokens", "reward")
 
 
@@ -78,9 +79,6 @@ def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
 def _items_sha256(items: Iterable[Item]) -> str:
     rows = [[item.item_id, [[str(m.role), m.content] for m in item.messages], dict(item.payload)] for item in items]
     return sha256_of(sorted(rows, key=str))
-
-
-_SHARED = ("model", "reward", "constitution", "training")  # what recipes of one comparison have in common
 
 
 def take_over(source: Path, target: Path) -> None:
