@@ -120,10 +120,7 @@ def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapp
 
 
 def served_folder(work: Work, engine: str) -> ServedWeights:
-    """Where the weights lie as safetensors with config and tokenizer.
-
-    Raises SpecError for a folder of ``engines.ENGINE.weights`` that is none.
-    """
+    """Where the weights lie as safetensors with config and tokenizer; raises SpecError for a folder without."""
     if named := named_weights(work, engine, "config.json", "a folder that holds config.json"):
         return named
     if (own := _own_folder(work.model)) is not None:

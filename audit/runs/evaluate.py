@@ -320,10 +320,7 @@ def round_of(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 
 def clusters_of(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """How many clusters an evaluation visits: as many as come before the first one comes again.
-
-    Raises SpecError where there are more than 20,000.
-    """
+    """How many clusters an evaluation visits before the first comes again; raises SpecError beyond 20,000."""
     asked = 64
     while True:
         names = [item.cluster_id for item in made("evaluate", suite, "eval", asked, seed, context, count)]

@@ -48,10 +48,7 @@ class _Timed:
 
 
 class Forecast:
-    """The seconds that are left, and the share of the run that is behind it.
-
-    ``processes`` work on it at once, this one among them. ``clock`` is read in seconds.
-    """
+    """The seconds that are left, and the share of the run that is done, by ``processes`` of which this is one."""
 
     def __init__(self, processes: int = 1, clock: Callable[[], float] | None = None) -> None:
         self._processes, self._clock = processes, clock or time.monotonic

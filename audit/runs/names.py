@@ -68,10 +68,7 @@ NAMES = Names(
 
 
 def load_plugins(files: Sequence[Path]) -> dict[str, str]:
-    """Add the plug-ins of every file; returns file name -> sha256.
-
-    Raises SpecError for a file that brings none, and for two files of one name.
-    """
+    """Add the plug-ins of every file; file name -> sha256. SpecError: a file brings none, two have one name."""
     names = [file.name for file in files]
     for name in names:
         if names.count(name) > 1:

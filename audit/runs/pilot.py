@@ -137,10 +137,7 @@ class Churn:
 def found_by(
     spec: RunSpec, answers: Answered, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the pilot says, as it is noted: its controls, and the number of items of every suite that left it open.
-
-    ``most`` says how many items a suite has.
-    """
+    """What the pilot says, as it is noted: controls, and items of suites that left it open (``most`` they have)."""
     plain = _uncompressed_of_gated(spec)
     dense = {p: [row for unit, rows in answers.items() if unit.policy.canonical == p for row in rows] for p in plain}
     controls, names = [], condition_names(spec.evaluate.references)

@@ -147,10 +147,7 @@ def blank() -> dict[str, Any]:
 
 
 def check_filled(path: Path) -> tuple[list[str], str]:
-    """The faults of a file of answers, one line each, and what it says in one line.
-
-    Raises DataError for a file that is no JSON object.
-    """
+    """The faults of a file of answers, a line each, and what it says; raises DataError for no JSON object."""
     table = _read(path)
     faults = [inline(fault) for fault in _faults(table)]
     answers = table.get("answers")

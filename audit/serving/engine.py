@@ -107,10 +107,7 @@ class OwnEngine:
         return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
 
     def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Future[list[Choice]]]:
-        """Queue a request; returns its prompt tokens and its answers to be.
-
-        Raises SpecError, UnknownName, Busy, or RunError once the engine closes.
-        """
+        """Queue a request; its prompt tokens, and answers to be. Raises SpecError, UnknownName, Busy or RunError."""
         if self._waiting.qsize() + len(self._next) >= self._most_waiting:
             raise Busy(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)

@@ -51,10 +51,7 @@ class _Talk:
 
 
 class Probe:
-    """One process's work on a probe; several may share it.
-
-    Raises RunError where the folder was begun with another address, other items or other rows.
-    """
+    """One process's work on a probe; raises RunError where it was begun with another address, items or rows."""
 
     def __init__(self, run: RunFolder, plan: Plan, base_url: str, client: EndpointClient, console: Console) -> None:
         self._run, self._plan, self._url, self._client, self._console = run, plan, base_url, client, console

@@ -47,10 +47,7 @@ class WrittenTask(NamedTuple):
 
 
 def write_tasks(folder: Path, suite: Suite, items: Sequence[Item]) -> list[WrittenTask]:
-    """Write a suite's items as a task, or as two where some give options; raises SpecError where none can be.
-
-    RunError where they cannot be written.
-    """
+    """Write a suite's items as a task, or as two where some give options; raises SpecError and RunError."""
     one_turn = [item for item in items if suite.max_turns == 1 or suite.options(item)]
     fit = [item for item in one_turn if tuple(message.role for message in item.messages) in _OPENINGS]
     if not fit:
