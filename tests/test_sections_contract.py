@@ -26,9 +26,9 @@ from kvaudit.reports.layout.plain import dumped
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.story import banner, own_passages
+from kvaudit.reports.page.story import banner, own_passages, page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.base import Inputs, Section, sections
 
 REPORTS = Path(kvaudit.reports.sections.__file__).parent.parent
@@ -212,6 +212,16 @@ def test_its_file_is_named_nowhere_else(section: Section[Any]) -> None:
     own = Path(inspect.getfile(type(section)))
     module = type(section).__module__
     assert not [path for path in REPORTS.rglob("*.py") if path != own and module in imports(path)]
+
+
+def test_cells_that_have_no_two_sides_stop_no_section(tmp_path: Path) -> None:
+    of_several = dataclasses.replace(RICH, facets={}, estimands=("selectivity", "parity", "worst"), telemetry=0)
+    run = build(tmp_path / "run", dataclasses.replace(of_several, drops={("naive", "refusal"): 0.3}))
+    data = load_run(run)
+    found = with_details(data, decided(data))
+    assert {d.estimand for d in found.verdict.decisions if d.gated} == {"selectivity", "parity", "worst"}
+    assert "examples" not in found.values, "an example is of one cell against another"
+    assert markdown.render(page_of(found))
 
 
 def test_every_file_has_one_section() -> None:

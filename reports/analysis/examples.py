@@ -12,6 +12,7 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip
+from kvaudit.reports.analysis.sides import two_sided
 from kvaudit.reports.drift.drift import seed_pairs, weights_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.verdict import Decision, Verdict
@@ -80,7 +81,7 @@ class LostItem(NamedTuple):
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
     """Up to ``AT_MOST`` examples, the cells with the lowest drift first, ``PER_CELL`` templates of each."""
     tables = data.panels
-    gated = [d for d in verdict.decisions if d.gated and d.effect and d.effect.losses > 0]
+    gated = [d for d in verdict.decisions if two_sided(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens])]
     facets = drift.comparison.facets
