@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, FacetValues
 from kvaudit.core.spans import SPANS, KeptSpan, Place, Span
+from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
@@ -255,6 +256,7 @@ class Record:
         for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words")):
             if not isinstance(row[name], kind):
                 raise DataError(f"record holds {name} {str(row[name])[:40]!r}, wanted {wanted}, or nothing")
+        row["unanswered"] = inline(row["unanswered"])  # a server's words: half characters in them stay readable
         facets = row["facets"]
         if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
             raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")

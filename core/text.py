@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def clip(text: str, length: int) -> str:
         return text
     head = (length * 2) // 3
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
+
+
+def some(names: Iterable[str], most: int = 3, *, between: str = ", ", last: str = " and ") -> str:
+    """The first names, and how many more there are."""
+    known = list(names)
+    return between.join(known[:most]) + (f"{last}{len(known) - most} more" if len(known) > most else "")
 
 
 def length_of(tokens: int) -> str:

@@ -98,7 +98,7 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
                 cells = [c for c in found if c]
                 whole = len(cells) == len(lengths) > 1
                 if whole and not (sides.is_uncompressed(policy) and arm == sides.reference):
-                    yield _Steps("length", sides.labels.get(policy, policy), lengths, cells)
+                    yield _Steps("length", sides.label(policy), lengths, cells)
 
 
 def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:

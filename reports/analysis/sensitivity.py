@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.analysis.sides import BothSides, both_sides, name_of_cell, two_sided
+from kvaudit.reports.analysis.sides import BothSides, both_sides, two_sided
 from kvaudit.reports.drift.results import CellName, Drift
 from kvaudit.reports.gate.verdict import FORM, Decision, Status, Verdict, worst
 from kvaudit.reports.records.rows import Panels
@@ -100,13 +100,13 @@ def sensitivity(
     statuses = {method: _statuses(known, method, drift.alpha) for method in METHODS}
     cells = tuple(
         CellSensitivity(
-            name_of_cell(k.decision),
+            k.decision.name,
             (_declared(k.decision), *(_variant(m, k.readings[m], statuses[m][i]) for m in METHODS)),
         )
         for i, k in enumerate(known)
     )
-    read = {name_of_cell(k.decision) for k in known}
-    others = [d.status for d in verdict.decisions if d.gated and name_of_cell(d) not in read]
+    read = {k.decision.name for k in known}
+    others = [d.status for d in verdict.decisions if d.gated and d.name not in read]
     others += [Status.INVALID] if verdict.reasons else []
     return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
 
@@ -114,7 +114,7 @@ def sensitivity(
 def _known(drift: Drift, tables: Panels, decisions: Iterable[Decision]) -> Iterator[Known]:
     for d in decisions:
         if two_sided(d) and d.margin is not None:
-            found = both_sides(tables[d.suite, d.context_tokens], drift.comparison, name_of_cell(d))
+            found = both_sides(tables[d.suite, d.context_tokens], drift.comparison, d.name)
             if found is not None:
                 yield Known(d, found.difference, found.clusters, readings(found, d.margin, drift.alpha))
 

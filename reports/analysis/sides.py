@@ -83,11 +83,6 @@ def _read(panel: Panel, cells: list[CellKey]) -> npt.NDArray[np.bool_]:
     return ~np.isnan(np.stack([panel.scores[cell] for cell in cells]))
 
 
-def name_of_cell(d: Decision) -> CellName:
-    """The name of a decision's cell."""
-    return CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens)
-
-
 def two_sided(d: Decision) -> bool:
     """Whether a decision is about a single pair of cells that has a number."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
@@ -97,6 +92,6 @@ def sides_of_gated(decided: Decided, tables: Panels) -> Iterator[tuple[Decision,
     """Every gated cell that has a number, with both of its sides."""
     for d in decided.verdict.decisions:
         if two_sided(d):
-            found = both_sides(tables[d.suite, d.context_tokens], decided.comparison, name_of_cell(d))
+            found = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)
             if found is not None:
                 yield d, found

@@ -12,6 +12,7 @@ import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.text import some
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.drift import UNSCORED_LIMIT
 from kvaudit.reports.gate.verdict import NO_CLUSTERS
@@ -21,7 +22,6 @@ from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
 _KEY = ["suite", "context", "seed", "item", "sample"]
-_SHOWN = 3  # names that a reason spells out
 
 
 @dataclass(frozen=True)
@@ -219,5 +219,4 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _some(names: Sequence[str]) -> str:
-    text = ", ".join(str(name)[:80] for name in names[:_SHOWN])
-    return text + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return some(str(name)[:80] for name in names)

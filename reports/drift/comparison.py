@@ -20,12 +20,12 @@ from kvaudit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, items_
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
+from kvaudit.core.text import some
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import facets_of
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
-NAMED = 3  # units that a reason spells out
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,10 @@ class Comparison:
     def label(self, policy: str) -> str:
         """The short name of a way of serving."""
         return self.labels.get(policy, policy)
+
+    def who(self, arm: str, policy: str) -> str:
+        """smd @ snapkv 96."""
+        return f"{arm} @ {self.label(policy)}"
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
@@ -252,26 +256,24 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     short = [unit for unit, rows in found.items() if 0 < rows != unit.rows]
     parts = []
     if absent:
-        names = [f"{u.arm} seed {u.seed} @ {comparison.labels.get(u.policy, u.policy)}, {u.suite}" for u in absent]
-        parts.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some(names)})")
+        names = [f"{u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}" for u in absent]
+        parts.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some_of(names)})")
     if data.incomplete:
-        parts.append(f"units not sealed: {len(data.incomplete)} ({some(data.incomplete)})")
+        parts.append(f"units not sealed: {len(data.incomplete)} ({some_of(data.incomplete)})")
     if short:
-        labels = comparison.labels
         names = [
-            f"{found[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {labels.get(u.policy, u.policy)}, {u.suite}"
+            f"{found[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}"
             for u in short
         ]
         missing = sum(abs(unit.rows - found[unit]) for unit in short)
-        parts.append(f"rows missing or too many: {missing} ({some(names)})")
+        parts.append(f"rows missing or too many: {missing} ({some_of(names)})")
     if parts:
         yield Reason("INCOMPLETE", f"resume this run first, it is not whole: {'; '.join(parts)}")
 
 
-def some(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    found = list(names)
-    return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
+def some_of(names: Iterable[str]) -> str:
+    """The first names, which may hold commas, and how many more there are."""
+    return some(names, between="; ", last="; and ")
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
@@ -298,7 +300,7 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
         by_name = {str(key): set(values) for key, values in found.items()}
         strange = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
         if strange:
-            yield Reason("HASH", f"{column} of the records is not what provenance lists for {some(strange)}")
+            yield Reason("HASH", f"{column} of the records is not what provenance lists for {some_of(strange)}")
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
@@ -319,9 +321,9 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
             unpinned.append(f"{arm} seed {seed}")
     remedy = "evaluate those units again, or resume the run to finish it"
     if strange:
-        yield Reason("REFHASH", f"provenance lists other weights, or none, for {some(strange)}: {remedy}")
+        yield Reason("REFHASH", f"provenance lists other weights, or none, for {some_of(strange)}: {remedy}")
     if unpinned:
-        yield Reason("REFHASH", f"the reference is not the one that provenance pins, {some(unpinned)}: {remedy}")
+        yield Reason("REFHASH", f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}")
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
@@ -333,5 +335,5 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
         yield Reason(
             "INPUTS",
             f"{len(strange)} units were evaluated from other rows, plug-ins or model files than provenance lists "
-            f"({some(strange)}): delete them and their seals, and resume the run",
+            f"({some_of(strange)}): delete them and their seals, and resume the run",
         )

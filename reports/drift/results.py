@@ -13,16 +13,28 @@ from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import JudgeError
 
+CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
+
 
 @dataclass(frozen=True)
 class CellName:
-    """Which gated cell."""
+    """Which cell, and what everything that stands in one begins with."""
 
-    estimand: str
+    estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
     policy: str
     suite: str
     context_tokens: int
+
+    @property
+    def place(self) -> CellPlace:
+        """The same for two things of one cell."""
+        return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
+
+    @property
+    def name(self) -> CellName:
+        """The name and nothing else."""
+        return CellName(*self.place)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,10 @@ class Rates:
 
     reference: float
     candidate: float
+
+    def told(self, *, wanted: bool) -> tuple[float, float]:
+        """Both as what happened is told: of what is not wanted how often it happened, and not how often it did not."""
+        return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
 
 @dataclass(frozen=True)
@@ -128,7 +144,7 @@ def judge_may_pass(people: People, margin: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(CellName):
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
     ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
@@ -138,11 +154,6 @@ class Contrast:
     seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged.
     """
 
-    estimand: str  # alike | deployed | serving | interaction | selectivity | change
-    arm: str
-    policy: str
-    suite: str
-    context_tokens: int
     effect: Effect | None
     recipe: Effect | None
     seeds: tuple[int, ...]

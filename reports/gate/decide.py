@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
-from kvaudit.reports.drift.comparison import Comparison, Reason, some
+from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
 from kvaudit.reports.drift.results import Contrast, Drift, judge_may_pass
 from kvaudit.reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
 from kvaudit.reports.gate.controls import Controls
@@ -234,7 +234,7 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
         return []
     reference, pin = drift.comparison.reference, rules.pin
     strange = [f"{reference} seed {seed}" for seed, met in drift.weights.items() if not pin.holds(reference, seed, met)]
-    text = f"{pin.name} pins other weights, or none, for {some(strange)}: gate with its own pin"
+    text = f"{pin.name} pins other weights, or none, for {some_of(strange)}: gate with its own pin"
     return [Reason("REFHASH", text)] if strange else []
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Rates, SeedDrift
+from kvaudit.reports.drift.results import CellName, Rates, SeedDrift
 from kvaudit.reports.gate.controls import Control
 from kvaudit.reports.gate.rules import WARN, Rules
 from kvaudit.reports.gate.waivers import Waiver
@@ -60,18 +60,13 @@ TEMPLATES, FORM = "TEMPLATES", "FORM"
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(CellName):
     """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
     ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Under
     ``worst`` the numbers are those of the worst of ``policies``.
     """
 
-    estimand: str
-    arm: str
-    policy: str
-    suite: str
-    context_tokens: int
     gated: bool
     status: Status
     recipe: Status | None
@@ -155,6 +150,11 @@ class Verdict:
     adjustment: Adjustment
     judged: Status | None = None  # by the judge's labels alone, where people labelled answers
     controls: tuple[Control, ...] = ()  # of what has a margin, on the uncompressed reference
+
+    @property
+    def gated(self) -> list[Decision]:
+        """The cells that the verdict is of."""
+        return [d for d in self.decisions if d.gated]
 
     @property
     def head(self) -> Decision | None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvaudit.core.errors import DataError
-from kvaudit.reports.labels.pairs import Indices, LabelKey, PairedAnswers, cell_name, digest, pairs_to_see, texts_of
+from kvaudit.reports.drift.results import CellPlace
+from kvaudit.reports.labels.pairs import Indices, PairedAnswers, digest, pairs_to_see, texts_of
 from kvaudit.reports.labels.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
 from kvaudit.reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
 from kvaudit.reports.records.load import RunData
@@ -36,30 +37,23 @@ def sheet_key(
 
 
 def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace, str]) -> KeyCell:
-    c = pairs.contrast
-    return KeyCell(
-        estimand=c.estimand,
-        arm=c.arm,
-        policy=c.policy,
-        suite=c.suite,
-        context_tokens=c.context_tokens,
-        pairs=tuple(
-            KeyPair(
-                item=str(pairs.items[i]),
-                sample=int(pairs.samples[i]),
-                candidate_seed=int(pairs.seeds[0][i]),
-                reference_seed=int(pairs.seeds[1][i]),
-                candidate_row=names[pairs.candidate_places[i]],
-                reference_row=names[pairs.reference_places[i]],
-            )
-            for i in indices
-        ),
+    chosen = tuple(
+        KeyPair(
+            item=str(pairs.items[i]),
+            sample=int(pairs.samples[i]),
+            candidate_seed=int(pairs.seeds[0][i]),
+            reference_seed=int(pairs.seeds[1][i]),
+            candidate_row=names[pairs.candidate_places[i]],
+            reference_row=names[pairs.reference_places[i]],
+        )
+        for i in indices
     )
+    return KeyCell(*pairs.contrast.place, chosen)
 
 
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
     """Raise DataError where a sheet's key is not what the records give with its seed and number of pairs."""
-    known = {cell_name(pairs.contrast): pairs for pairs in answers}
+    known = {pairs.contrast.place: pairs for pairs in answers}
     found = [_gated(known, cell) for cell in key.cells]
     wanted = sheet_key(data, found, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
     if replace(wanted, format=key.format) != key:  # an older key draws otherwise (``spread``), which its format says
@@ -69,34 +63,20 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
         )
 
 
-def _gated(answers: Mapping[LabelKey, PairedAnswers], cell: KeyCell) -> PairedAnswers:
-    name = (cell.estimand, cell.arm, cell.policy, cell.suite, cell.context_tokens)
-    if name not in answers:
+def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+    if cell.place not in answers:
         where = f"{cell.arm}, {cell.suite}"[:120]
         raise DataError(f"the sheet's key names a cell that is not gated: {where}; write another sheet")
-    return answers[name]
+    return answers[cell.place]
 
 
 def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
     """The labels by the text they are of, and those that the run already has of other cells."""
-    cells = [
-        CellLabels(
-            c.estimand,
-            c.arm,
-            c.policy,
-            c.suite,
-            c.context_tokens,
-            key.seed,
-            key.concordant,
-            _of_texts(c, key, labels),
-            key.spread,
-        )
-        for c in key.cells
-    ]
-    new, before = {cell.name for cell in cells}, load_labels(run)
+    cells = [CellLabels(*c.place, key.seed, key.concordant, _of_texts(c, key, labels), key.spread) for c in key.cells]
+    new, before = {cell.place for cell in cells}, load_labels(run)
     if before is not None and (before.records, before.reference) != (key.records, reference):
         raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
-    kept = [cell for cell in before.cells if cell.name not in new] if before else []
+    kept = [cell for cell in before.cells if cell.place not in new] if before else []
     return Labels(key.records, reference, (*kept, *cells))
 
 

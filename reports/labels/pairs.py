@@ -36,7 +36,6 @@ DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id",
 _MATCH = ["item_id", "sample_index"]
 _Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
-LabelKey = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,6 @@ def paired_answers(
     for key, value in select.items():
         wanted = _selected(wanted, key, value)
     return [pairs_of(data, comparison, c) for c in wanted]
-
-
-def cell_name(c: Contrast) -> LabelKey:
-    """What a contrast and the labels of its answers share."""
-    return c.estimand, c.arm, c.policy, c.suite, c.context_tokens
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
@@ -133,7 +127,7 @@ def pairs_to_see(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bo
 
     Labels of before the others were spread over the templates are of a simple random sample.
     """
-    name = " ".join(map(str, cell_name(pairs.contrast)))
+    name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
     if spread:
         drawn = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))

@@ -22,19 +22,17 @@ import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import one_line
-from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, People
+from kvaudit.reports.drift.results import CellName, ClusterSums, Contrast, Drift, People
 from kvaudit.reports.labels.pairs import (
     Indices,
-    LabelKey,
     PairedAnswers,
-    cell_name,
     digest,
     pairs_of,
     pairs_to_see,
     places,
     texts_of,
 )
-from kvaudit.reports.labels.sheet import text_hash
+from kvaudit.reports.labels.sheet import text_hash, typed
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
@@ -52,26 +50,16 @@ _PartialLabels = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class CellLabels:
+class CellLabels(CellName):
     """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
 
     ``spread`` says whether these were drawn in turn over the templates, or all at once as before.
     """
 
-    estimand: str
-    arm: str
-    policy: str
-    suite: str
-    context_tokens: int
     seed: int
     concordant: int
     labels: Mapping[str, int]
     spread: bool = True
-
-    @property
-    def name(self) -> LabelKey:
-        """What makes two cells the same."""
-        return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
 
 @dataclass(frozen=True)
@@ -110,27 +98,18 @@ def _parsed_labels(value: Any) -> Labels:
         raise ValueError("it was changed after it was written")
     simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
     cells = tuple(_stored_cell({**cell, **simple}) for cell in value["cells"])
-    if not cells or len({cell.name for cell in cells}) < len(cells):
+    if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
-    _check_types(Labels, {**body, "cells": cells})
-    return Labels(**{**body, "cells": cells, "format": LABELS_FORMAT})
+    return Labels(**{**typed(body, Labels), "cells": cells, "format": LABELS_FORMAT})
 
 
 def _stored_cell(value: Any) -> CellLabels:
-    _check_types(CellLabels, value)
+    typed(value, CellLabels)
     if value["seed"] < 0 or value["concordant"] < 1:
         raise ValueError("seed or concordant is no count")
     if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
         raise ValueError("a label is not 0 or 1")
     return CellLabels(**value)
-
-
-def _check_types(kind: Any, value: Mapping[str, Any]) -> None:
-    """Raise TypeError for a text, a count or a truth value of another type than the dataclass says."""
-    for name, wanted in kind.__annotations__.items():  # texts, since annotations are postponed
-        found = value[name]
-        if wanted in ("str", "int", "bool") and type(found).__name__ != wanted:
-            raise TypeError(f"{name} is {str(found)[:40]!r}")
 
 
 def _labels_sha256(body: Mapping[str, Any]) -> str:
@@ -174,18 +153,18 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
 
 def relabelled(data: RunData, drift: Drift, stored: Labels) -> Drift:
     """The drift with these labels, of its very records: where people labelled a cell, theirs is its effect."""
-    found = {cell_name(h.pairs.contrast): h for h in human_labels(data, drift, stored)}
+    found = {h.pairs.contrast.place: h for h in human_labels(data, drift, stored)}
     contrasts = (
-        _with_people(c, h, drift.alpha) if (h := found.get(cell_name(c))) is not None else c for c in drift.contrasts
+        _with_people(c, h, drift.alpha) if (h := found.get(c.place)) is not None else c for c in drift.contrasts
     )
     return replace(drift, contrasts=tuple(contrasts))
 
 
 def human_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
     """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
-    known = {cell_name(c): c for c in drift.contrasts if c.effect}
-    cells = [cell for cell in stored.cells if cell.name in known]
-    pairs = [pairs_of(data, drift.comparison, known[cell.name]) for cell in cells]
+    known = {c.place: c for c in drift.contrasts if c.effect}
+    cells = [cell for cell in stored.cells if cell.place in known]
+    pairs = [pairs_of(data, drift.comparison, known[cell.place]) for cell in cells]
     picks = [
         pairs_to_see(own, cell.concordant, cell.seed, spread=cell.spread)
         for own, cell in zip(pairs, cells, strict=True)

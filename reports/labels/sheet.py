@@ -13,7 +13,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -22,7 +22,8 @@ import numpy as np
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import clip, one_line, visible
+from kvaudit.core.text import clip, one_line, some, visible
+from kvaudit.reports.drift.results import CellName
 
 KEY_FORMAT = 2
 _SIMPLE_KEY = 1  # keys of before the pairs were spread over templates
@@ -41,14 +42,9 @@ class KeyPair:
 
 
 @dataclass(frozen=True)
-class KeyCell:
+class KeyCell(CellName):
     """The pairs of one gated cell that were put on the sheet."""
 
-    estimand: str
-    arm: str
-    policy: str
-    suite: str
-    context_tokens: int
     pairs: tuple[KeyPair, ...]
 
 
@@ -97,10 +93,9 @@ def _key(value: Any) -> Key:
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
-        pairs = tuple(KeyPair(**_typed(pair, KeyPair)) for pair in cell["pairs"])
-        cells.append(KeyCell(**{**_typed({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
-    names = [(c.estimand, c.arm, c.policy, c.suite, c.context_tokens) for c in cells]
-    if not cells or len(set(names)) < len(names):
+        pairs = tuple(KeyPair(**typed(pair, KeyPair)) for pair in cell["pairs"])
+        cells.append(KeyCell(**{**typed({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
+    if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
     for name, least in (("seed", 0), ("concordant", 1)):
         if value[name] < least:
@@ -109,15 +104,15 @@ def _key(value: Any) -> Key:
     unknown = {row for cell in cells for p in cell.pairs for row in (p.candidate_row, p.reference_row)} - set(rows)
     if unknown:
         raise ValueError(f"a pair names row {sorted(unknown)[0]!r}, which is not in the key")
-    return Key(**{**_typed({**value, "cells": (), "rows": {}}, Key), "cells": tuple(cells), "rows": rows})
+    return Key(**{**typed({**value, "cells": (), "rows": {}}, Key), "cells": tuple(cells), "rows": rows})
 
 
-def _typed(value: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The fields of a dataclass with the types it wants."""
-    kinds = {"str": str, "int": int}
-    for name, wanted in kind.__annotations__.items():
-        if wanted in kinds and (not isinstance(value[name], kinds[wanted]) or isinstance(value[name], bool)):
-            raise TypeError(f"{name} is {str(value[name])[:40]!r}")
+def typed(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """The table; TypeError for a text, a count or a truth value of another type than the dataclass ``kind`` says."""
+    for field in fields(kind):  # types are texts, since annotations are postponed
+        found = value[field.name]
+        if field.type in ("str", "int", "bool") and type(found).__name__ != field.type:
+            raise TypeError(f"{field.name} is {str(found)[:40]!r}")
     return dict(value)
 
 
@@ -127,7 +122,6 @@ CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and shown contro
 LABEL_OF = {"0": 0, "1": 1}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # what a spreadsheet may run
 _LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet sees a formula
-_NAMED = 3  # rows that an error spells out
 
 
 @dataclass(frozen=True)
@@ -205,10 +199,8 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
         (empty, "rows without a label"),
     ):
         if found:
-            some = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-            raise DataError(
-                f"{str(sheet)!r} has {len(found)} {what} ({visible(some)}); mend the sheet and read it again"
-            )
+            rows_named = visible(some(found))
+            raise DataError(f"{str(sheet)!r} has {len(found)} {what} ({rows_named}); mend the sheet and read it again")
     return {name: LABEL_OF[word] for name, word in words.items()}
 
 

@@ -23,7 +23,7 @@ def contrasts_table(sides: Comparison, contrasts: Sequence[Contrast]) -> Table:
     rows = [
         [
             c.arm,
-            sides.labels.get(c.policy, c.policy),
+            sides.label(c.policy),
             c.suite,
             length_label(c.context_tokens),
             _text(c),
@@ -48,5 +48,5 @@ def lowest(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
     if not known:
         return "No cell has a number."
     effect, c = min(known, key=lambda pair: pair[0].estimate)
-    where = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}, {c.suite}"
+    where = f"{sides.who(c.arm, c.policy)}, {c.suite}"
     return f"The lowest of {len(known)}: {where}: {drift(effect)}."

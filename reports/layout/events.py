@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import WELL_FORMED, Facet
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.layout.words import points
+from kvaudit.reports.layout.words import from_to, points
 
 WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"
@@ -45,7 +45,8 @@ class Event:
     @property
     def rates(self) -> str:
         """5.6 to 9.1 %, reference first."""
-        return _rates(self.contrast, mirrored=self._mirrored)
+        rates = self.contrast.rates
+        return from_to(*rates.told(wanted=not self._mirrored)) if rates else "-"
 
     @property
     def difference(self) -> str:
@@ -62,7 +63,7 @@ class Event:
         if self.facet.name == WELL_FORMED:
             return self.rates
         unread = self.contrast.unread
-        return f"{100 * unread.reference:.1f} to {100 * unread.candidate:.1f} %" if unread else "-"
+        return from_to(unread.reference, unread.candidate) if unread else "-"
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -81,13 +82,6 @@ class Event:
     def _mirrored(self) -> bool:
         """Whether the event is what is not wanted, while contrasts count what is."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
-
-
-def _rates(c: Contrast, *, mirrored: bool) -> str:
-    if c.rates is None:
-        return "-"
-    old, new = ((1 - r if mirrored else r) for r in (c.rates.reference, c.rates.candidate))
-    return f"{100 * old:.1f} to {100 * new:.1f} %"
 
 
 def event_cells(e: Event) -> list[str]:
@@ -121,6 +115,5 @@ def how_to_read(found: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _says(facet: Facet) -> str:
-    if facet.name == WELL_FORMED:
-        return "no form that can be read"
-    return facet.says + ("" if facet.wanted else " (unwanted)")
+    said = facet.says if facet.wanted else f"{facet.says} (unwanted)"
+    return "no form that can be read" if facet.name == WELL_FORMED else said

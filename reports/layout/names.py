@@ -8,12 +8,25 @@ from kvaudit.reports.drift.results import CellName, Contrast
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.words import spelled
 
+MOST_OF_NAME = 48  # characters, where a line has to stay one
+
+
+def shortened(name: str, most: int = MOST_OF_NAME) -> str:
+    """A long name with its middle left out: settings and paths are told apart by either end."""
+    head = most // 2
+    return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
+
 
 def place_name(sides: Comparison, name: CellName) -> str:
     """smd @ snapkv 96, refusal; the length where the run has several; whether the other side is uncompressed."""
     end = " end to end" if name.estimand == "deployed" else ""
-    where = f"{name.arm} @ {sides.labels.get(name.policy, name.policy)}{end}, {spelled(sides, name.suite)}"
-    return where if len(sides.contexts) == 1 else f"{where}, {length_label(name.context_tokens)}"
+    where = f"{sides.who(name.arm, name.policy)}{end}, {spelled(sides, name.suite)}"
+    return with_length(sides, where, name.context_tokens)
+
+
+def with_length(sides: Comparison, text: str, tokens: int) -> str:
+    """A text with the length that it is about, where the run has several."""
+    return text if len(sides.contexts) == 1 else f"{text}, {length_label(tokens)}"
 
 
 def plain_words(sides: Comparison) -> str:

@@ -29,22 +29,14 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
     of the rule ``lower`` and ``upper``, ``margin`` and the interval with seed variance in percentage points; drift is
     candidate minus reference. What does not exist is None, never 0.
     """
-    decisions = {_key(one): one for one in decided.verdict.decisions}
-    return (_row(one, decisions.get(_key(one))) for one in decided.drift.contrasts)
-
-
-def _key(one: Contrast | Decision) -> tuple[str, str, str, str, int]:
-    return one.estimand, one.arm, one.policy, one.suite, one.context_tokens
+    decisions = {one.place: one for one in decided.verdict.decisions}
+    return (_row(one, decisions.get(one.place)) for one in decided.drift.contrasts)
 
 
 def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
     effect, rates, recipe = one.effect, one.rates, one.recipe
     return {
-        "contrast": one.estimand,
-        "arm": one.arm,
-        "policy": one.policy,
-        "suite": one.suite,
-        "context_tokens": one.context_tokens,
+        **dict(zip(CONTRAST_COLUMNS, one.place, strict=False)),
         "reference": _points(rates.reference if rates else None),
         "candidate": _points(rates.candidate if rates else None),
         "estimate": _points(effect.estimate if effect else None),

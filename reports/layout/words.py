@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import log, log1p
+from math import isclose, log, log1p
 
 from kvaudit.core.estimands import PARITY, SELECTIVITY
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import Facet, facet_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import SeedDrift
 from kvaudit.reports.gate.decided import Decided
@@ -87,53 +87,23 @@ def scientific(value: float | None) -> str:
 
 def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float]) -> str:
     """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
-    others = sorted({margin for margin in margins if not _same(margin, rates.margin)})
-    lines = [_foreign(rates, alpha, others), _release(rates) if _same(alpha, rates.release_level) else _level(rates)]
-    return " ".join(line for line in (*lines, _worse(rates)) if line)
-
-
-def _foreign(rates: ErrorRates, alpha: float, margins: list[float]) -> str:
-    """What of this gate the figures are not about."""
-    parts = []
-    if not _same(alpha, rates.level) and not _same(alpha, rates.release_level):
-        parts.append(f"at this level ({alpha:g})")
-    if margins:
-        parts.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in margins)} pp")
-    return f"The gate was not simulated {' or '.join(parts)}." if parts else ""
-
-
-def _level(rates: ErrorRates) -> str:
-    return _held(rates.level, rates.false_pass_max, rates.false_pass_designs)
-
-
-def _release(rates: ErrorRates) -> str:
-    return _held(rates.release_level, rates.release_max, rates.release_designs)
-
-
-def _held(level: float, most: float, designs: int) -> str:
-    return (
+    others = sorted({margin for margin in margins if not isclose(margin, rates.margin, abs_tol=1e-9)})
+    at_release = isclose(alpha, rates.release_level, abs_tol=1e-9)
+    foreign = []  # what of this gate the figures are not about
+    if not at_release and not isclose(alpha, rates.level, abs_tol=1e-9):
+        foreign.append(f"at this level ({alpha:g})")
+    if others:
+        foreign.append(f"at a margin of {', '.join(f'{100 * margin:g}' for margin in others)} pp")
+    held = (rates.level, rates.false_pass_max, rates.false_pass_designs)
+    level, most, designs = (rates.release_level, rates.release_max, rates.release_designs) if at_release else held
+    lines = [f"The gate was not simulated {' or '.join(foreign)}."] if foreign else []
+    lines += [
         f"At level {level:g} the gate passes at most {percent(most)} of simulated audits that lost exactly the margin, "
-        f"in any of {designs:,} designs: over all items or by whole templates, one sample or several."
-    )
-
-
-def _worse(rates: ErrorRates) -> str:
-    return (
+        f"in any of {designs:,} designs: over all items or by whole templates, one sample or several.",
         f"Elsewhere up to {percent(rates.beyond_max)} (the interval, level {rates.level:g}), with a reference at "
-        f"{_whole(rates.beyond_rate)} and a margin of {_points(rates.beyond_margin)}."
-    )
-
-
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) < 1e-9
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:g} pp"
-
-
-def _whole(share: float) -> str:
-    return f"{100 * share:g} %"
+        f"{100 * rates.beyond_rate:g} % and a margin of {100 * rates.beyond_margin:g} pp.",
+    ]
+    return " ".join(lines)
 
 
 MORE_UNLIKELY = "more data unlikely to pass"
@@ -152,10 +122,24 @@ NEAR_FLOOR = 3  # margins; a reference with less to lose has its losses put as a
 
 def spelled(sides: Comparison, metric: str) -> str:
     """A suite by its name; of a facet that is not wanted "refusal: not unsafe", which is what a drift of it counts."""
-    if metric not in sides.facets:
-        return metric
-    suite, facet = facet_of(metric)
-    return metric if facet.wanted else f"{suite}: not {facet.name}"
+    facet = facet_counted(sides, metric)
+    return metric if facet is None or facet.wanted else f"{facet_of(metric)[0]}: not {facet.name}"
+
+
+def facet_counted(sides: Comparison, metric: str) -> Facet | None:
+    """The facet that a metric is, None for a suite's score."""
+    return facet_of(metric)[1] if metric in sides.facets else None
+
+
+def happens(sides: Comparison, d: Decision) -> tuple[float, float] | None:
+    """The share of answers in which what a cell counts happens, before and after; None of what has no two sides."""
+    facet = facet_counted(sides, d.suite)
+    return None if d.rates is None else d.rates.told(wanted=facet is None or facet.wanted)
+
+
+def from_to(before: float, after: float) -> str:
+    """5.6 to 9.1 %."""
+    return f"{100 * before:.1f} to {percent(after)}"
 
 
 def marked(sides: Comparison, suite: str) -> str:
@@ -169,12 +153,12 @@ def rates(sides: Comparison, d: Decision) -> str:
 
     Of a facet that is not wanted, how often it happened: unsafe 5.6 to 9.1 %.
     """
-    if d.rates is None:
+    both, facet = happens(sides, d), facet_counted(sides, d.suite)
+    if both is None:
         return "-"
-    old, new = d.rates.reference, d.rates.candidate
-    if d.suite in sides.facets and not (facet := facet_of(d.suite)[1]).wanted:
-        return f"{facet.name} {100 * (1 - old):.1f} to {percent(1 - new)}"
-    return f"{100 * old:.1f} to {percent(new)}" + (f" ({100 * (new / old - 1):.0f} % of it)" if is_relative(d) else "")
+    if facet and not facet.wanted:
+        return f"{facet.name} {from_to(*both)}"
+    return from_to(*both) + (f" ({100 * (both[1] / both[0] - 1):.0f} % of it)" if is_relative(d) else "")
 
 
 def is_relative(d: Decision) -> bool:
@@ -223,13 +207,10 @@ def short_suites(findings: Decided) -> tuple[str, ...]:
     have: dict[str, int] = {}
     for c in findings.drift.cells:
         have[c.suite] = min(c.n_clusters, have.get(c.suite, c.n_clusters))
-    need = {
-        s: clusters_required(findings.rules.margins[s], findings.rules.alpha)
-        for s in have
-        if s in findings.rules.margins
-    }
+    margins = findings.rules.margins
+    need = {suite: clusters_required(margins[suite], findings.rules.alpha) for suite in have if suite in margins}
     return tuple(
-        f"{suite} {too_few(required, findings.rules.margins[suite], have[suite])}."
+        f"{suite} {too_few(required, margins[suite], have[suite])}."
         for suite, required in need.items()
         if have[suite] < required
     )

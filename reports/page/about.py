@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
 from kvaudit.core.estimands import DEPLOYED, SERVING
-from kvaudit.core.text import at_length, inline
+from kvaudit.core.text import at_length, inline, some
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.seeds import SEED
@@ -30,7 +30,6 @@ from kvaudit.reports.page.remarks import late, not_measurable, remarks
 from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
 from kvaudit.reports.sections.base import told
 
-_SEEDS_SHOWN = 2
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
 _TO_DO = {  # by the verdict of what is named
@@ -52,8 +51,7 @@ def number(d: Decision) -> str:
 
 def verdict_sentence(verdict: Verdict) -> str:
     """What a verdict means; of a FAIL also in how many cells the drop is shown to be beyond the margin."""
-    gated = [d for d in verdict.decisions if d.gated]
-    failed = [d for d in gated if d.standing is Status.FAIL and d.effect]
+    failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
     by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
@@ -61,7 +59,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     open_ = len(failed) - far - len(by_seed)
     seeds = f", by a seed that fails alone {len(by_seed)}" if by_seed else ""
     return (
-        f"Worse, by a loss that may exceed the declared margin, in {len(failed)} of {len(gated)} gated cells: "
+        f"Worse, by a loss that may exceed the declared margin, in {len(failed)} of {len(verdict.gated)} gated cells: "
         f"shown to exceed it {far or 'none'}, size open {open_ or 'none'}{seeds}."
     )
 
@@ -96,7 +94,7 @@ def about(findings: Decided, d: Decision) -> str:
 
 def why_quoted(findings: Decided, d: Decision) -> str:
     """Why this cell is quoted, and that the most extreme of several is no unbiased estimate."""
-    cells = sum(other.gated and other.effect is not None for other in findings.verdict.decisions)
+    cells = sum(other.effect is not None for other in findings.verdict.gated)
     if d.waiver:
         return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
     if d.status is not findings.verdict.status:
@@ -127,11 +125,10 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
 
 def _invalid(findings: Decided) -> Iterator[str]:
     """Why the gated cells that are no valid comparison are none."""
-    invalid = [d for d in findings.verdict.decisions if d.gated and d.status is Status.INVALID]
-    labels = findings.comparison.labels
+    invalid = [d for d in findings.verdict.gated if d.status is Status.INVALID]
     for d in invalid[:INVALID_SHOWN]:
         end = ", as deployed" if d.estimand == DEPLOYED else ""
-        where = f"{d.arm}, {d.suite} @ {labels.get(d.policy, d.policy)}{end}"
+        where = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
         yield f"{where}: {d.reasons[0].code}: {d.reasons[0].text}"
     if len(invalid) > INVALID_SHOWN:
         yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
@@ -145,31 +142,24 @@ def to_do(findings: Decided) -> str:
         return "What to do: mend the records or the comparison; nothing is decided."
     lines = decided_lines(findings)
     parts = []
-    for status, words in (_TO_DO | _of_open_cells(findings)).items():
+    open_cells = [d for d in findings.verdict.gated if d.standing is Status.INCONCLUSIVE]
+    unnamed = bool(open_cells) and all(d.is_unclustered for d in open_cells)  # which holds back all of them
+    for status, words in (_TO_DO | ({Status.INCONCLUSIVE: _NAME_CLUSTERS} if unnamed else {})).items():
         names = [line.name for line in lines if line.status is status]
         parts += [words.format(", ".join(names))] if names else []
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
 
 
-def _of_open_cells(findings: Decided) -> dict[Status, str]:
-    """What to do about open cells where one thing holds back all of them."""
-    open_cells = [d for d in findings.verdict.decisions if d.gated and d.standing is Status.INCONCLUSIVE]
-    if open_cells and all(d.is_unclustered for d in open_cells):
-        return {Status.INCONCLUSIVE: _NAME_CLUSTERS}
-    return {}
-
-
 def _seeds_alone(findings: Decided) -> list[str]:
     """Seeds that lost more than the margin by themselves in cells that do not fail."""
-    labels = findings.comparison.labels
+    sides = findings.comparison
     lost = [
-        f"{d.arm} @ {labels.get(d.policy, d.policy)}, {named(findings.comparison, d)}, seed {worst_seed(seed)}"
-        for d in findings.verdict.decisions
-        if d.gated and d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
+        f"{sides.who(d.arm, d.policy)}, {named(sides, d)}, seed {worst_seed(seed)}"
+        for d in findings.verdict.gated
+        if d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
         if seed.estimate <= -d.margin and seed.high < 0
     ]
-    more = f" and {len(lost) - _SEEDS_SHOWN} more" if len(lost) > _SEEDS_SHOWN else ""
-    return [f"One seed alone lost more than the margin: {'; '.join(lost[:_SEEDS_SHOWN])}{more}."] if lost else []
+    return [f"One seed alone lost more than the margin: {some(lost, 2, between='; ')}."] if lost else []
 
 
 def _served(findings: Decided, head: Decision | None) -> list[str]:
@@ -177,8 +167,8 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
     found = [d for d in deployed(findings) if compressed_as_deployed(findings.comparison, d)]
     if not found or found[0] is head:
         return []
-    d, labels = found[0], findings.comparison.labels
-    who = f"{d.arm} @ {labels.get(d.policy, d.policy)} against uncompressed {findings.comparison.reference}"
+    d = found[0]
+    who = f"{findings.comparison.who(d.arm, d.policy)} against uncompressed {findings.comparison.reference}"
     number = drift(d.effect) if d.effect else "-"
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
     return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
@@ -186,9 +176,7 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
 
 def churn_words(findings: Decided, d: Decision) -> str:
     """Churn of a decision's cell, beside what a rerun of one checkpoint changes (A/A)."""
-    place = (d.arm, d.policy, d.suite, d.context_tokens)
-    here = [c for c in findings.drift.contrasts if (c.arm, c.policy, c.suite, c.context_tokens) == place]
-    found = {c.estimand: c for c in here}
+    found = {c.estimand: c for c in findings.drift.contrasts if c.place[1:] == d.place[1:]}
     own = found.get(d.estimand, found.get(findings.comparison.base))
     if own is None or own.churn is None:
         return "churn -"
@@ -211,8 +199,8 @@ def _scope(findings: Decided) -> str:
     if findings.verdict.recipe is None:
         return "Claim: about these checkpoints (artifact). Recipe claim not supported: it needs 3 paired seeds."
     by_question: dict[str, list[Status | None]] = {}
-    for d in findings.verdict.decisions:
-        if d.gated and (question := question_of(findings.comparison, d)) != SERVING:
+    for d in findings.verdict.gated:
+        if (question := question_of(findings.comparison, d)) != SERVING:
             by_question.setdefault(question, []).append(d.recipe)
     found = {question: worst_recipe(own) for question, own in by_question.items()}
     said = "; ".join(f"{question} {status.value}" for question, status in found.items() if status)

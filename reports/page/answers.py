@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
-from kvaudit.core.facets import Facet, facet_of
-from kvaudit.core.text import at_length, inline, length_label
+from kvaudit.core.facets import facet_of
+from kvaudit.core.text import at_length, inline, length_label, some
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
+from kvaudit.reports.layout.names import shortened
+from kvaudit.reports.layout.words import facet_counted, happens
 
 TRAINING = "training"
 QUESTIONS = (SERVING, TRAINING, DEPLOYED)
@@ -32,8 +34,7 @@ WORDS = {  # what a standing says to whoever has to ship
     Status.PASS_NOTED: "ship",
     Status.PASS: "ship",
 }
-_NAMED = 3  # subjects of a group that a line spells out
-_NAME, _REASON = 40, 160  # characters of a name, and of why there is no valid comparison
+_REASON = 160  # characters of why there is no valid comparison
 _MORE = {
     Larger.TWICE: "twice the templates would decide",
     Larger.TEN_TIMES: "ten times the templates would decide",
@@ -63,9 +64,7 @@ class Subjects:
     @property
     def names(self) -> str:
         """The subjects, the first of them by name."""
-        shown = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in self.subjects[:_NAMED]]
-        more = len(self.subjects) - len(shown)
-        return ", ".join(shown) + (f" and {more} more" if more else "")
+        return some(map(shortened, self.subjects))
 
     @property
     def line(self) -> str:
@@ -96,7 +95,7 @@ class Answer:
 def answers(decided: Decided) -> tuple[Answer, ...]:
     """What a run answers: of one checkpoint the question of serving alone, of trained arms all three."""
     sides = decided.comparison
-    gated = [d for d in decided.verdict.decisions if d.gated]
+    gated = decided.verdict.gated
     found = list[Answer]()
     for name in QUESTIONS if sides.mode == "training" else (SERVING,):
         own = [d for d in gated if question_of(sides, d) == name]
@@ -192,13 +191,18 @@ def _short(text: str) -> str:
 def moved(sides: Comparison, d: Decision) -> str:
     """attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1: what happens, before and after, and what may."""
     assert d.effect is not None
+    return f"{what_counts(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, {bound(sides, d)}"
+
+
+def bound(sides: Comparison, d: Decision) -> str:
+    """limit +5, up to +10.1: what may happen more or less often, and what the rule's bound leaves open, in points."""
     limit, most = _signed(sides, d)
-    return f"{what_counts(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, limit {limit}, up to {most}"
+    return f"limit {limit}, up to {most}"
 
 
 def cell_told_apart(sides: Comparison, d: Decision) -> str:
     """What tells a cell from every other."""
-    return f"{d.estimand} {d.arm} @ {sides.label(d.policy)}, {d.suite} {at_length(d.context_tokens)}"
+    return f"{d.estimand} {sides.who(d.arm, d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
 def told_cell(sides: Comparison, d: Decision) -> str:
@@ -210,27 +214,18 @@ def told_cell(sides: Comparison, d: Decision) -> str:
 
 def before_after(sides: Comparison, d: Decision) -> str:
     """0 → 5.6 %: how often it happens on both sides; of what has no two sides the points that it moved."""
-    old, new = happens(sides, d)
-    if old is None or new is None:
-        return f"{100 * d.effect.estimate:+.1f} points" if d.effect else "no number"
-    return f"{_share(old)} → {_share(new)} %"
-
-
-def happens(sides: Comparison, d: Decision) -> tuple[float | None, float | None]:
-    """The share of answers in which it happens, before and after; None of what has no two sides."""
-    if d.rates is None or d.effect is None:
-        return None, None
-    old, new = d.rates.reference, d.rates.candidate
-    return (1 - old, 1 - new) if _unwanted(sides, d) else (old, new)
+    if both := happens(sides, d):
+        old, new = (f"{100 * rate:.1f}".removesuffix(".0") for rate in both)
+        return f"{old} → {new} %"
+    return f"{100 * d.effect.estimate:+.1f} points" if d.effect else "no number"
 
 
 def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
     """What may happen more or less often, and how much more or less the rule's bound leaves open, in points."""
     assert d.effect is not None
-    limit, most = -100 * (d.margin or 0.0), 100 * d.effect.lower
-    if _unwanted(sides, d):
-        limit, most = -limit, -most
-    return f"{limit:+g}", f"{most:+.1f}"
+    facet = facet_counted(sides, d.suite)
+    sign = -100 if facet and not facet.wanted else 100
+    return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
 
 
 def what_counts(sides: Comparison, d: Decision) -> str:
@@ -240,18 +235,3 @@ def what_counts(sides: Comparison, d: Decision) -> str:
     said = f"{own.counts} ({suite})" if own else f"{suite} score"
     said += {"selectivity": " beyond capability", "parity": ", either way"}.get(d.estimand, "")
     return inline(said if len(sides.contexts) == 1 else f"{said} at {length_label(d.context_tokens)}")
-
-
-def facet_counted(sides: Comparison, metric: str) -> Facet | None:
-    """The facet that a metric is, None for a suite's score."""
-    return facet_of(metric)[1] if metric in sides.facets else None
-
-
-def _unwanted(sides: Comparison, d: Decision) -> bool:
-    own = facet_counted(sides, d.suite)
-    return own is not None and not own.wanted
-
-
-def _share(rate: float) -> str:
-    """A rate in percent, without a nought behind the point."""
-    return f"{100 * rate:.1f}".removesuffix(".0")

@@ -36,7 +36,7 @@ def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
         "suite": visible(suite),
         "what": facet.name if facet else SCORE,
         "arm": visible(of.arm),
-        "policy": visible(findings.comparison.labels.get(of.policy, of.policy)),
+        "policy": visible(findings.comparison.label(of.policy)),
         "length": str(of.context_tokens),
     }
     return VIEW + urlencode(chosen)

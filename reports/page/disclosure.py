@@ -497,7 +497,7 @@ def _of(found: Findings, cell: Any, effect: Effect | None, reasons: Sequence[Any
         arm=cell.arm,
         policy=cell.policy,
         policy_hash=_hash_of(found, cell.policy),
-        label=found.comparison.labels.get(cell.policy, cell.policy),
+        label=found.comparison.label(cell.policy),
         metric=cell.suite,
         says=spelled(found.comparison, cell.suite),
         context_tokens=cell.context_tokens,

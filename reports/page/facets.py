@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
-from kvaudit.core.text import inline, length_label
+from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import CellName, Contrast
+from kvaudit.reports.drift.results import CellPlace
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.events import (
@@ -26,7 +26,7 @@ from kvaudit.reports.layout.events import (
     event_cells,
     how_to_read,
 )
-from kvaudit.reports.layout.names import against, place_name
+from kvaudit.reports.layout.names import against, place_name, with_length
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, drift, marked, points
 from kvaudit.reports.page.behind import flips_behind
@@ -36,29 +36,27 @@ _NAMED = 4  # failed cells in the line over the folded section
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
-_Cell = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, length
-
-
 def events(findings: Decided, d: Decision) -> list[Event]:
     """The facets of a decision's suite in its own cell, form first; none where the suite has none."""
     return _of_cell(findings, _cell(findings.comparison, d))
 
 
-def _cell(sides: Comparison, d: Decision) -> _Cell:
+def _cell(sides: Comparison, d: Decision) -> CellPlace:
     """Where the facets of a decision stand: what has no two sides is made of the drift itself."""
     suite = facet_of(d.suite)[0] if d.suite in sides.facets else d.suite
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
 
 
-def _of_cell(findings: Decided, cell: _Cell) -> list[Event]:
+def _of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
     estimand, arm, policy, suite, context = cell
-    found = {}
-    for name in findings.comparison.facets:
-        if facet_of(name)[0] == suite:
-            found[name] = (estimand, arm, policy, name, context)
-    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in findings.drift.contrasts}
-    own = [Event(facet_of(name)[1], known[key], suite) for name, key in found.items() if key in known]
+    known = {c.place: c for c in findings.drift.contrasts}
+    names = {name: (estimand, arm, policy, name, context) for name in findings.comparison.facets}
+    own = [
+        Event(facet_of(name)[1], known[place], suite)
+        for name, place in names.items()
+        if place in known and facet_of(name)[0] == suite
+    ]
     return sorted(own, key=lambda event: event.facet.name != WELL_FORMED)
 
 
@@ -114,7 +112,7 @@ def _kinds(found: Sequence[Event], moved: str) -> list[str]:
 
 def shown(findings: Decided) -> list[Event]:
     """Every facet of the gated cells, suite by suite."""
-    cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.decisions if d.gated)
+    cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
     placed = sorted(cells, key=lambda cell: order.index(cell[3]))
     return [event for cell in placed for event in _of_cell(findings, cell)]
@@ -128,7 +126,7 @@ def _has_row(findings: Decided, e: Event) -> bool:
 def failed_table(findings: Decided) -> Table:
     """Every suite that failed, by which of its kinds of facets moved."""
     rows = [
-        [_place(findings.comparison, d), drift(d.effect) if d.effect else "-", _by_kind(found)]
+        [place_name(findings.comparison, d), drift(d.effect) if d.effect else "-", _by_kind(found)]
         for d, found in _failed(findings)
     ]
     return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
@@ -137,32 +135,24 @@ def failed_table(findings: Decided) -> Table:
 def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
     """The gated suites that failed, the largest drop first, with their facets."""
     suites = findings.comparison.suites
-    gated = [d for d in findings.verdict.decisions if d.gated and d.status is Status.FAIL and d.suite in suites]
+    gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     return [(d, found) for d in gated if (found := events(findings, d))]
-
-
-def _place(sides: Comparison, d: Decision) -> str:
-    return place_name(sides, CellName(d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
 
 
 def facet_table(findings: Findings) -> Table:
     """One row per facet that a signer needs."""
     found = [e for e in shown(findings) if _has_row(findings, e)]
     both = len({e.contrast.estimand for e in found}) > 1
-    decided = {_key(d): d for d in findings.verdict.decisions if d.gated}
+    decided = {d.place: d for d in findings.verdict.gated}
     headers = ["suite", "candidate", *(["against"] if both else []), *EVENT_HEADERS]
-    gate = any(_key(e.contrast) in decided for e in found)
+    gate = any(e.contrast.place in decided for e in found)
     rows = [
-        [*_row(findings.comparison, e, both=both), *([_gated(decided.get(_key(e.contrast)))] if gate else [])]
+        [*_row(findings.comparison, e, both=both), *([_gated(decided.get(e.contrast.place))] if gate else [])]
         for e in found
     ]
     table = table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + both)
     return replace(table, behind=tuple(flips_behind(findings, e.contrast) for e in found))
-
-
-def _key(of: Contrast | Decision) -> _Cell:
-    return of.estimand, of.arm, of.policy, of.suite, of.context_tokens
 
 
 def _gated(d: Decision | None) -> str:
@@ -171,10 +161,8 @@ def _gated(d: Decision | None) -> str:
 
 def _row(sides: Comparison, e: Event, *, both: bool) -> list[str]:
     c = e.contrast
-    suite = e.suite if len(sides.contexts) == 1 else f"{e.suite}, {length_label(c.context_tokens)}"
-    suite += marked(sides, e.suite)
-    who = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}"
-    return [suite, who, *([against(sides, c)] if both else []), *event_cells(e)]
+    suite = with_length(sides, e.suite, c.context_tokens) + marked(sides, e.suite)
+    return [suite, sides.who(c.arm, c.policy), *([against(sides, c)] if both else []), *event_cells(e)]
 
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
@@ -192,7 +180,8 @@ def finding(findings: Decided) -> str:
     found, failed = shown(findings), _failed(findings)
     if failed:
         cells = [
-            f"{_place(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}" for d, own in failed[:_NAMED]
+            f"{place_name(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}"
+            for d, own in failed[:_NAMED]
         ]
         more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
         return inline(f"Worse where it failed: {'; '.join(cells)}{more}.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvaudit.core.text import inline, length_label
+from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decide import suite_of
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.names import against, named
+from kvaudit.reports.layout.names import against, named, with_length
 from kvaudit.reports.layout.tables import Table, footnoted
 from kvaudit.reports.layout.words import drift, marked, note, points, pvalue, rates
 from kvaudit.reports.page.behind import flips_behind
@@ -33,16 +33,14 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
 
 
 def _gate_row(sides: Comparison, d: Decision, *, both: bool, recipe: bool, seeds: bool) -> list[str]:
-    suite = named(sides, d) if len(sides.contexts) == 1 else f"{named(sides, d)}, {length_label(d.context_tokens)}"
-    suite += marked(sides, suite_of(d.suite, sides))
-    labels = sides.labels
+    suite = with_length(sides, named(sides, d), d.context_tokens) + marked(sides, suite_of(d.suite, sides))
     found = f"{d.status.value}, waived" if d.waiver else d.status.value
-    row = [f"{d.arm} @ {labels.get(d.policy, d.policy)}", *([against(sides, d)] if both else []), suite, found]
+    row = [sides.who(d.arm, d.policy), *([against(sides, d)] if both else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
     lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
-    told, change, bounds, moved = numbers(sides, d)
+    *told, moved = numbers(sides, d)
     why = "; ".join(text for text in (note(d), d.statement) if text)
-    return [*row, told, change, bounds, *([lowest] if seeds else []), moved, adjusted(d), why]
+    return [*row, *told, *([lowest] if seeds else []), moved, adjusted(d), why]
 
 
 def numbers(sides: Comparison, d: Decision) -> list[str]:
@@ -51,12 +49,8 @@ def numbers(sides: Comparison, d: Decision) -> list[str]:
     if d.effect is None:
         return [rates(sides, d), "-", margin, "-"]
     e = d.effect
-    return [
-        rates(sides, d),
-        drift(e),
-        f"[{points(e.lower)}, {points(e.upper)}] {margin}",
-        f"{e.losses:.3g}/{e.gains:.3g}",
-    ]
+    bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
+    return [rates(sides, d), drift(e), bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
 
 
 def adjusted(d: Decision) -> str:
@@ -68,24 +62,19 @@ def adjusted(d: Decision) -> str:
 
 def gate_notes(findings: Decided) -> tuple[str, ...]:
     """How to read the gate table, and what the templates can show."""
+    gated = len(findings.verdict.gated)
     need = "; ".join(
         f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
         for suite, margin in findings.rules.margins.items()
     )
-    gated = sum(d.gated for d in findings.verdict.decisions)
-    seeds = any(d.worst_seed for d in findings.verdict.decisions)
     return (
         f"Templates needed before a cell can pass: {inline(need)}.",
         "Beyond the margin: the cell's own one-sided upper bound lies below minus the margin. Size open: it does not, "
         "and the drop may be smaller or larger than the margin.",
         f"p: one-sided for a drop, adjusted over the {gated} gated cells; max-T flips the sign of a whole template in "
         "all cells at once.",
-        *(
-            ["Worst seed: the one that lost most by itself, which an average hides; its name in brackets."]
-            if seeds
-            else []
-        ),
-        *(judge_notes(findings.comparison)),
+        *([_WORST_SEED] if any(d.worst_seed for d in findings.verdict.decisions) else []),
+        *judge_notes(findings.comparison),
         *HOW_TO_READ,
     )
 
@@ -100,6 +89,7 @@ def judge_notes(sides: Comparison) -> Iterator[str]:
         )
 
 
+_WORST_SEED = "Worst seed: the one that lost most by itself, which an average hides; its name in brackets."
 HOW_TO_READ = (
     "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. Lost / "
     "gained: summed score that moved, in items, averaged over samples and seeds.",

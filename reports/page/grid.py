@@ -12,7 +12,7 @@ from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.page.answers import QUESTIONS, before_after, gravest, moved, question_of, what_counts
+from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
@@ -39,11 +39,15 @@ MEANS = {
 
 @dataclass(frozen=True)
 class GridCell:
-    """One gated cell as it is shown; ``says`` is all of it in words, ``behind`` where its flips are listed."""
+    """One gated cell as it is shown; ``says`` is all of it in words, ``behind`` where its flips are listed.
+
+    ``bound`` stands in it where nothing can be pointed at: a telephone has no place for ``says``.
+    """
 
     status: Status
     text: str
     says: str
+    bound: str = ""
     behind: str = ""
 
     @property
@@ -84,7 +88,7 @@ class Grid:
 def grid_of(findings: Findings) -> Grid:
     """The gated cells of a run: questions in their order, the worst settings first where not all have room."""
     sides = findings.comparison
-    gated = [d for d in findings.verdict.decisions if d.gated]
+    gated = findings.verdict.gated
     columns = list(dict.fromkeys(what_counts(sides, d) for d in gated))
     placed: dict[tuple[str, str], dict[str, Decision]] = {}
     for d in gated:
@@ -109,9 +113,7 @@ def grid_table(grid: Grid, most: int = MOST_GRID_ROWS) -> Table:
 def _row_name(sides: Comparison, d: Decision) -> str:
     """int8, of the reference; naive @ snapkv 112, of an arm."""
     setting = f"worst of {len(d.policies)}" if len(d.policies) > 1 else sides.label(d.policy)
-    if question_of(sides, d) == SERVING:
-        return inline(setting)
-    return inline(f"{d.arm} @ {setting}")
+    return inline(setting if question_of(sides, d) == SERVING else f"{d.arm} @ {setting}")
 
 
 def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
@@ -125,5 +127,6 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
         standing,
         before_after(sides, d) if d.effect else "no number",
         inline(f"{MEANS[standing]}: {says}" + (f". {why}" if why else "")),
+        bound(sides, d) if d.effect else "",
         flips_behind(findings, d),
     )

@@ -53,7 +53,7 @@ def hidden(findings: Decided) -> list[str]:
     for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
         if own:
             d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
-            place = f"{d.arm} @ {findings.comparison.labels.get(d.policy, d.policy)}, {named(findings.comparison, d)}"
+            place = f"{findings.comparison.who(d.arm, d.policy)}, {named(findings.comparison, d)}"
             most = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
             lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
     return lines
@@ -78,7 +78,7 @@ def _is_other_side(d: Decision, head: Decision) -> bool:
 
 def _other_side(sides: Comparison, d: Decision) -> str:
     assert d.effect is not None
-    policy = sides.labels.get(d.policy, d.policy)
+    policy = sides.label(d.policy)
     if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
         return f"End to end, {who}: {drift(d.effect)}."

@@ -7,8 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
-from kvaudit.core.text import at_length, length_label
-from kvaudit.reports.drift.comparison import Comparison, Reason
+from kvaudit.core.text import at_length, length_label, some
+from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
 from kvaudit.reports.gate.decide import is_apart, suite_of
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import gated_cells
@@ -18,11 +18,10 @@ from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import told
 
-_NAMED = 3  # cells that a line spells out
-
 
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
+    why = findings.verdict.adjustment.reason
     placed: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
         (20, _by_which_rules(findings)),
@@ -31,7 +30,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (50, _labels(findings)),
         (70, _stopped(findings.provenance)),
         (71, _versions(findings.provenance)),
-        (80, _adjusted(findings)),
+        (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in told(findings.values)),
     ]
     for _, lines in sorted(placed, key=itemgetter(0)):
@@ -54,16 +53,11 @@ def _by_which_rules(findings: Decided) -> Iterator[str]:
         yield "WARNING: NOT MEASURABLE is let through (not_measurable: warn); it is not a PASS."
 
 
-def _adjusted(findings: Decided) -> Iterator[str]:
-    if findings.verdict.adjustment.reason:
-        yield f"FAIL is held to the family by Holm instead of max-T: {findings.verdict.adjustment.reason}."
-
-
 def not_measurable(findings: Decided) -> list[str]:
     """What cannot be measured on this reference, why, and in how many of the gated cells; one line per reason."""
     cells: dict[tuple[str, int, str], int] = {}
-    for d in findings.verdict.decisions:
-        if d.gated and not d.is_measurable:
+    for d in findings.verdict.gated:
+        if not d.is_measurable:
             place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
     several = len(findings.comparison.contexts) > 1
@@ -108,7 +102,7 @@ def _judges(findings: Decided) -> Iterator[str]:
     if sides.rewarded and not is_apart(cells, sides):
         rewarded = ", ".join(sides.rewarded)
         yield f"{TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
-    gated = {suite_of(d.suite, sides) for d in findings.verdict.decisions if d.gated}
+    gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
         yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
 
@@ -123,20 +117,14 @@ def _labels(findings: Decided) -> Iterator[str]:
     """What human labels decided, and what judge labels alone were not let pass."""
     if findings.verdict.judged is None:
         return
-    people = [d for d in findings.verdict.decisions if d.gated and d.judged]
+    sides, gated = findings.comparison, findings.verdict.gated
+    people = [d for d in gated if d.judged]
     turned = [d for d in people if d.judged is not d.status]
-    more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
-    cells = [f"{_place(findings.comparison, d)}: {d.status.value}, by the judge {d.judged}" for d in turned[:_NAMED]]
-    turns = f" They change {'; '.join(cells)}{more}." if turned else " They change the verdict of none."
-    yield f"Human labels decide {len(people)} of {sum(d.gated for d in findings.verdict.decisions)} gated cells.{turns}"
-    held = [
-        _place(findings.comparison, d)
-        for d in findings.verdict.decisions
-        if d.gated and any(r.code == JUDGE_DIFF for r in d.reasons)
-    ]
-    if held:
-        more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
-        yield f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."
+    cells = [f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in turned]
+    turns = f" They change {some(cells, between='; ')}." if turned else " They change the verdict of none."
+    yield f"Human labels decide {len(people)} of {len(gated)} gated cells.{turns}"
+    if held := [_place(sides, d) for d in gated if any(r.code == JUDGE_DIFF for r in d.reasons)]:
+        yield f"{JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
 
@@ -146,23 +134,18 @@ def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
     table = provenance.get(WORKED_WITH)
     if isinstance(table, Mapping) and len(table) > 1:
         found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
-        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {'; '.join(found[:_NAMED])}{more}."
+        yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {some_of(found)}."
 
 
 def _place(sides: Comparison, d: Decision) -> str:
-    policy = sides.labels.get(d.policy, d.policy)
-    return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {policy}"
+    return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {sides.label(d.policy)}"
 
 
 def _waivers(findings: Decided) -> Iterator[str]:
     for waiver in findings.waivers:
         cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
-        places = ", ".join(
-            f"{d.arm}, {d.suite} @ {findings.comparison.labels.get(d.policy, d.policy)}" for d in cells[:3]
-        )
-        more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
-        let = f"lets {len(cells)} cells through ({places}{more})" if cells else "fits no cell and does nothing"
+        places = some(f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}" for d in cells)
+        let = f"lets {len(cells)} cells through ({places})" if cells else "fits no cell and does nothing"
         if len(cells) == 1:
             let = f"lets {cells[0].status.value} through ({places})"
         yield f"WAIVER by {waiver.who}, until {waiver.expires}: {waiver.why}; it {let}."

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_train import BASE_ARM
-from kvaudit.core.text import inline
+from kvaudit.core.text import inline, some
 from kvaudit.reports.analysis.examples import Example
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.names import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import Answer, answers
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
@@ -20,7 +21,7 @@ from kvaudit.reports.sections.base import told
 
 MOST_WORDS = 120
 _FLIPS, _INSTEAD = 3, 2
-_NAME, _LISTED = 48, 4  # characters of a name, suites or settings that a line spells out
+_LISTED = 4  # suites or settings that a line spells out
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,7 @@ class Screen:
     @property
     def words(self) -> int:
         """How many words it has, beside the grid with its signs and the flips."""
-        said = [
-            self.title,
-            self.status.value,
-            self.alarm,
-            *(word for fact in self.facts for word in fact),
-        ]
+        said = [self.title, self.status.value, self.alarm, *(word for fact in self.facts for word in fact)]
         said += [*(f"{answer.asks} {answer.line}" for answer in self.answers), *self.instead]
         if self.before_relying:
             said.append(f"Read first: {self.before_relying}")
@@ -55,7 +51,7 @@ class Screen:
 def screen_of(findings: Findings) -> Screen:
     """The first screen of a run."""
     screen = Screen(
-        title=f"May it ship? {inline(_clipped(findings.drift.run))}",
+        title=f"May it ship? {inline(shortened(findings.drift.run))}",
         status=findings.verdict.status,
         facts=tuple((name, inline(text)) for name, text in _facts(findings) if text),
         answers=answers(findings),
@@ -106,33 +102,27 @@ def _before_relying(findings: Findings) -> str:
     """The remarks of a verdict by their first words; the answers say themselves what cannot be measured."""
     known = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
-    return "; ".join(dict.fromkeys(name[:_NAME] for name in names if name not in known))
+    return "; ".join(dict.fromkeys(name[:MOST_OF_NAME] for name in names if name not in known))
 
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:
     sides, story = findings.comparison, findings.provenance
     weights = str(story.get("base_sha256") or "")[:8]
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
-    who = "itself" if sides.reference == BASE_ARM else _clipped(sides.reference)
+    who = "itself" if sides.reference == BASE_ARM else shortened(sides.reference)
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
     if not engines or any(not sides.is_engine(policy) and policy != DENSE_POLICY for policy in sides.policies):
         engines.append("kvaudit's cache")
     items = Counter[str]()
     for cell in findings.drift.cells:
         items[cell.suite] = max(items[cell.suite], cell.n_items)
-    asked = [f"{_clipped(suite)} {items[suite]}" for suite in sides.suites]
-    more = f" and {len(asked) - _LISTED} more" if len(asked) > _LISTED else ""
+    asked = [f"{shortened(suite)} {items[suite]}" for suite in sides.suites]
     seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
     day = str(story.get("finished") or story.get("started") or "")[:10]
     return [
-        ("model", f"{_clipped(findings.model)}{f' ({weights})' if weights else ''}"),
+        ("model", f"{shortened(findings.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
-        ("reference", f"{who} @ {_clipped(plain)}"),
+        ("reference", f"{who} @ {shortened(plain)}"),
         ("engine", ", ".join(engines[:_LISTED])),
-        ("asked", ", ".join(asked[:_LISTED]) + more + seeds),
+        ("asked", some(asked, _LISTED) + seeds),
     ]
-
-
-def _clipped(name: str) -> str:
-    """The end of a long name: of a path the part that tells it from others."""
-    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"

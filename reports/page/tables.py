@@ -44,7 +44,7 @@ def _policy_line(sides: Comparison, cells: list[Decision]) -> DecidedLine:
     suites = {
         name: worst(d.standing for d in cells if d.suite == name) for name in dict.fromkeys(d.suite for d in cells)
     }
-    name = sides.labels.get(cells[0].policy, cells[0].policy)
+    name = sides.label(cells[0].policy)
     return DecidedLine(name, worst(suites.values()), None, suites, tuple(cells))
 
 
@@ -110,7 +110,7 @@ def _deployed(findings: Decided, arm: str) -> str:
 
 def _numbered(sides: Comparison, d: Decision) -> str:
     """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    where = f"{named(sides, d)} @ {sides.labels.get(d.policy, d.policy)}"
+    where = f"{named(sides, d)} @ {sides.label(d.policy)}"
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
@@ -138,8 +138,8 @@ def compared_table(findings: Findings) -> Table:
     else:
         rows += [("checkpoint", sides.reference), ("contrast", f"each serving policy against {plain_words(sides)}")]
     rows += [
-        ("serving policies", "; ".join(sides.labels.get(p, p) for p in sides.policies) + _own_alone(sides)),
-        ("gated policies", "; ".join(sides.labels.get(p, p) for p in findings.rules.primary)),
+        ("serving policies", "; ".join(sides.label(p) for p in sides.policies) + _own_alone(sides)),
+        ("gated policies", "; ".join(sides.label(p) for p in findings.rules.primary)),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(_margin(findings.rules, suite) for suite in findings.rules.margins)),
         ("one-sided level", f"{findings.rules.alpha:.3g}"),

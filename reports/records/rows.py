@@ -251,7 +251,7 @@ def checked(record: Record) -> Record:
         value: Any = getattr(record, name)
         if not isinstance(value, types) or isinstance(value, bool):
             raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
-        if isinstance(value, str) and name != "unanswered" and not is_text(value):  # a server's words are like answers
+        if isinstance(value, str) and not is_text(value):
             raise DataError(f"record holds {name} with half a character, which no file can hold")
         if isinstance(value, int | float) and not -LARGEST_STORED < value < LARGEST_STORED:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")

@@ -35,7 +35,7 @@ class CacheSection(Section[tuple[Use, ...]]):
         for use in value:
             own = [c for c in decided.drift.cells if c.policy == use.policy]
             row = [
-                decided.comparison.labels.get(use.policy, use.policy),
+                decided.comparison.label(use.policy),
                 size(use.live),
                 times(use.live_share),
                 size(use.allocated),
@@ -81,7 +81,7 @@ class CacheSection(Section[tuple[Use, ...]]):
                 panel.plot([use.live_share] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
             text = f"{times(ratio)} allocated, {times(use.live_share)} live"
             panel.text(max(1.0, ratio) + 0.02, y, text, va="center", fontsize=8)
-        panel.set_yticks(range(len(uses)), [inline(decided.comparison.labels.get(u.policy, u.policy)) for u, _ in uses])
+        panel.set_yticks(range(len(uses)), [inline(decided.comparison.label(u.policy)) for u, _ in uses])
         panel.set_ylim(len(uses) - 0.5, -0.5)
         panel.set_xlim(0, max(1.0, *(ratio for _, ratio in uses)) + 0.45)
         panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.sides import BothSides, name_of_cell, sides_of_gated
+from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
@@ -120,7 +120,7 @@ def _cell(d: Decision, found: BothSides) -> CellChurn:
     moved = flips(*pairs, samples=1 if found.graded else found.samples)
     any_seed = churn_of(found.reference, found.candidate, samples=1 if found.graded else found.draws)
     return CellChurn(
-        cell=name_of_cell(d),
+        cell=d.name,
         drift=_drift(found, d),
         losses=moved.lost,
         gains=moved.won,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.analysis.sides import BothSides, name_of_cell, sides_of_gated
+from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
@@ -94,7 +94,7 @@ class ConcentrationSection(Section[Losses]):
 
     def compute(self, inputs: Inputs) -> Losses | None:
         both = sides_of_gated(inputs.decided, inputs.data.panels)
-        return tuple(_cell(found, name_of_cell(d)) for d, found in both if (found.difference < 0).any()) or None
+        return tuple(_cell(found, d.name) for d, found in both if (found.difference < 0).any()) or None
 
     def tables(self, value: Losses, decided: Decided) -> Iterator[Table]:
         yield _cells_table(value, decided.comparison)

@@ -43,7 +43,7 @@ class DisplacementSection(Section[Rows]):
             kl = f"{d.mean_kl:.3g}{between}"
             row = [
                 arm,
-                decided.comparison.labels.get(d.policy, d.policy),
+                decided.comparison.label(d.policy),
                 f"{d.suite}, {length_label(d.context_tokens)}",
                 str(d.tokens),
                 kl,

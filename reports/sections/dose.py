@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.core.text import inline, length_label
+from kvaudit.core.text import inline
 from kvaudit.reports.analysis.families import PolicyFamily, families
 from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
 from kvaudit.reports.analysis.slopes import slope
@@ -26,6 +26,7 @@ from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
 from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, colour, line, patch, quiet, save
+from kvaudit.reports.layout.names import with_length
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
@@ -220,7 +221,7 @@ def _length_curve(drift: Drift, policy: str, arm: str, own: Sequence[Panel]) -> 
     blank = DoseCurve(
         axis="length",
         arm=arm,
-        family=drift.comparison.labels.get(policy, policy),
+        family=drift.comparison.label(policy),
         suite=own[0].suite,
         context_tokens=None,
         doses=(),
@@ -314,11 +315,7 @@ def _slope_table(value: Doses, decided: Decided, axis: str) -> Table:
 
 
 def _slope_row(c: DoseCurve, sides: Comparison) -> list[str]:
-    suite = (
-        c.suite
-        if c.context_tokens is None or len(sides.contexts) == 1
-        else f"{c.suite}, {length_label(c.context_tokens)}"
-    )
+    suite = c.suite if c.context_tokens is None else with_length(sides, c.suite, c.context_tokens)
     rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
     own = words.drift(c.slope) if c.slope else "-"
     return [c.arm, c.family, suite, rates, own, words.drift(c.against_reference) if c.against_reference else "-"]
@@ -332,7 +329,7 @@ _APART = 0.16  # of the range of doses, from the first arm at a dose to the last
 def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Drawing | None:
     known = [c for c in value.curves if c.axis == axis and c.doses]
     if axis == "length":  # one panel per policy is many: the gated ones
-        gated = {decided.comparison.labels.get(p, p) for p in decided.rules.primary}
+        gated = {decided.comparison.label(p) for p in decided.rules.primary}
         known = [c for c in known if c.family in gated] or known
     groups: dict[tuple[str, str, int | None], list[DoseCurve]] = {}
     for curve in known:

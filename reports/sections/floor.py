@@ -111,7 +111,7 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
             continue
         name = f"{spelled(sides, d.suite)}, {length_label(d.context_tokens)}"
         moved = f"{d.effect.losses:.3g}/{d.effect.gains:.3g}" if d.effect else "-"
-        figures = [f"{d.arm} @ {sides.label(d.policy)}", name, drift(d.effect) if d.effect else "-", moved]
+        figures = [sides.who(d.arm, d.policy), name, drift(d.effect) if d.effect else "-", moved]
         rows.append([*figures, *(words for _, words in _both_floors(units, sides, d))])
     headers = ["candidate", "suite", "drift, 95 % interval", "lost / gained"]
     return table_of([*headers, "A/A of the condition", "A/A of what it is compared with"], rows, words=6)
@@ -139,5 +139,5 @@ def _sentences(units: Units, decided: Decided) -> Iterator[str]:
     for c in decided.contrasts:
         share = floor_above(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None
         if share is not None:
-            where = f"{c.arm} @ {sides.label(c.policy)}, {spelled(decided.comparison, c.suite)}"
+            where = f"{sides.who(c.arm, c.policy)}, {spelled(decided.comparison, c.suite)}"
             yield inline(f"{where}: {_NO_MORE} ({percent(c.churn)}, {percent(share)}).")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvaudit.core.facets import FACETS, WELL_FORMED, facet_of
-from kvaudit.core.text import inline, length_label
+from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import contrast, hidden_drift, seed_pairs
 from kvaudit.reports.drift.results import Contrast, Drift
@@ -21,7 +21,7 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.layout.events import Event
 from kvaudit.reports.layout.facts import Facts, Owed, known
-from kvaudit.reports.layout.names import against
+from kvaudit.reports.layout.names import against, with_length
 from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, percent, points
@@ -237,9 +237,16 @@ def _is_shown(row: Hidden) -> bool:
 def _row(sides: Comparison, row: Hidden) -> list[str]:
     c = row.without
     suite, facet = facet_of(c.suite)
-    where = suite if len(sides.contexts) == 1 else f"{suite}, {length_label(c.context_tokens)}"
-    who = f"{c.arm} @ {sides.labels.get(c.policy, c.policy)}"
-    return [where, who, against(sides, c), facet.name, _moved(c), _moved(row.behind), _hidden_words(c, row.hidden)]
+    where = with_length(sides, suite, c.context_tokens)
+    return [
+        where,
+        sides.who(c.arm, c.policy),
+        against(sides, c),
+        facet.name,
+        _moved(c),
+        _moved(row.behind),
+        _hidden_words(c, row.hidden),
+    ]
 
 
 def _moved(c: Contrast) -> str:

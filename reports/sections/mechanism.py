@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.spans import SPANS
-from kvaudit.core.text import inline, length_label
+from kvaudit.core.text import inline, some
 from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
+from kvaudit.reports.layout.names import with_length
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, percent, points
 from kvaudit.reports.sections.base import Inputs, Section
@@ -20,7 +21,7 @@ from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
 
-_MOST_ROWS, _NAMED = 20, 4
+_MOST_ROWS = 20
 _ORDER = {span: number for number, span in enumerate(SPANS)}
 
 
@@ -100,7 +101,7 @@ def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
             s.span,
             _difference(facet_of(s.metric)[1], s.effect) if s.effect else s.reason,
             ", ".join(s.equal) or "nothing else varied",
-            ", ".join(sides.labels.get(policy, policy) for policy in s.policies) or "-",
+            ", ".join(sides.label(policy) for policy in s.policies) or "-",
             f"{s.effect.n_items} / {s.effect.n_clusters}" if s.effect else "-",
         ]
         for s in first.values()
@@ -110,8 +111,7 @@ def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
 
 
 def _place(sides: Comparison, r: SpanRates) -> str:
-    where = f"{r.arm} @ {sides.labels.get(r.policy, r.policy)}"
-    return where if len(sides.contexts) == 1 else f"{where}, {length_label(r.context_tokens)}"
+    return with_length(sides, sides.who(r.arm, r.policy), r.context_tokens)
 
 
 def _lost_in(r: SpanRates) -> str:
@@ -172,8 +172,7 @@ def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
             why = r.reason if r.reason == UNMOVED else f"the {r.span} was {r.reason}"
             silent.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
     for reason, places in silent.items():
-        more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
-        yield f"Nothing to compare, since {reason}: {', '.join(places[:_NAMED])}{more}."
+        yield f"Nothing to compare, since {reason}: {some(places, 4)}."
     unknown = sum(r.unknown for r in rates)
     if unknown:
         yield f"{counted(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."

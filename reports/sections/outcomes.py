@@ -32,7 +32,7 @@ class OutcomesSection(Section[tuple[Cell, ...]]):
         rows = [
             [
                 c.arm,
-                decided.comparison.labels.get(c.policy, c.policy),
+                decided.comparison.label(c.policy),
                 c.suite,
                 length_label(c.context_tokens),
                 percent(c.rate),

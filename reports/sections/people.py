@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvaudit.core.text import length_label
-from kvaudit.reports.drift.results import Contrast, Drift, People, judge_may_pass
+from kvaudit.core.text import length_label, some
+from kvaudit.reports.drift.results import Drift, People, judge_may_pass
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
@@ -14,8 +14,6 @@ from kvaudit.reports.layout.words import drift, percent, points
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
-
-_NAMED = 3  # cells that a sentence spells out
 
 
 class LabelledCell(NamedTuple):
@@ -69,19 +67,14 @@ def _verdict(decided: Decided) -> str:
 
 def labelled_cells(decided: Decided) -> LabelledCells:
     """In the order of the contrasts."""
-    decisions = {(d.estimand, d.arm, d.policy, d.suite, d.context_tokens): d for d in decided.verdict.decisions}
-    found = [
-        (c, d)
-        for c in decided.drift.contrasts
-        if c.people and (d := decisions.get((c.estimand, c.arm, c.policy, c.suite, c.context_tokens)))
-    ]
-    return tuple(cell for c, d in found for cell in _labelled(c, d, decided.comparison.label(c.policy)))
-
-
-def _labelled(c: Contrast, d: Decision, policy: str) -> Iterator[LabelledCell]:
-    if c.people and c.effect and c.judged and d.judged and d.margin:
-        name = f"{c.estimand}, {c.arm} @ {policy}, {c.suite} {length_label(c.context_tokens)}"
-        yield LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged)
+    decisions, found = {d.place: d for d in decided.verdict.decisions}, []
+    for c in decided.drift.contrasts:
+        d = decisions.get(c.place)
+        if d and c.people and c.effect and c.judged and d.judged and d.margin:
+            where = f"{decided.comparison.who(c.arm, c.policy)}, {c.suite} {length_label(c.context_tokens)}"
+            name = f"{c.estimand}, {where}"
+            found.append(LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged))
+    return tuple(found)
 
 
 def labelled_cells_table(cells: LabelledCells) -> Table:
@@ -120,7 +113,6 @@ def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
     """How to read both tables, and the cells that judge labels alone cannot pass."""
     everyone = [c.people for c in drift.contrasts if c.people]
     held = [cell.name for cell in cells if cell.alone is not cell.judged]
-    more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     return (
         f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "
         "tells apart, and others in turn over the templates. The corrected interval adds both parts by MOVER.",
@@ -129,7 +121,7 @@ def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
         "as many labels as would be worth the same if all counted alike; that number stands behind them.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
-        *([f"{JUDGE_DIFF}: judge labels alone cannot pass {'; '.join(held[:_NAMED])}{more}."] if held else []),
+        *([f"{JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."] if held else []),
     )
 
 

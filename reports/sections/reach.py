@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from scipy import special
 
-from kvaudit.reports.analysis.sides import name_of_cell
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Verdict
@@ -87,10 +86,10 @@ class ReachSection(Section[Reaches]):
 
 
 def _reached(verdict: Verdict) -> Iterator[Reach]:
-    for d in verdict.decisions:
-        if d.gated and d.effect and d.margin is not None:
+    for d in verdict.gated:
+        if d.effect and d.margin is not None:
             e = d.effect
             df = e.n_clusters - 1
             error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
             found = error * (verdict.adjustment.critical + float(special.stdtrit(df, POWER)))
-            yield Reach(name_of_cell(d), d.margin, e.n_clusters, found, d.larger)
+            yield Reach(d.name, d.margin, e.n_clusters, found, d.larger)

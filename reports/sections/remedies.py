@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import inline
+from kvaudit.core.text import inline, some
 from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy, remedies_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
@@ -18,9 +18,7 @@ from kvaudit.reports.layout.words import drift, percent, size, spelled
 from kvaudit.reports.records.remedies import AFTER_RUN
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 
-_NAMED = 3  # lines of the banner, and arms or cells that a line spells out
-
-
+_NAMED = 3  # lines of the banner
 _NOTES = (
     "As deployed: the compressed arm against the uncompressed reference. A remedy passes every gated cell and is shown "
     "to win something back in each that failed, all at the gate's level. Weights, items and seeds are the same, so the "
@@ -133,10 +131,9 @@ def _lost_in_training(sides: Comparison, found: Remedies) -> Iterator[str]:
     """The arms that do not pass uncompressed: nothing is tried where nothing can pass."""
     lost = {one.failing.arm: one.failing.uncompressed for one in found.mended if one.failing.uncompressed}
     arms = [f"{arm} ({_cell_words(sides, _lowest(cells))})" for arm, cells in lost.items()]
-    more = f" and {len(arms) - _NAMED} more" if len(arms) > _NAMED else ""
     if arms:
         yield (
-            f"REMEDIES: none is tried on {', '.join(arms[:_NAMED])}{more}: served uncompressed these do not pass "
+            f"REMEDIES: none is tried on {some(arms)}: served uncompressed these do not pass "
             "either, and no way of serving mends what training did."
         )
 

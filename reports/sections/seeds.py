@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.sides import name_of_cell
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
@@ -65,24 +64,16 @@ class SeedsSection(Section[Spreads]):
 
     def tables(self, value: Spreads, decided: Decided) -> Iterator[Table]:
         """Drift by training seed, how far the seeds lie apart, and the drift with their variance added."""
-        known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.contrasts}
+        known = {c.place: c for c in decided.drift.contrasts}
         rows = []
         for s in value:
-            c = known[s.cell.estimand, s.cell.arm, s.cell.policy, s.cell.suite, s.cell.context_tokens]
+            c = known[s.cell.place]
             each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
             sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
             recipe = words.drift(c.recipe) if c.recipe else "recipe claim not supported"
             worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
-            rows.append(
-                [
-                    place_name(decided.comparison, s.cell),
-                    each,
-                    words.drift(c.effect) if c.effect else "-",
-                    worst,
-                    sd,
-                    recipe,
-                ]
-            )
+            averaged = words.drift(c.effect) if c.effect else "-"
+            rows.append([place_name(decided.comparison, s.cell), each, averaged, worst, sd, recipe])
         headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
         headers.append("with seed variance")
         yield table_of(headers, rows)
@@ -129,13 +120,13 @@ class SeedsSection(Section[Spreads]):
 
 
 def _spreads(decided: Decided) -> Iterator[SeedSpread]:
-    known = {(c.estimand, c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.contrasts}
-    for d in decided.verdict.decisions:
-        c = known.get((d.estimand, d.arm, d.policy, d.suite, d.context_tokens))
-        if d.gated and d.effect and c and c.seed_estimates:
+    known = {c.place: c for c in decided.drift.contrasts}
+    for d in decided.verdict.gated:
+        c = known.get(d.place)
+        if d.effect and c and c.seed_estimates:
             found = seed_spread(c.seed_estimates, c.seed_noise)
             low, sd, high = found or (None, None, None)
-            yield SeedSpread(name_of_cell(d), c.seeds, c.seed_estimates, sd, low, high)
+            yield SeedSpread(d.name, c.seeds, c.seed_estimates, sd, low, high)
 
 
 def _spread(sd: float | None, low: float | None, high: float | None) -> str:

@@ -12,7 +12,7 @@ from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, quiet, save
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, line, quiet, save
 from kvaudit.reports.layout.words import spelled
 
 LOOK = {  # colour, marker, filled
@@ -36,19 +36,15 @@ _Group = tuple[str, int]  # suite, length
 
 def draw(findings: Decided) -> Drawing | None:
     """One panel per suite and length, or all of them in one where each has a single row; None without a number."""
-    known = [d for d in findings.verdict.decisions if d.gated and d.effect and d.estimand in _DRAWN]
+    known = [d for d in findings.verdict.gated if d.effect and d.estimand in _DRAWN]
     if not known:
         return None
     groups = list(dict.fromkeys(_group(d) for d in known))
     rows = list(dict.fromkeys(_row(d) for d in known))
     if len(rows) == 1 and len({d.margin for d in known}) == 1:
         figure = blank(7.5, 1.2 + 0.27 * len(groups))
-        _panel(
-            figure.subplots(),
-            known,
-            [_group(d) for d in known],
-            [_length(findings.comparison, *group) for group in groups],
-        )
+        names = [_length(findings.comparison, *group) for group in groups]
+        _panel(figure.subplots(), known, [_group(d) for d in known], names)
     else:
         figure = _panels(findings.comparison, known, groups, rows)
     figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
@@ -86,10 +82,9 @@ def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows
 
 
 def _names(sides: Comparison, rows: list[_Row]) -> list[str]:
-    labels = sides.labels
     if sides.mode == "serving":
-        return [labels.get(policy, policy) for policy, *_ in rows]
-    return [f"{arm} @ {labels.get(policy, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
+        return [sides.label(policy) for policy, *_ in rows]
+    return [f"{sides.who(arm, policy)}{_ENDS.get(name, '')}" for policy, arm, name in rows]
 
 
 def _panel(
@@ -117,7 +112,7 @@ def _panel(
 
 def _legend(found: set[Status]) -> list[Line2D]:
     return [
-        Line2D([], [], color=hue, marker=marker, markerfacecolor=hue if filled else "none", label=status.value)
+        line(status.value, color=hue, marker=marker, markerfacecolor=hue if filled else "none")
         for status, (hue, marker, filled) in LOOK.items()
         if status in found
     ]

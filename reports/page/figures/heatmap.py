@@ -15,12 +15,11 @@ from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, save
-from kvaudit.reports.layout.names import plain_words
+from kvaudit.reports.layout.names import plain_words, shortened
 from kvaudit.reports.layout.words import points, spelled
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
-_Key = tuple[str, str, str, int]  # arm, policy, suite, length
 _FULL = 0.20  # drift with the strongest colour
 _COLUMNS = 2
 OUTLINE = 1.4
@@ -38,33 +37,27 @@ def draw(findings: Findings) -> Drawing | None:
     if not any(c.effect for c in known):
         return None
     policies = [p for p in sides.policies if any(c.policy == p for c in known)]
-    statuses = {
-        (d.arm, d.policy, d.suite, d.context_tokens): d.status
-        for d in findings.verdict.decisions
-        if d.estimand == estimand
-    }
     groups: dict[str, list[Contrast]] = {}
     for c in known:
-        title = (
-            f"{spelled(findings.comparison, c.suite)}, {length_of(c.context_tokens)}"
-            if sides.mode == "training"
-            else f"{c.arm}, drift from {plain_words(sides).removeprefix('policy ')}"
-        )
+        title = f"{spelled(sides, c.suite)}, {length_of(c.context_tokens)}"
+        if sides.mode == "serving":
+            title = f"{c.arm}, drift from {plain_words(sides).removeprefix('policy ')}"
         groups.setdefault(title, []).append(c)
-    deepest = max(len(_rows(findings.comparison, group)) for group in groups.values())
+    rows = [_rows(sides, group) for group in groups.values()]
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)
-    named = max(len(row) for group in groups.values() for row in _rows(findings.comparison, group))
+    named = max(len(row) for own in rows for row in own)
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
     # long names of rows leave few columns no room
     width = max(width, _LEAST_WIDTH, _LETTER * named * columns + 0.8 * len(policies) * columns)
-    below = max(len(_cut(findings.comparison, policy)) for policy in policies)  # names stand aslant under the last row
-    figure = blank(width, 1.1 + lines * (0.35 + 0.36 * deepest) + _LETTER * max(0, below - _USUAL))
+    names = [shortened(inline(sides.label(policy)), _LONGEST) for policy in policies]
+    below = max(map(len, names))  # they stand aslant under the last row
+    figure = blank(width, 1.1 + lines * (0.35 + 0.36 * max(map(len, rows))) + _LETTER * max(0, below - _USUAL))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for place, (panel, (title, group)) in enumerate(zip(panels.flat, groups.items(), strict=False)):
-        _panel(panel, findings, group, policies, statuses)
+        _panel(panel, findings, group, dict(zip(policies, names, strict=True)))
         panel.tick_params(labelbottom=place + columns >= len(groups))
         panel.set_title(inline(title))
     key = [
@@ -75,10 +68,8 @@ def draw(findings: Findings) -> Drawing | None:
         Patch(facecolor="none", edgecolor="none", label="* PASS*, a drop within the margin"),
     ]
     figure.legend(handles=key, loc="outside upper center", ncols=3)
-    alt = (
-        "Drift of every arm under every serving policy; outlined cells FAIL, starred ones PASS*, hatched are undecided."
-    )
-    return save(figure, "heatmap", alt)
+    what = "Drift of every arm under every serving policy"
+    return save(figure, "heatmap", f"{what}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
 
 
 def called(c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True) -> Status:
@@ -104,15 +95,14 @@ def _row(sides: Comparison, c: Contrast) -> str:
     return c.arm if sides.mode == "training" else f"{spelled(sides, c.suite)}, {length_label(c.context_tokens)}"
 
 
-def _panel(
-    panel: Axes, findings: Findings, group: list[Contrast], policies: list[str], statuses: Mapping[_Key, Status]
-) -> None:
+def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
+    """``names`` of the policies, in the order of their columns."""
+    statuses = {d.place: d.status for d in findings.verdict.decisions}
     rows, controls = _rows(findings.comparison, group), Controls(findings.drift, findings.rules.margins)
     for c in group:
-        x, y = policies.index(c.policy), rows.index(_row(findings.comparison, c))
+        x, y = list(names).index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
-        decided = statuses.get((c.arm, c.policy, c.suite, c.context_tokens))
-        status = called(c, margin(findings, c), decided, is_measurable=controls.against(c) is None)
+        status = called(c, margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None)
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE):
@@ -125,20 +115,13 @@ def _panel(
         text = points(value) + ("*" if status is Status.PASS_NOTED else "")
         number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
         number.set_url(flips_behind(findings, c) or None)
-    labels = [_cut(findings.comparison, policy) for policy in policies]
-    panel.set_xticks(range(len(policies)), labels, rotation=35, ha="right")
+    panel.set_xticks(range(len(names)), list(names.values()), rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
-    panel.set_xlim(-0.5, len(policies) - 0.5)
+    panel.set_xlim(-0.5, len(names) - 0.5)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.tick_params(length=0)
     for spine in panel.spines.values():
         spine.set_visible(False)
-
-
-def _cut(sides: Comparison, policy: str) -> str:
-    """The name of a policy, as long as fits below its column."""
-    name = inline(sides.labels.get(policy, policy))
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
 
 
 def _rgb(text: str) -> tuple[float, float, float]:

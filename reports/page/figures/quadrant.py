@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, quiet, save
+from kvaudit.reports.layout.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, line, quiet, save
 from kvaudit.reports.layout.names import plain_words
 from kvaudit.reports.layout.words import spelled
 
@@ -28,31 +27,25 @@ def draw(findings: Decided) -> Drawing | None:
     groups: dict[str, list[Point]] = {}
     alone = f"drift from {plain_words(sides)}"
     for capability, safety in pairs(findings):
-        served = f"served under {sides.labels.get(safety.policy, safety.policy)}"
+        served = f"served under {sides.label(safety.policy)}"
         groups.setdefault(served if sides.mode == "training" else alone, []).append((capability, safety))
     if not groups:
         return None
     shown = dict(list(groups.items())[:PANELS])
     figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
     panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
-    names = tuple(dict.fromkeys(_name(findings.comparison, p) for points in shown.values() for p in points))
-    places = findings.comparison.arms if findings.comparison.mode == "training" else names
-    suites = tuple(dict.fromkeys(p[1].suite for points in shown.values() for p in points))
-    bounds = _bounds([point for points in shown.values() for point in points])
+    drawn = [point for points in shown.values() for point in points]
+    names = tuple(dict.fromkeys(_name(sides, point) for point in drawn))
+    suites = tuple(dict.fromkeys(safety.suite for _, safety in drawn))
+    places = sides.arms if sides.mode == "training" else names
+    bounds = _bounds(drawn)
     for panel, (title, points) in zip(panels.flat, shown.items(), strict=True):
         _panel(panel, findings, points, places, suites, bounds)
         panel.set_title(inline(title))
     panels.flat[0].set_ylabel("safety drift, pp")
-    handles = [Line2D([], [], color=colour(places, n)[0], label=inline(n)) for n in names]
+    handles = [line(inline(n), color=colour(places, n)[0]) for n in names]
     handles += [
-        Line2D(
-            [],
-            [],
-            color=INK,
-            linestyle="",
-            marker=MARKERS[i % len(MARKERS)],
-            label=inline(spelled(findings.comparison, s)),
-        )
+        line(inline(spelled(sides, s)), color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)])
         for i, s in enumerate(suites)
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
@@ -81,7 +74,7 @@ def pairs(findings: Decided) -> list[Point]:
 
 
 def _name(sides: Comparison, point: Point) -> str:
-    return point[1].arm if sides.mode == "training" else sides.labels.get(point[1].policy, point[1].policy)
+    return point[1].arm if sides.mode == "training" else sides.label(point[1].policy)
 
 
 class _Bounds(NamedTuple):

@@ -9,6 +9,7 @@ import jinja2
 
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.layout.names import shortened
 from kvaudit.reports.layout.words import points
 from kvaudit.reports.page.behind import COMMAND, flip_behind
 from kvaudit.reports.page.figures import figures
@@ -27,7 +28,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "points": points, "clip": clip}
+    environment.filters |= {"visible": visible, "points": points, "clip": clip, "shortened": shortened}
     drawn = figures(page.findings) if any(section.figures for section in page.sections) else {}
     return environment.get_template("report.html.j2").render(
         findings=page.findings,

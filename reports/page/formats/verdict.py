@@ -6,16 +6,8 @@ from typing import Any
 
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.plain import dumped
-from kvaudit.reports.page.answers import (
-    Answer,
-    answers,
-    facet_counted,
-    gravest,
-    happens,
-    question_of,
-    subject_of,
-    what_counts,
-)
+from kvaudit.reports.layout.words import facet_counted, happens
+from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 
@@ -29,7 +21,7 @@ def render(page: Page) -> str:
     """What was decided, and of what."""
     found = page.findings
     verdict, rules, story = found.verdict, found.rules, found.provenance
-    gated = [d for d in verdict.decisions if d.gated]
+    gated = verdict.gated
     kept = {id(d) for d in sorted(gated, key=gravest(found.comparison))[:_CELLS]}
     return dumped(
         {
@@ -73,7 +65,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 def _cell(found: Findings, d: Decision) -> dict[str, Any]:
     """Rates are shares of what ``counts`` names; ``drift``, its bounds and ``margin`` count what is wanted."""
     sides, effect, facet = found.comparison, d.effect, facet_counted(found.comparison, d.suite)
-    before, after = happens(sides, d)
+    before, after = happens(sides, d) or (None, None)
     return {
         "question": question_of(sides, d),
         "subject": subject_of(sides, d)[:_CHARACTERS],
