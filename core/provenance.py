@@ -94,6 +94,11 @@ def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def said_by(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
+    """What an engine said of itself when it first answered under a condition: engine, version, what it resolved."""
+    return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
+
+
 def items_in(provenance: Mapping[str, Any]) -> Mapping[str, int]:
     """Suite -> number of items that a run's pilot gave in place of ``auto`` and ``all``."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), FOUND), "items")

@@ -23,7 +23,7 @@ from kvaudit.reports.analysis.sensitivity import MethodVerdict
 from kvaudit.reports.drift.results import ClusterSums
 from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.labels.pairs import cell_name, digest, pairs_of, pairs_to_see, texts_of
+from kvaudit.reports.labels.pairs import digest, pairs_of, pairs_to_see, texts_of
 from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
 from kvaudit.reports.labels.sheet import text_hash
 from kvaudit.reports.layout.canvas import style
@@ -292,7 +292,7 @@ def labelled(run, records=None):
     data = load_run(run)
     report = decided(data)
     name = ("alike", "smd", "none", "refusal", 192)
-    pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if cell_name(c) == name))
+    pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if c.place == name))
     texts = texts_of(data, [(pairs, pairs_to_see(pairs, 20, 1))])
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
     stored = Labels(records or digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))

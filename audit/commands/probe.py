@@ -106,8 +106,7 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
 
 def _show(folder: Path, baseline: Path | None) -> None:
     """Print what a probe says by itself, and write it into its folder ``report``."""
-    from kvaudit.reports.analysis.probe import probe_findings
-    from kvaudit.reports.page.probe import length_table, lines, noise_table, probe_files
+    from kvaudit.reports.page.probe import length_table, lines, noise_table, probe_files, probe_findings
     from kvaudit.reports.records.load import load_run
 
     found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))

@@ -11,8 +11,7 @@ from kvaudit.reports.compare.files import Compared, TwoJudges
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.events import EVENT_HEADERS, event_cells, how_to_read
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table, footnoted, table_of
+from kvaudit.reports.layout.tables import Passage, Table, footnoted, table_of
 from kvaudit.reports.layout.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
 from kvaudit.reports.page.facets import shown, taken_apart

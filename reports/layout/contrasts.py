@@ -20,26 +20,12 @@ def contrasts_of(decided: Decided, name: str, *, gated_only: bool = False) -> li
 
 def contrasts_table(sides: Comparison, contrasts: Sequence[Contrast]) -> Table:
     """A row per contrast, with seed variance where there is one."""
-    rows = [
-        [
-            c.arm,
-            sides.label(c.policy),
-            c.suite,
-            length_label(c.context_tokens),
-            _text(c),
-            _recipe(c),
-        ]
-        for c in contrasts
-    ]
+    rows = []
+    for c in contrasts:
+        told = drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
+        recipe = f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
+        rows.append([c.arm, sides.label(c.policy), c.suite, length_label(c.context_tokens), told, recipe])
     return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)
-
-
-def _text(c: Contrast) -> str:
-    return drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
-
-
-def _recipe(c: Contrast) -> str:
-    return f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
 
 
 def lowest(sides: Comparison, contrasts: Sequence[Contrast]) -> str:

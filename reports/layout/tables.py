@@ -1,4 +1,4 @@
-"""Tables as plain strings; text from records is not escaped yet, only made visible."""
+"""Tables and passages as plain strings; text from records is not escaped yet, only made visible."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvaudit.core.text import clip, inline
+from kvaudit.reports.analysis.examples import Example
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,26 @@ def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int 
     texts = list(dict.fromkeys(row[-1] for row in found if row[-1]))
     short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in found]
     return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A heading, one sentence for a stranger, then figures, tables and notes.
+
+    It stands on the ``first`` page, under the banner, or is folded: then ``finding`` says in a line what it found.
+    """
+
+    anchor: str
+    title: str
+    explain: str
+    figures: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    examples: tuple[Example, ...] = ()
+    first: bool = False
+    finding: str = ""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is more than a heading."""
+        return any(self.tables) or bool(self.figures or self.notes or self.examples)

@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
-from kvaudit.core.provenance import table_of
+from kvaudit.core.provenance import said_by, table_of
 from kvaudit.core.recipe import SECTIONS, digests
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.analysis.cache_use import cache_use
-from kvaudit.reports.analysis.engines import said_by
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
 from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known

@@ -13,8 +13,7 @@ from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
 from kvaudit.reports.layout.contrasts import contrasts_of, lowest
 from kvaudit.reports.layout.names import plain_words
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.tables import Passage, Table
 from kvaudit.reports.layout.words import counted
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.about import about, asides, number, verdict_sentence

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.registry import Registry
+from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.layout.contrasts import contrasts_table, lowest
 from kvaudit.reports.layout.facts import Owed
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.layout.tables import Passage, Table
 from kvaudit.reports.records.load import RunData
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Section(Generic[V]):
     name: ClassVar[str] = ""  # also the anchor of its heading
     title: ClassVar[str] = ""
     explain: ClassVar[str] = ""  # one sentence for a stranger
+    reading: ClassVar[str] = ""  # how to read its tables, where that is always the same
     order: ClassVar[int]  # its place on the page
     gated: ClassVar[bool] = False
     depth: ClassVar[Depth] = Depth.REPORT
@@ -80,7 +82,7 @@ class Section(Generic[V]):
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
         """How to read them."""
-        yield from ()
+        yield from [self.reading] if self.reading else ()
 
     def finding(self, value: V, decided: Decided) -> str:
         """What it found, in one line that is read without opening it."""
@@ -133,6 +135,16 @@ class Section(Generic[V]):
         return value
 
 
+class ContrastsSection(Section[tuple[Contrast, ...]]):
+    """A section that shows the contrasts of one estimand."""
+
+    def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
+        yield contrasts_table(decided.comparison, value)
+
+    def finding(self, value: tuple[Contrast, ...], decided: Decided) -> str:
+        return lowest(decided.comparison, value)
+
+
 SECTIONS: Registry[Section[Any]] = Registry("section", "kvaudit.reports.sections", Section)
 Values = Mapping[str, Any]  # by the section's name: what it found; a section that found nothing is not there
 
@@ -143,16 +155,9 @@ def sections() -> tuple[Section[Any], ...]:
     return tuple(sorted((kind() for kind in SECTIONS.all().values()), key=lambda section: section.order))
 
 
-class Told(NamedTuple):
-    """A section that found something, and what."""
-
-    section: Section[Any]
-    value: Any
-
-
-def told(values: Values) -> Iterator[Told]:
-    """The sections that found something, as the page has them."""
-    return (Told(section, values[section.name]) for section in sections() if section.name in values)
+def told(values: Values) -> Iterator[tuple[Section[Any], Any]]:
+    """The sections that found something, as the page has them, and what each found."""
+    return ((section, values[section.name]) for section in sections() if section.name in values)
 
 
 class Computed(NamedTuple):

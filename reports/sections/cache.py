@@ -14,13 +14,16 @@ from kvaudit.reports.sections.base import Inputs, Section
 
 
 class CacheSection(Section[tuple[Use, ...]]):
-    """Bytes and kept entries under every policy."""
-
     name = "cache"
     title = "KV cache"
     explain = (
         "What compression saved at the peak of a row, each way of counting held against policy none counted the "
         "same way, and which roles of the conversation stayed cached."
+    )
+    reading = (
+        "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
+        "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
+        "so that longer answers count as nothing saved or spent."
     )
     order = 300
     figures = ("cache",)
@@ -29,19 +32,12 @@ class CacheSection(Section[tuple[Use, ...]]):
         return tuple(cache_use(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[Use, ...], decided: Decided) -> Iterator[Table]:
-        """Bytes, retention and survival by role of every policy."""
         roles = list(dict.fromkeys(role for c in decided.drift.cells for role in c.survival))
         rows = []
         for use in value:
             own = [c for c in decided.drift.cells if c.policy == use.policy]
-            row = [
-                decided.comparison.label(use.policy),
-                size(use.live),
-                times(use.live_share),
-                size(use.allocated),
-                times(use.allocated_share),
-                percent(use.retention) if use.is_shown else NOT_SHOWN,
-            ]
+            row = [decided.comparison.label(use.policy), size(use.live), times(use.live_share), size(use.allocated)]
+            row += [times(use.allocated_share), percent(use.retention) if use.is_shown else NOT_SHOWN]
             for role in roles:
                 known = [(c.survival[role], c.n_samples) for c in own if role in c.survival]
                 total = sum(n for _, n in known)
@@ -50,15 +46,7 @@ class CacheSection(Section[tuple[Use, ...]]):
         kept = [f"{role} kept" for role in roles]
         yield table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
 
-    def notes(self, value: tuple[Use, ...], decided: Decided) -> Iterator[str]:
-        yield (
-            "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
-            "with the slack and the bookkeeping that this implementation adds, uncompressed too. Both per token, "
-            "so that longer answers count as nothing saved or spent."
-        )
-
     def finding(self, value: tuple[Use, ...], decided: Decided) -> str:
-        """The smallest and the largest peak against an uncompressed cache that is counted the same way."""
         ways = (("live", [u.live_share for u in value]), ("allocated", [u.allocated_share for u in value]))
         known = ((word, [share for share in shares if share is not None]) for word, shares in ways)
         found = [f"{percent(min(shares))} to {percent(max(shares))} {word}" for word, shares in known if shares]

@@ -46,11 +46,14 @@ Churns = tuple[CellChurn, ...]
 
 
 class ChurnSection(Section[Churns]):
-    """What moved behind the net drift."""
-
     name = "churn"
     title = "Churn"
     explain = "Losses and gains cancel in a drift; this is what moved before they did."
+    reading = (
+        "Lost, gained, churn: of answers against the reference's of the same pair of seeds. A/A churn: two "
+        "answers of one checkpoint, where it was sampled more than once; only churn beyond it is change. Any "
+        "two seeds: the same without pairing, beside two seeds of one arm."
+    )
     order = 180
     gated = True
     figures = ("churn",)
@@ -63,38 +66,20 @@ class ChurnSection(Section[Churns]):
         """Net drift beside what moved, and what moves by itself where a checkpoint answered more than once."""
         again = any(c.rerun is not None for c in value)
         headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", *(["A/A churn"] if again else [])]
-        rows = [
-            [
-                place_name(decided.comparison, c.cell),
-                points(c.drift),
-                f"{100 * c.losses:.1f}",
-                f"{100 * c.gains:.1f}",
-                percent(c.churn),
-                *([percent(c.rerun)] if again else []),
-                percent(c.draws),
-                percent(c.draws_rerun),
-            ]
-            for c in value
-        ]
+        rows = []
+        for c in value:
+            row = [place_name(decided.comparison, c.cell), points(c.drift)]
+            row += [f"{100 * c.losses:.1f}", f"{100 * c.gains:.1f}", percent(c.churn)]
+            rows.append([*row, *([percent(c.rerun)] if again else []), percent(c.draws), percent(c.draws_rerun)])
         yield table_of([*headers, "any two seeds", "two seeds of one arm"], rows)
 
-    def notes(self, value: Churns, decided: Decided) -> Iterator[str]:
-        yield (
-            "Lost, gained, churn: of answers against the reference's of the same pair of seeds. A/A churn: two "
-            "answers of one checkpoint, where it was sampled more than once; only churn beyond it is change. Any "
-            "two seeds: the same without pairing, beside two seeds of one arm."
-        )
-
     def finding(self, value: Churns, decided: Decided) -> str:
-        """From the least to the most churn of a gated cell."""
         found = [c.churn for c in value]
         return f"{percent(min(found))} to {percent(max(found))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
         """What every cell lost and gained: a bar to each side, the most churn first where there are too many."""
-        found = list(value)
-        if len(found) > _MOST_BARS:
-            found = sorted(found, key=lambda c: -c.churn)[:_MOST_BARS]
+        found = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = blank(7.6, 1.0 + 0.23 * len(found))
         panel = figure.subplots()
         for y, c in enumerate(found):
@@ -119,9 +104,12 @@ def _cell(d: Decision, found: BothSides) -> CellChurn:
     pairs = found.reference_pairs, found.candidate_pairs
     moved = flips(*pairs, samples=1 if found.graded else found.samples)
     any_seed = churn_of(found.reference, found.candidate, samples=1 if found.graded else found.draws)
+    own = float(found.difference.mean())
+    # the gate's own number to the last bit, so that no tie is rounded two ways; not where people gave that number
+    alike = d.effect is not None and math.isclose(own, d.effect.estimate, abs_tol=1e-9)
     return CellChurn(
         cell=d.name,
-        drift=_drift(found, d),
+        drift=d.effect.estimate if alike and d.effect else own,
         losses=moved.lost,
         gains=moved.won,
         churn=moved.churn,
@@ -129,9 +117,3 @@ def _cell(d: Decision, found: BothSides) -> CellChurn:
         draws=any_seed.draw_churn,
         draws_rerun=any_seed.rerun_churn,
     )
-
-
-def _drift(found: BothSides, d: Decision) -> float:
-    """The gate's own number to the last bit, so that no tie is rounded two ways; not where people gave that number."""
-    own = float(found.difference.mean())
-    return d.effect.estimate if d.effect and math.isclose(own, d.effect.estimate, abs_tol=1e-9) else own

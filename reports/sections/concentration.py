@@ -82,8 +82,6 @@ Losses = tuple[CellConcentration, ...]
 
 
 class ConcentrationSection(Section[Losses]):
-    """Losses by template and by item of every gated cell that lost anything."""
-
     name = "concentration"
     title = "Where the losses sit"
     explain = "Whether a drop is spread over templates or is a few templates that broke."
@@ -113,7 +111,6 @@ class ConcentrationSection(Section[Losses]):
                 yield inline(f"{where}: more than half of the losses sit in one template, {clip(c.broke, 80)}.")
 
     def finding(self, value: Losses, decided: Decided) -> str:
-        """How many cells lost mostly through one template."""
         one = sum(c.broke is not None for c in value)
         return f"In {one} of {len(value)} cells that lost anything, one template carries more than half of it."
 
@@ -163,30 +160,13 @@ def _cell(found: BothSides, name: CellName) -> CellConcentration:
 def _cells_table(value: Losses, sides: Comparison) -> Table:
     """Where the losses of every cell sit, the most concentrated loss first."""
     found = sorted(value, key=lambda c: -c.losses)
-    headers = [
-        "cell",
-        "items lost",
-        "templates that lost",
-        "carry half",
-        "Gini (by chance)",
-        "design effect",
-        "worst template",
-        "its share",
-    ]
-    rows = [
-        [
-            place_name(sides, c.cell),
-            f"{c.losses:.3g}",
-            f"{c.n_losing} of {c.n_templates}",
-            str(c.carrying_half),
-            f"{c.gini:.2f} ({c.chance:.2f})",
-            f"{c.deff:.2f}",
-            c.templates[0].template,
-            percent(c.templates[0].share) + " (over half)" * (c.broke is not None),
-        ]
-        for c in found
-    ]
-    return table_of(headers, rows)
+    headers = ["cell", "items lost", "templates that lost", "carry half", "Gini (by chance)", "design effect"]
+    rows = []
+    for c in found:
+        row = [place_name(sides, c.cell), f"{c.losses:.3g}", f"{c.n_losing} of {c.n_templates}", str(c.carrying_half)]
+        row += [f"{c.gini:.2f} ({c.chance:.2f})", f"{c.deff:.2f}", c.templates[0].template]
+        rows.append([*row, percent(c.templates[0].share) + " (over half)" * (c.broke is not None)])
+    return table_of([*headers, "worst template", "its share"], rows)
 
 
 def _items_table(value: Losses, sides: Comparison) -> Table:

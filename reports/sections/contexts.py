@@ -45,8 +45,6 @@ def _share(own: Answers) -> float:
 
 
 class ContextsSection(Section[tuple[Moved, ...]]):
-    """The contexts of a run."""
-
     name = "contexts"
     title = "What the contexts do by themselves"
     explain = (

@@ -18,8 +18,6 @@ Rows = tuple[Displacement, ...]
 
 
 class DisplacementSection(Section[Rows]):
-    """What ``displacement.json`` holds, beside the drift."""
-
     name = "displacement"
     title = "Displacement of token distributions"
     explain = (
@@ -33,21 +31,14 @@ class DisplacementSection(Section[Rows]):
         return load_displacement(inputs.data.run) or None
 
     def tables(self, value: Rows, decided: Decided) -> Iterator[Table]:
-        """Token distributions against the reference's, floors first."""
         headers = ["arm", "policy", "suite", "tokens", "mean KL, nats, 95 % interval", "median", "p99", "p99.9", "max"]
         headers += ["same top-1", "RMS dp", "refusal log-odds", "times the floor"]
         rows = []
         for d in value:
             arm = f"{d.arm} again (A/A floor)" if d.floor else f"{d.arm} seed {d.seed}"
             between = f", {no_interval(d.clusters)}" if d.low is None else f" [{d.low:.3g}, {d.high:.3g}]"
-            kl = f"{d.mean_kl:.3g}{between}"
-            row = [
-                arm,
-                decided.comparison.label(d.policy),
-                f"{d.suite}, {length_label(d.context_tokens)}",
-                str(d.tokens),
-                kl,
-            ]
+            where = f"{d.suite}, {length_label(d.context_tokens)}"
+            row = [arm, decided.comparison.label(d.policy), where, str(d.tokens), f"{d.mean_kl:.3g}{between}"]
             row += [f"{v:.3g}" for v in (d.median_kl, d.p99_kl, d.p99_9_kl, d.max_kl)]
             row += [percent(d.same_top1), percent(d.rms_dp)]
             row.append("-" if d.refusal_margin is None else f"{d.refusal_margin:+.2f}")
@@ -62,7 +53,6 @@ class DisplacementSection(Section[Rows]):
             yield "No A/A floor was measured: there is nothing to hold these numbers against."
 
     def finding(self, value: Rows, decided: Decided) -> str:
-        """The largest mean divergence that is no floor."""
         found = [d for d in value if not d.floor]
         if not found:
             return ""

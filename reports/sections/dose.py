@@ -84,8 +84,6 @@ class Doses:
 
 
 class DoseSection(Section[Doses]):
-    """How fast behaviour goes with the budget and with the length."""
-
     name = "dose"
     title = "Dose and response"
     explain = "How the rate changes with the cache budget and with the context length, on a log scale."
@@ -114,7 +112,6 @@ class DoseSection(Section[Doses]):
         )
 
     def finding(self, value: Doses, decided: Decided) -> str:
-        """The steepest slope."""
         known = [(c.slope, c) for c in value.curves if c.slope]
         if not known:
             return ""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.provenance import said_by
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.engines import said_by
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.tables import Table, table_of
@@ -26,13 +26,15 @@ class Engines:
 
 
 class EnginesSection(Section[Engines]):
-    """The engines of a run; none where our own cache served everything."""
-
     name = "engines"
     title = "Engines"
     explain = (
         "Which engine served each condition, the settings that it was given in its own words, and what it said that it "
         "made of them. Each condition is compared with the uncompressed one of its own engine."
+    )
+    reading = (
+        "Cache bytes, entries kept and which tokens were kept are not shown by an engine, and stand nowhere in "
+        "this report for one: absent is not zero."
     )
     order = 90
 
@@ -45,12 +47,6 @@ class EnginesSection(Section[Engines]):
         yield _asked_table(decided.comparison, value.conditions)
         headers = ["engine", "says", "in its own words", "under"]
         yield table_of(headers, _said_rows(decided.comparison, value), words=4)
-
-    def notes(self, value: Engines, decided: Decided) -> Iterator[str]:
-        yield (
-            "Cache bytes, entries kept and which tokens were kept are not shown by an engine, and stand nowhere in "
-            "this report for one: absent is not zero."
-        )
 
     def finding(self, value: Engines, decided: Decided) -> str:
         engines = list(dict.fromkeys(map(engine_in, value.conditions)))

@@ -7,13 +7,11 @@ from typing import ClassVar
 
 from kvaudit.reports.analysis.examples import Example, largest_losses
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.passage import Passage
+from kvaudit.reports.layout.tables import Passage
 from kvaudit.reports.sections.base import Inputs, Section
 
 
 class ExamplesSection(Section[tuple[Example, ...]]):
-    """What the reference got right and the candidate lost."""
-
     name = "examples"
     title = "Largest losses"
     explain = (

@@ -27,8 +27,6 @@ Units = tuple[FloorUnit, ...]
 
 
 class FloorSection(Section[Units]):
-    """What was asked again, unit by unit, in a run with engines; none where nobody asked."""
-
     name = "floor"
     title = "A/A floor"
     explain = (

@@ -74,8 +74,6 @@ Guards = tuple[GuardEffect, ...]
 
 
 class GuardsSection(Section[Guards]):
-    """What guards blocked, and the drift that they hide."""
-
     name = "guards"
     title = "Guards"
     explain = (

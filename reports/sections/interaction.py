@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.contrasts import contrasts_of, contrasts_table, lowest
+from kvaudit.reports.layout.contrasts import contrasts_of
 from kvaudit.reports.layout.names import plain_words
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.layout.tables import Passage
+from kvaudit.reports.sections.base import ContrastsSection, Inputs
 
 
-class InteractionSection(Section[tuple[Contrast, ...]]):
-    """How much more a candidate is hurt by serving compression than the reference."""
-
+class InteractionSection(ContrastsSection):
     name = "interaction"
     title = "Interaction"
-    explain = ""
+    reading = "Shown for the gated policies; drift.json holds all."
     order = 130
 
     def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
@@ -34,12 +30,3 @@ class InteractionSection(Section[tuple[Contrast, ...]]):
             "fragile to compression."
         )
         return replace(super().passage(value, decided), explain=explain)
-
-    def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
-        yield contrasts_table(decided.comparison, value)
-
-    def notes(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[str]:
-        yield "Shown for the gated policies; drift.json holds all."
-
-    def finding(self, value: tuple[Contrast, ...], decided: Decided) -> str:
-        return lowest(decided.comparison, value)

@@ -26,8 +26,6 @@ _ORDER = {span: number for number, span in enumerate(SPANS)}
 
 
 class MechanismSection(Section[Mechanism]):
-    """Lost spans beside lost behaviour."""
-
     name = "mechanism"
     title = "Lost spans, lost behaviour"
     explain = (

@@ -25,8 +25,6 @@ class OtherWays:
 
 
 class MethodsSection(Section[OtherWays]):
-    """Would another analysis of the same cells have said something else?"""
-
     name = "methods"
     title = "Other ways to analyse"
     explain = "Would another analysis of the same cells have said something else?"
@@ -54,14 +52,12 @@ class MethodsSection(Section[OtherWays]):
         yield self.finding(value, decided) + " It stays the pre-declared one; the t interval passes too easily."
 
     def finding(self, value: OtherWays, decided: Decided) -> str:
-        """The ways that would have decided otherwise."""
         flips = [m.method for m in value.methods if m.flips]
         return (
             f"The verdict would be another one by: {', '.join(flips)}." if flips else "No other way flips the verdict."
         )
 
     def asides(self, value: OtherWays, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Analyses that would say something else."""
         flips = [f"{m.method} ({m.status})" for m in value.methods if m.flips]
         of = ", of the judge's labels," if decided.verdict.judged else ""
         if flips:

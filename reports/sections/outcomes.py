@@ -14,8 +14,6 @@ from kvaudit.reports.sections.base import Inputs, Section
 
 
 class OutcomesSection(Section[tuple[Cell, ...]]):
-    """Rates and the outcomes of every cell."""
-
     name = "outcomes"
     title = "Rates and outcomes"
     explain = (
@@ -29,22 +27,14 @@ class OutcomesSection(Section[tuple[Cell, ...]]):
 
     def tables(self, value: tuple[Cell, ...], decided: Decided) -> Iterator[Table]:
         headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
-        rows = [
-            [
-                c.arm,
-                decided.comparison.label(c.policy),
-                c.suite,
-                length_label(c.context_tokens),
-                percent(c.rate),
-                percent(c.rate_if_desired),
-                *(str(c.outcomes[name]) for name in Outcome),
-            ]
-            for c in value
-        ]
+        rows = []
+        for c in value:
+            row = [c.arm, decided.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
+            row += [percent(c.rate), percent(c.rate_if_desired)]
+            rows.append([*row, *(str(c.outcomes[name]) for name in Outcome)])
         yield table_of(headers, rows, words=3)
 
     def finding(self, value: tuple[Cell, ...], decided: Decided) -> str:
-        """The lowest and the highest rate, and what could not be scored."""
         lost = [f"{sum(c.outcomes[name] for c in value)} {name}" for name in ("degenerate", "truncated", "unscored")]
         low, high = (percent(end(c.rate for c in value)) for end in (min, max))
         return f"Rates from {low} to {high}; answers: {', '.join(lost)}."

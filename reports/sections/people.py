@@ -38,8 +38,6 @@ LabelledCells = tuple[LabelledCell, ...]
 
 
 class PeopleSection(Section[LabelledCells]):
-    """What people said of answers that the judge told apart; none where nobody labelled."""
-
     name = "judge"
     title = "Judge and people"
     explain = "What people said of answers that the judge told apart, and the drift that their labels give."

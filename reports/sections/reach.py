@@ -40,14 +40,13 @@ Reaches = tuple[Reach, ...]
 
 
 class ReachSection(Section[Reaches]):
-    """What a run of this size can find."""
-
     name = "reach"
     title = "What this size can find"
     explain = (
         "The smallest true drop that each gated cell would have found, from its own interval. Where it is above "
         "the margin, a cell that is open was likely to stay open."
     )
+    reading = "For the size of a next run: kvaudit plan."
     order = 260
     gated = True
     keys: ClassVar = {"analysis.reach": 38}
@@ -56,31 +55,14 @@ class ReachSection(Section[Reaches]):
         return tuple(_reached(inputs.decided.verdict)) or None
 
     def tables(self, value: Reaches, decided: Decided) -> Iterator[Table]:
-        """The smallest drop each gated cell would have found, against its margin."""
-        rows = [
-            [
-                place_name(decided.comparison, r.cell),
-                str(r.n_clusters),
-                f"{100 * r.margin:g}",
-                f"{100 * r.detectable:.1f}",
-                r.larger or "-",
-            ]
-            for r in value
-        ]
-        headers = [
-            "cell",
-            "templates",
-            "margin, pp",
-            "smallest drop found with power .8, pp",
-            "templates that would pass if nothing was lost",
-        ]
-        yield table_of(headers, rows)
-
-    def notes(self, value: Reaches, decided: Decided) -> Iterator[str]:
-        yield "For the size of a next run: kvaudit plan."
+        headers = ["cell", "templates", "margin, pp", "smallest drop found with power .8, pp"]
+        rows = []
+        for r in value:
+            numbers = [str(r.n_clusters), f"{100 * r.margin:g}", f"{100 * r.detectable:.1f}"]
+            rows.append([place_name(decided.comparison, r.cell), *numbers, r.larger or "-"])
+        yield table_of([*headers, "templates that would pass if nothing was lost"], rows)
 
     def finding(self, value: Reaches, decided: Decided) -> str:
-        """From the least to the most that a cell's own size could have found."""
         found = [r.detectable for r in value]
         return f"A drop of {100 * min(found):.1f} to {100 * max(found):.1f} pp, by cell."
 

@@ -32,8 +32,6 @@ _NOTES = (
 
 
 class RemediesSection(Section[Remedies]):
-    """The remedies of a run, where some were declared or tried."""
-
     name = "remedies"
     title = "Remedies"
     explain = (

@@ -10,8 +10,7 @@ from kvaudit.core.text import length_of
 from kvaudit.reports.analysis.families import families
 from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.tables import Passage, Table, table_of
 from kvaudit.reports.sections.base import Inputs, Section
 
 CLEARED_SHOWN = 3  # sentences; the table has all
@@ -19,9 +18,12 @@ _FAR = {"budget": "smallest budget", "length": "longest context"}
 
 
 class SafeSection(Section[tuple[SafeBudget, ...]]):
-    """The last dose that a fixed sequence of tests clears."""
-
     name = "safe"
+    reading = (
+        "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
+        "full level, until the first that does not pass; later ones are not tested. NOT MEASURABLE: "
+        "the reference itself has nothing to lose there, or cannot do it."
+    )
     order = 160
     keys: ClassVar = {"analysis.safe": 32}
 
@@ -41,15 +43,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
 
-    def notes(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        yield (
-            "Tested in a fixed sequence from the largest budget down (lengths: from the shortest up), each at the "
-            "full level, until the first that does not pass; later ones are not tested. NOT MEASURABLE: "
-            "the reference itself has nothing to lose there, or cannot do it."
-        )
-
     def finding(self, value: tuple[SafeBudget, ...], decided: Decided) -> str:
-        """How many sequences cleared a dose at all."""
         none = sum(s.cleared is None for s in value)
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 

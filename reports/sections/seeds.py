@@ -15,8 +15,7 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
 from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
 from kvaudit.reports.layout.names import place_name
-from kvaudit.reports.layout.passage import Passage
-from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.tables import Passage, Table, table_of
 from kvaudit.reports.layout.words import points, worst_seed
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.seeds import seed_spread
@@ -43,8 +42,6 @@ Spreads = tuple[SeedSpread, ...]
 
 
 class SeedsSection(Section[Spreads]):
-    """The drift seed by seed, or that nothing is claimed of the recipe."""
-
     name = "seeds"
     title = "Seeds"
     explain = "The same drift seed by seed: how much of it depends on the training run."
@@ -83,7 +80,6 @@ class SeedsSection(Section[Spreads]):
             yield "Recipe claim not supported: it takes 3 paired seeds."
 
     def finding(self, value: Spreads, decided: Decided) -> str:
-        """How far the seeds of one cell lie apart at most."""
         found = [max(s.estimates) - min(s.estimates) for s in value if s.estimates]
         count = len(decided.comparison.seeds)
         if not found:
@@ -92,7 +88,6 @@ class SeedsSection(Section[Spreads]):
         return f"{count} paired seeds; {apart}." if count > 1 else "One seed."
 
     def draw(self, value: Spreads, decided: Decided) -> Iterator[Drawing | None]:
-        """Dots per seed with their mean."""
         found = value[:_MOST_ROWS]
         figure = blank(7.6, 1.0 + 0.25 * len(found))
         panel = figure.subplots()

@@ -3,20 +3,104 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.curves import Curve, curves
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.canvas import Drawing, blank, colour, line, quiet, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted, percent, scientific
 from kvaudit.reports.sections.base import Depth, Inputs, Section
+from kvaudit.reports.stats.effect import Array
+
+POINTS = 160  # most steps of a curve that are kept
+LEFT_OUT = frozenset({"step"})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
+
+    arm: str
+    seeds: tuple[int, ...]
+    steps: tuple[int, ...]
+    series: dict[str, tuple[float | None, ...]]
+    lowest: dict[str, tuple[float | None, ...]]
+    highest: dict[str, tuple[float | None, ...]]
+    mean: dict[str, float]  # over all seeds and steps
+    first: dict[str, float]  # mean over seeds of the first tenth of the steps
+    last: dict[str, float]  # mean over seeds of the last tenth of the steps
+    largest: dict[str, float]  # over all seeds and steps
+
+
+def curves(telemetry: Mapping[tuple[str, int], list[dict[str, Any]]], arms: Sequence[str]) -> tuple[Curve, ...]:
+    """A curve for every arm that left telemetry, in the order of the arms, then by name."""
+    found = sorted({arm for arm, _ in telemetry}, key=lambda a: (arms.index(a) if a in arms else len(arms), a))
+    return tuple(_curve(arm, {seed: rows for (a, seed), rows in telemetry.items() if a == arm}) for arm in found)
+
+
+def _curve(arm: str, runs: Mapping[int, list[dict[str, Any]]]) -> Curve:
+    steps = sorted({int(row["step"]) for rows in runs.values() for row in rows})
+    keys = sorted({key for rows in runs.values() for row in rows for key in row if _numeric_key(key, rows)})
+    tables = {key: _table(runs, steps, key) for key in keys}  # [S, steps]
+    kept = sorted(set(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(int))) if steps else []
+    tenth = max(1, len(steps) // 10)
+    return Curve(
+        arm=arm,
+        seeds=tuple(sorted(runs)),
+        steps=tuple(steps[i] for i in kept),
+        series={key: _reduced(table[:, kept], np.nanmean) for key, table in tables.items()},
+        lowest={key: _reduced(table[:, kept], np.nanmin) for key, table in tables.items()},
+        highest={key: _reduced(table[:, kept], np.nanmax) for key, table in tables.items()},
+        mean=_summary(tables, np.nanmean, slice(None)),
+        first=_summary(tables, np.nanmean, slice(0, tenth)),
+        last=_summary(tables, np.nanmean, slice(-tenth, None)),
+        largest=_summary(tables, np.nanmax, slice(None)),
+    )
+
+
+def _numeric_key(key: str, rows: list[dict[str, Any]]) -> bool:
+    return key not in LEFT_OUT and any(_is_number(row.get(key)) for row in rows)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _table(runs: Mapping[int, list[dict[str, Any]]], steps: list[int], key: str) -> Array:
+    column = {step: i for i, step in enumerate(steps)}
+    table = np.full((len(runs), len(steps)), np.nan)
+    for row_number, seed in enumerate(sorted(runs)):
+        for row in runs[seed]:
+            if _is_number(row.get(key)):
+                table[row_number, column[int(row["step"])]] = row[key]
+    return table
+
+
+def _reduced(table: Array, reduce: Any) -> tuple[float | None, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a step at which no seed has the value stays None
+        values = reduce(table, axis=0)
+    return tuple(float(v) if math.isfinite(v) else None for v in values)
+
+
+def _summary(tables: Mapping[str, Array], reduce: Any, window: slice) -> dict[str, float]:
+    parts = {key: table[:, window] for key, table in tables.items()}
+    return {key: float(reduce(part)) for key, part in parts.items() if not np.isnan(part).all()}
+
 
 Curves = tuple[Curve, ...]
 _NAMED = 3  # arms whose alarms a line spells out
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class _View(NamedTuple):
@@ -35,17 +119,11 @@ VIEWS = (
     _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
     _View("entropy", "entropy, nats", False),
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 LOWEST_DRAWN = 1e-16
 _COLUMNS = 3
 
 
 class TrainingSection(Section[Curves]):
-    """The telemetry of every arm that left some."""
-
     name = "training"
     title = "Training"
     explain = (
@@ -73,11 +151,9 @@ class TrainingSection(Section[Curves]):
             "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
             "arm's own gap is what rounding alone does."
         )
-
         yield from _alarms(value)
 
     def finding(self, value: Curves, decided: Decided) -> str:
-        """Where sampler and learner were furthest apart."""
         found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
         if not found:
             return f"{counted(len(value), 'arm')}."
@@ -114,7 +190,9 @@ class TrainingSection(Section[Curves]):
                 panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
                 panel.yaxis.set_minor_formatter(NullFormatter())
             quiet(panel)
-        figure.legend(handles=_legend(value, decided.comparison.arms), loc="outside upper center", ncols=5)
+        looks = {curve.arm: colour(decided.comparison.arms, curve.arm) for curve in value}
+        key = [line(inline(arm), color=hue, linestyle=style) for arm, (hue, _, style) in looks.items()]
+        figure.legend(handles=key, loc="outside upper center", ncols=5)
         yield save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
 
 
@@ -136,44 +214,27 @@ def _alarms(found: Curves) -> Iterator[str]:
 
 
 def _reward_table(found: Curves) -> Table:
-    """Reward and mismatch of every arm."""
     headers = ["arm", "seeds", "reward, first to last"]
     headers += ["effective sample share", "overlap p5", "masked tokens", "rejected sequences", "entries saved"]
-    return table_of(headers, [_training_row(curve) for curve in found])
-
-
-def _training_row(curve: Curve) -> list[str]:
-    reward = f"{scientific(curve.first.get('reward_mean'))} to {scientific(curve.last.get('reward_mean'))}"
-    return [
-        curve.arm,
-        str(len(curve.seeds)),
-        reward,
-        scientific(curve.last.get("mismatch/ess")),
-        scientific(curve.last.get("mismatch/overlap_p5")),
-        percent(curve.last.get("mismatch/masked_tokens")),
-        percent(curve.last.get("mismatch/rejected_sequences")),
-        percent(curve.last.get("token_savings")),
-    ]
+    rows = []
+    for curve in found:
+        reward = f"{scientific(curve.first.get('reward_mean'))} to {scientific(curve.last.get('reward_mean'))}"
+        row = [curve.arm, str(len(curve.seeds)), reward]
+        row += [scientific(curve.last.get(f"mismatch/{name}")) for name in ("ess", "overlap_p5")]
+        shares = ("mismatch/masked_tokens", "mismatch/rejected_sequences", "token_savings")
+        rows.append([*row, *(percent(curve.last.get(name)) for name in shares)])
+    return table_of(headers, rows)
 
 
 def _mismatch_table(found: Curves, reference: str) -> Table:
     """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
-    floors = [curve.largest.get("mismatch/max_abs_gap") for curve in found if curve.arm == reference]
-    floor = scientific(floors[0] if floors else None)
+    gaps = {curve.arm: scientific(curve.largest.get("mismatch/max_abs_gap")) for curve in found}
     headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
-    headers += ["k3 KL, mean", "k3 KL, largest"]
-    rows = [
-        [
-            curve.arm,
-            str(curve.steps[-1]) if curve.steps else "0",
-            scientific(curve.largest.get("mismatch/max_abs_gap")),
-            floor,
-            scientific(curve.mean.get("mismatch/k3_kl")),
-            scientific(curve.largest.get("mismatch/k3_kl")),
-        ]
-        for curve in found
-    ]
-    return table_of(headers, rows)
+    rows = []
+    for curve in found:
+        row = [curve.arm, str(curve.steps[-1]) if curve.steps else "0", gaps[curve.arm], gaps.get(reference, "-")]
+        rows.append([*row, *(scientific(part.get("mismatch/k3_kl")) for part in (curve.mean, curve.largest))])
+    return table_of([*headers, "k3 KL, mean", "k3 KL, largest"], rows)
 
 
 def _known(curve: Curve, view: _View) -> bool:
@@ -196,11 +257,3 @@ def _value(value: float | None, log: bool) -> float:
     if value is None:
         return math.nan
     return max(value, LOWEST_DRAWN) if log else value
-
-
-def _legend(found: Curves, arms: tuple[str, ...]) -> list[Line2D]:
-    handles = []
-    for curve in found:
-        hue, _, style = colour(arms, curve.arm)
-        handles.append(line(inline(curve.arm), color=hue, linestyle=style))
-    return handles
