@@ -36,8 +36,8 @@ class Displacement:
     """One arm under one policy on one suite and length against the reference's tokens; KL in nats.
 
     ``low, high`` is the 95 % interval of the mean by a bootstrap of clusters of sequences, for display; None where
-    these are too few. ``ratio`` is
-    the mean over the mean of the floor of the same suite and length, None where that has no row or is 0.
+    these are too few. ``ratio`` is the mean over the mean of the floor of the same suite and length, None where that
+    has no row or is 0.
     ``refusal_margin`` is candidate minus reference in log-odds of a refusal's first token, None where not measured.
     """
 
@@ -75,14 +75,10 @@ def load_displacement(run: Path) -> tuple[Displacement, ...]:
         return ()
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{DISPLACEMENT_FILE} cannot be read ({one_line(error)}); measure it again") from None
-    if (
-        not isinstance(body, dict)
-        or body.get("format") != DISPLACEMENT_FORMAT
-        or not isinstance(body.get("rows"), list)
-    ):
-        raise DataError(
-            f"{DISPLACEMENT_FILE} is not of format {DISPLACEMENT_FORMAT} with a list of rows; measure it again"
-        )
+    right = isinstance(body, dict) and body.get("format") == DISPLACEMENT_FORMAT
+    if not right or not isinstance(body.get("rows"), list):
+        wanted = f"format {DISPLACEMENT_FORMAT} with a list of rows"
+        raise DataError(f"{DISPLACEMENT_FILE} is not of {wanted}; measure it again")
     rows = [_row(number, row) for number, row in enumerate(body["rows"], 1)]
     return tuple(sorted((_with_ratio(row, rows) for row in rows), key=lambda d: not d.floor))
 
@@ -94,31 +90,21 @@ def _row(number: int, row: Any) -> Displacement:
     for name, wanted in (*((w, str) for w in _WORDS), ("seed", int), ("context_tokens", int), ("floor", bool)):
         if type(row[name]) is not wanted:
             raise _bad(number, f"{name} is {str(row[name])[:40]!r}, wanted {wanted.__name__}")
-    numbers = {name: _number(number, row, name, most=1.0 if name in SHARES else math.inf) for name in NUMBERS}
+    known: dict[str, Any] = {name: row[name] for name in (*_WORDS, "seed", "context_tokens", "floor")}
+    known |= {name: _number(number, row, name, most=1.0 if name in SHARES else math.inf) for name in NUMBERS}
     margin = row["refusal_margin"]
     if margin is not None:
         margin = _number(number, row, "refusal_margin", least=-math.inf)
     clusters, tokens, sums = _sequences(number, row["sequences"])
     mean, low, high = bootstrap_mean(clusters, tokens, sums)
     return Displacement(
-        arm=row["arm"],
-        seed=row["seed"],
-        policy=row["policy"],
-        suite=row["suite"],
-        context_tokens=row["context_tokens"],
-        floor=row["floor"],
+        **known,
         tokens=int(tokens.sum()),
         sequences=len(tokens),
         clusters=len(set(clusters)),
         mean_kl=mean,
         low=low,
         high=high,
-        median_kl=numbers["median_kl"],
-        p99_kl=numbers["p99_kl"],
-        p99_9_kl=numbers["p99_9_kl"],
-        max_kl=numbers["max_kl"],
-        same_top1=numbers["same_top1"],
-        rms_dp=numbers["rms_dp"],
         ratio=None,
         refusal_margin=margin,
     )

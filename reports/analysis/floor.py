@@ -15,12 +15,10 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.core.facets import FACETS
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.records.blocks import UNREAD, Array
 from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE
+from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, wanted_of
 
 _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
@@ -90,22 +88,11 @@ def _flips(suite: str, part: pd.DataFrame) -> Iterator[AgainFlips]:
     for metric, column, facet in known:
         if column not in part:
             continue
-        before, after = (_wanted(part[name], facet) for name in (column, f"{column}_again"))
+        before, after = (wanted_of(part[name], facet) for name in (column, f"{column}_again"))
         change = (after - before)[~np.isnan(before) & ~np.isnan(after)]
         if len(change):
-            yield AgainFlips(
-                metric, len(change), int((change < 0).sum()), int((change > 0).sum()), float(change.mean())
-            )
-
-
-def _wanted(column: pd.Series, facet: str | None) -> Array:
-    """A score, or 1 where a facet is as wanted; NaN where it could not be read."""
-    value: Array = column.to_numpy(dtype=np.float64)
-    if facet is None:
-        return value
-    found: Array = (value == FACETS[facet].wanted).astype(np.float64)
-    found[np.isnan(value) | (value == UNREAD)] = np.nan
-    return found
+            lost, gained = int((change < 0).sum()), int((change > 0).sum())
+            yield AgainFlips(metric, len(change), lost, gained, float(change.mean()))
 
 
 @dataclass(frozen=True)

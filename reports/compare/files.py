@@ -141,14 +141,10 @@ def compare(
     """
     for points in (margin, *(margins or {}).values()):
         margin_of(points, "--margin")
-    _check("--alpha", alpha, 0.5)
-    pairs = paired(
-        sides.reference,
-        sides.candidate,
-        metric,
-        lower_is_better=sides.lower_is_better,
-        own_clusters=sides.own_clusters,
-    )
+    if not 0 < alpha < 0.5:
+        raise SpecError(f"--alpha is {alpha:g}, wanted a number above 0 and below 0.5")
+    how = {"lower_is_better": sides.lower_is_better, "own_clusters": sides.own_clusters}
+    pairs = paired(sides.reference, sides.candidate, metric, **how)
     if items_are_independent and pairs.unclustered is None:
         raise SpecError("--items-are-independent: the files name which items share a cluster; leave the option out")
     records, seeds = _seeds(pairs.records)
@@ -248,11 +244,6 @@ def _agreement(first: Compared, second: Compared, arm: str) -> Kappa | None:
     if both.empty:
         return None
     return kappa(*(np.asarray(both[name] >= 0.5, dtype=np.int64) for name in ("one", "two")))
-
-
-def _check(option: str, value: float, below: float) -> None:
-    if not 0 < value < below:
-        raise SpecError(f"{option} is {value:g}, wanted a number above 0 and below {below:g}")
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:

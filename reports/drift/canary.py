@@ -13,7 +13,7 @@ apart, by a paired test. What the setting makes of another order, or of itself, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -111,15 +111,13 @@ def _canary(pairs: pd.DataFrame, itself: pd.DataFrame) -> Canary:
     exceeded = any(
         signed_rank_above((rows[name] - rows[f"{name}_itself"]).dropna()) < _LEVEL for name in ("text", "logprob")
     )
-    by_setting, by_itself = (
-        Moves(float(rows[f"text{side}"].mean()), _root_mean_square(rows[f"logprob{side}"])) for side in ("", "_itself")
-    )
+    by_setting, by_itself = (_moves_of(rows[f"text{side}"], rows[f"logprob{side}"]) for side in ("", "_itself"))
     return Canary(len(pairs), known, moved, BesideFloor(len(rows), by_setting, by_itself, exceeded))
 
 
-def _root_mean_square(moves: pd.Series) -> float | None:
-    known: Array = moves.dropna().to_numpy(dtype=np.float64)
-    return float(np.sqrt(np.mean(known**2))) if len(known) else None
+def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
+    known: Array = logprobs.dropna().to_numpy(dtype=np.float64)
+    return Moves(float(texts.mean()), float(np.sqrt(np.mean(known**2))) if len(known) else None)
 
 
 def held_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Contrast:
@@ -131,23 +129,7 @@ def held_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Cont
     if still is None:
         return c
     reason = Reason(CANARY, _words(still, comparison, c.policy))
-    return replace(
-        c,
-        effect=None,
-        recipe=None,
-        seed_estimates=(),
-        worst=None,
-        best=None,
-        reasons=(reason, *c.reasons),
-        rates=None,
-        unread=None,
-        sums=(),
-        churn=None,
-        rerun=None,
-        seed_noise=0.0,
-        by_seed=(),
-        seed_sums=(),
-    )
+    return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
 
 
 def canary_reasons(comparison: Comparison, found: Canaries) -> Iterator[Reason]:

@@ -144,8 +144,7 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 
 def _empty_panel(suite: str, context: int) -> Panel:
     none: dict[CellKey, Any] = {}
-    codes = np.zeros(0, dtype=np.int64)
-    return Panel(suite, context, (), codes, (), 0, none, none, none, {}, 1, False, frozenset(), 0)
+    return Panel(suite, context, (), np.zeros(0, dtype=np.int64), (), none, none, none, {}, 1, False, frozenset(), 0)
 
 
 # --- estimands: weights over cells ------------------------------------------------------------------------------------
@@ -232,30 +231,12 @@ def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead
 
 
 def _weighed(
-    estimand: str,
-    panel: Panel,
-    weights: list[Weights],
-    *,
-    arm: str,
-    seeds: Sequence[int],
-    policy: str,
-    alpha: float,
+    estimand: str, panel: Panel, weights: list[Weights], *, arm: str, seeds: Sequence[int], policy: str, alpha: float
 ) -> Contrast:
     cells = sorted({cell for w in weights for cell in w})
     reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
     blank = Contrast(
-        estimand=estimand,
-        arm=arm,
-        policy=policy,
-        suite=panel.suite,
-        context_tokens=panel.context_tokens,
-        effect=None,
-        recipe=None,
-        seeds=tuple(seeds),
-        seed_estimates=(),
-        worst=None,
-        best=None,
-        reasons=reasons,
+        estimand, arm, policy, panel.suite, panel.context_tokens, seeds=tuple(seeds), reasons=tuple(reasons)
     )
     if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
@@ -466,47 +447,28 @@ def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
         return (Reason("HARM", NO_HARM_GRADER),)
     if absent:
-        return (
-            Reason("CELL", "not evaluated: " + "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)),
-        )
+        named = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
+        return (Reason("CELL", f"not evaluated: {named}"),)
     holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
     uneven = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
     if uneven:
         return (Reason("ITEMS", f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"),)
-    present = ~holes[0]
-    checks = (
-        _few_clusters(panel, present),
-        _unscored(panel, cells),
-        _samples(panel, cells),
-        Reason("CLUSTER_IDS", f"{panel.split_items} items stand in more than one cluster")
-        if panel.split_items
-        else None,
-    )
-    return tuple(reason for reason in checks if reason)
+    return tuple(_unfit(panel, cells, ~holes[0]))
 
 
-def _few_clusters(panel: Panel, present: npt.NDArray[np.bool_]) -> Reason | None:
+def _unfit(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
+    """What is wrong with the answers of cells that have the same items."""
     clusters = len(np.unique(panel.clusters[present]))
-    if clusters >= FEWEST_CLUSTERS:
-        return None
-    return Reason(FEW_CLUSTERS, no_interval(clusters))
-
-
-def _unscored(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
+    if clusters < FEWEST_CLUSTERS:
+        yield Reason(FEW_CLUSTERS, no_interval(clusters))
     shares = [panel.unscored[cell] for cell in cells]
     if max(shares) > UNSCORED_LIMIT:
-        apart = f"{100 * (max(shares) - min(shares)):.1f} pp"
-        text = (
-            f"{max(shares):.1%} of the samples of a cell are unscored, {apart} more than of another; the limit is 1 %"
-        )
-        return Reason("MISSING", text)
-    return None
-
-
-def _samples(panel: Panel, cells: Sequence[CellKey]) -> Reason | None:
-    if panel.uneven_samples.isdisjoint(cells):
-        return None
-    return Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")
+        apart = f"{max(shares):.1%} of the samples of a cell are unscored, {100 * (max(shares) - min(shares)):.1f} pp"
+        yield Reason("MISSING", f"{apart} more than of another; the limit is 1 %")
+    if not panel.uneven_samples.isdisjoint(cells):
+        yield Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")
+    if panel.split_items:
+        yield Reason("CLUSTER_IDS", f"{panel.split_items} items stand in more than one cluster")
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

@@ -154,13 +154,13 @@ class Contrast(CellName):
     seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged.
     """
 
-    effect: Effect | None
-    recipe: Effect | None
-    seeds: tuple[int, ...]
-    seed_estimates: tuple[float, ...]
-    worst: float | None
-    best: float | None
-    reasons: tuple[Reason, ...]
+    effect: Effect | None = None
+    recipe: Effect | None = None
+    seeds: tuple[int, ...] = ()
+    seed_estimates: tuple[float, ...] = ()
+    worst: float | None = None
+    best: float | None = None
+    reasons: tuple[Reason, ...] = ()
     rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
     unread: Unread | None = None  # of the same; of a suite's score the share that is unscored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written

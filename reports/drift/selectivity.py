@@ -58,10 +58,8 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
     reasons = tuple(Reason(r.code, f"{c.suite}: {r.text}") for _, c in parts for r in c.reasons)
     if not reasons and any(c.seeds != own.seeds for c in others):
         reasons = (Reason("SEEDS", "the suites were not asked of the same seeds"),)
-    blank = replace(
-        own, estimand=SELECTIVITY, effect=None, recipe=None, worst=None, best=None, rates=None, reasons=reasons, sums=()
-    )
-    blank = replace(blank, seed_estimates=(), seed_noise=0.0, by_seed=(), seed_sums=())
+    blank = replace(Contrast(SELECTIVITY, *own.place[1:], seeds=own.seeds, reasons=reasons), unread=own.unread)
+    blank = replace(blank, churn=own.churn, rerun=own.rerun)
     if reasons:
         return blank
     sums = _weighted((weight, c.sums) for weight, c in parts)

@@ -12,7 +12,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.view.flips import KINDS, flip_key, kinds_of
+from kvaudit.reports.page.view.flips import flip_key, kinds_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE, CellKey
 
@@ -32,7 +32,7 @@ def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
         return ""
     suite, facet = facet_of(of.suite) if of.suite in findings.comparison.facets else (of.suite, None)
     chosen = {
-        "kind": KINDS[estimand],
+        "kind": estimand,
         "suite": visible(suite),
         "what": facet.name if facet else SCORE,
         "arm": visible(of.arm),
@@ -54,4 +54,4 @@ def flip_behind(findings: Findings, example: Example) -> str:
         return ""
     suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite
     cell = CellKey(example.arm, example.seed, example.policy)
-    return VIEW + urlencode({"flip": flip_key(KINDS[estimand], suite, example.context_tokens, example.item_id, cell)})
+    return VIEW + urlencode({"flip": flip_key(estimand, suite, example.context_tokens, example.item_id, cell)})

@@ -6,7 +6,7 @@ Every fact is there as known, unknown or not applicable, so that what is missing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from kvaudit.core.recipe import SECTIONS, digests
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
-from kvaudit.reports.analysis.cache_use import cache_use
+from kvaudit.reports.analysis.cache_use import Use, cache_use
+from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
 from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
@@ -28,7 +29,6 @@ from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
 from kvaudit.reports.sections.base import sections, told
-from kvaudit.reports.stats.effect import Effect
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
@@ -131,7 +131,8 @@ def findings_of_arm(found: Findings, arm: str) -> Findings:
     verdict = found.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     status = next((own for own in verdict.arms if own.arm == arm), None)
-    worst = min((d for d in decisions if d.gated), key=_severity, default=None)
+    # the worst status first, then the least room above the margin; a cell without a number before any other
+    rank = {n: (PRECEDENCE.index(d.standing), _room(d)) for n, d in enumerate(decisions) if d.gated}
     own = replace(
         verdict,
         status=status.status if status else verdict.status,
@@ -139,36 +140,35 @@ def findings_of_arm(found: Findings, arm: str) -> Findings:
         recipe=status.recipe if status else None,
         arms=(status,) if status else (),
         decisions=decisions,
-        headline=next((n for n, d in enumerate(decisions) if d is worst), None),
+        headline=min(rank, key=rank.__getitem__, default=None),
     )
     reference = found.comparison.reference
     values = {section.name: section.of_arm(value, arm, reference) for section, value in told(found.values)}
     return replace(found, verdict=own, values=values)
 
 
-def _severity(d: Decision) -> tuple[int, float]:
-    """The worst status first, then the least room above the margin; a cell without a number before any other."""
-    room = d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
-    return PRECEDENCE.index(d.standing), room
+def _room(d: Decision) -> float:
+    return d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
 
 
 def _of_arm(told: Disclosure, whole: Findings, own: Findings, arm: str) -> Disclosure:
     """What is told of an arm's checkpoints: its recipe beside the reference's, its drift and its verdict."""
     drift, head = tuple(m for m in told.drift if m.arm == arm), own.verdict.head
-    worst = _of(own, head, head.effect, head.reasons) if head else _lowest(drift)
+    worst = _of(own, head) if head else _lowest(drift)
     status, says = _own_verdict(whole, own, arm)
-    number = known(worst.number) if head and worst else NOT_APPLICABLE
-    about = known(f"{worst.slice}. {worst.why}".strip()) if head and worst else NOT_APPLICABLE
+    verdict = {"status": known(status), "says": known(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
+    if head and worst:
+        verdict |= {"number": known(worst.number), "about": known(f"{worst.slice}. {worst.why}".strip())}
     return replace(
         told,
-        verdict={**told.verdict, "status": known(status), "says": known(says), "number": number, "about": about},
+        verdict={**told.verdict, **verdict},
         recipes=tuple(recipe for recipe in told.recipes if recipe.arm in (arm, own.comparison.reference)),
         drift=drift,
         worst=worst,
     )
 
 
-def _lowest(drift: Sequence[Measured]) -> Measured | None:
+def _lowest(drift: Iterable[Measured]) -> Measured | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
@@ -176,7 +176,7 @@ def _own_verdict(whole: Findings, own: Decided, arm: str) -> tuple[str, str]:
     """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
     judged = ", ".join(other.arm for other in whole.verdict.arms) or "no arm"
     rest = f"the verdict of the whole run, {whole.verdict.status.value}, is about {judged}"
-    verdicts = [d.standing.value for d in own.verdict.decisions if d.gated]
+    verdicts = [d.standing.value for d in own.verdict.gated]
     if own.verdict.arms and verdicts:
         counts = ", ".join(f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts))
         return own.verdict.status.value, f"Of this arm's gated cells: {counts}; {rest}."
@@ -267,9 +267,8 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
     if arm == BASE_ARM:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared(stories, "config"), _shared(stories, "recipe")
-    declared = {
-        key: value for key, value in table_of(table_of(found.provenance, "declared"), arm).items() if value != UNSAID
-    }
+    declared = table_of(table_of(found.provenance, "declared"), arm)
+    declared = {key: value for key, value in declared.items() if value != UNSAID}
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
     curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
     facts = {
@@ -337,24 +336,22 @@ def _shared(stories: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, 
 
 
 def _serving(found: Findings) -> list[Facts]:
-    rows: list[Facts] = []
     uses = {use.policy: use for use in cache_use(found.drift)}
-    for policy in found.comparison.policies:
-        cells = [c for c in found.drift.cells if c.policy == policy and c.kv_bytes_dense]
-        use = uses.get(policy)
-        hidden = use is not None and not use.is_shown
-        rows.append(
-            {
-                "policy": known(policy),
-                "policy_hash": _hash_of(found, policy),
-                "gated": known(policy in found.rules.primary),
-                "kv_allocated_of_none": known(NOT_SHOWN if hidden else use and use.allocated_share),
-                "kv_live_of_none": known(NOT_SHOWN if hidden else use and use.live_share),
-                "retention": known(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
-                **_engine(found, policy),
-            }
-        )
-    return rows
+    return [_served(found, policy, uses.get(policy)) for policy in found.comparison.policies]
+
+
+def _served(found: Findings, policy: str, use: Use | None) -> Facts:
+    cells = [c for c in found.drift.cells if c.policy == policy and c.kv_bytes_dense]
+    hidden = use is not None and not use.is_shown
+    return {
+        "policy": known(policy),
+        "policy_hash": _hash_of(found, policy),
+        "gated": known(policy in found.rules.primary),
+        "kv_allocated_of_none": known(NOT_SHOWN if hidden else use and use.allocated_share),
+        "kv_live_of_none": known(NOT_SHOWN if hidden else use and use.live_share),
+        "retention": known(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
+        **_engine(found, policy),
+    }
 
 
 def _engine(found: Findings, policy: str) -> Facts:
@@ -362,22 +359,14 @@ def _engine(found: Findings, policy: str) -> Facts:
     sides = found.comparison
     if not sides.references:
         return {}
-    compared = (
-        known(sides.label(sides.uncompressed_of(policy))) if not sides.is_uncompressed(policy) else NOT_APPLICABLE
-    )
-    if not sides.is_engine(policy):
-        return {
-            "engine": known("kvaudit"),
-            "settings": NOT_APPLICABLE,
-            "says": NOT_APPLICABLE,
-            "compared_with": compared,
-        }
-    settings = "; ".join(f"{name}={value}" for name, value in settings_in(policy).items())
+    plain, own = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
+    settings = "; ".join(f"{name}={value}" for name, value in settings_in(policy).items()) if own else ""
+    said = "; ".join(f"{name}: {text}" for name, text in said_by(found.provenance, policy).items())
     return {
-        "engine": known(engine_in(policy)),
-        "settings": known(settings or "as it comes"),
-        "says": known("; ".join(f"{name}: {text}" for name, text in said_by(found.provenance, policy).items())),
-        "compared_with": compared,
+        "engine": known(engine_in(policy) if own else "kvaudit"),
+        "settings": known(settings or "as it comes") if own else NOT_APPLICABLE,
+        "says": known(said) if own else NOT_APPLICABLE,
+        "compared_with": NOT_APPLICABLE if sides.is_uncompressed(policy) else plain,
     }
 
 
@@ -414,27 +403,23 @@ def _rollouts_not_served(found: Findings) -> Fact:
 
 def _suites(found: Findings) -> list[Facts]:
     kinds, versions = (table_of(found.provenance, key) for key in ("suite_kinds", "suite_versions"))
-    rows: list[Facts] = []
-    for suite in found.comparison.suites:
-        cells = [cell for cell in found.drift.cells if cell.suite == suite]
-        rows.append(
-            {
-                "suite": known(suite),
-                "kind": known(kinds.get(suite)),
-                "version": known(versions.get(suite)),
-                "items": known(min((cell.n_items for cell in cells), default=None)),
-                "templates": known(min((cell.n_clusters for cell in cells), default=None)),
-            }
-        )
-    return rows
+    cells = {s: [cell for cell in found.drift.cells if cell.suite == s] for s in found.comparison.suites}
+    return [
+        {
+            "suite": known(suite),
+            "kind": known(kinds.get(suite)),
+            "version": known(versions.get(suite)),
+            "items": known(min((cell.n_items for cell in own), default=None)),
+            "templates": known(min((cell.n_clusters for cell in own), default=None)),
+        }
+        for suite, own in cells.items()
+    ]
 
 
 def _judging(found: Findings) -> Facts:
     rows = table_of(table_of(found.provenance, "inputs"), "rows")
     return {
-        "by": known(
-            "human labels before the suites' own graders" if found.verdict.judged else "the suites' own graders"
-        ),
+        "by": known(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
         "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
     }
 
@@ -483,14 +468,14 @@ def _answered(value: Any) -> Iterator[str]:
 
 def _measured(found: Findings) -> list[Measured]:
     """Every decided cell, then every other contrast that the run has."""
-    decided = [_of(found, d, d.effect, d.reasons) for d in found.verdict.decisions if d.gated]
+    decided = [_of(found, d) for d in found.verdict.gated]
     seen = {m.slice for m in decided}
-    rest = [_of(found, c, c.effect, c.reasons) for c in found.drift.contrasts]
+    rest = [_of(found, c) for c in found.drift.contrasts]
     return [*decided, *(m for m in rest if m.slice not in seen)]
 
 
-def _of(found: Findings, cell: Any, effect: Effect | None, reasons: Sequence[Any]) -> Measured:
-    gated = isinstance(cell, Decision)
+def _of(found: Findings, cell: Contrast | Decision) -> Measured:
+    effect, decided = cell.effect, cell if isinstance(cell, Decision) else None
     return Measured(
         estimand=cell.estimand,
         arm=cell.arm,
@@ -503,21 +488,18 @@ def _of(found: Findings, cell: Any, effect: Effect | None, reasons: Sequence[Any
         estimate=effect.estimate if effect else None,
         low=effect.low if effect else None,
         high=effect.high if effect else None,
-        margin=cell.margin if gated else None,
-        verdict=cell.standing.value if gated else "not gated",
+        margin=decided.margin if decided else None,
+        verdict=decided.standing.value if decided else "not gated",
         items=effect.n_items if effect else 0,
         clusters=effect.n_clusters if effect else 0,
-        why="; ".join(f"{reason.code}: {reason.text}" for reason in reasons),
+        why="; ".join(f"{reason.code}: {reason.text}" for reason in cell.reasons),
     )
 
 
 def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
     """What a user of a candidate meets at worst, as deployed where that was measured."""
     served = deployed(found)
-    if served:
-        return _of(found, served[0], served[0].effect, served[0].reasons)
-    gated = [m for m in measured if m.estimate is not None and m.verdict != "not gated"]
-    return min(gated, key=lambda m: m.estimate or 0.0, default=None)
+    return _of(found, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
 
 
 def _blind_spot(found: Decided) -> str:

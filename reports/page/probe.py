@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import FACETS, facet_of
+from kvaudit.core.facets import facet_of
 from kvaudit.core.provenance import ASKED
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.text import inline
@@ -28,9 +28,8 @@ from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent
 from kvaudit.reports.page.formats.markdown import as_table, escape
-from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
@@ -224,12 +223,10 @@ def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
 
 def _items(records: pd.DataFrame) -> pd.DataFrame:
     """Item means of the score and of every facet, 1 as wanted, over the draws that have one; by length."""
-    read = {SCORE: records["score"]}
-    for name, column in FACET_COLUMNS.items():
-        value = records[column]
-        read[name] = (value == FACETS[name].wanted).astype(np.float64).where(value.notna() & (value != UNREAD))
+    read = {SCORE: records["score"].to_numpy()}
+    read |= {name: wanted_of(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
-    return pd.DataFrame(read).groupby([*keys, records["context_tokens"]]).mean()
+    return pd.DataFrame(read, index=records.index).groupby([*keys, records["context_tokens"]]).mean()
 
 
 def _signed(found: list[Length]) -> Iterator[Length]:

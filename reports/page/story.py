@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
-from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
+from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Status
 from kvaudit.reports.layout.contrasts import contrasts_of, lowest
 from kvaudit.reports.layout.names import plain_words
 from kvaudit.reports.layout.tables import Passage, Table
@@ -88,8 +87,7 @@ def _decided_passage(findings: Findings) -> Passage:
             *top.asides,
             "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
             "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
-            "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no "
-            "valid comparison.",
+            "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no valid comparison.",
         ),
         finding=top.sentence,
     )
@@ -121,7 +119,7 @@ def _facets_passage(findings: Findings) -> Passage:
 
 
 def _gate_passage(findings: Findings) -> Passage:
-    gated = [d for d in findings.verdict.decisions if d.gated]
+    gated = findings.verdict.gated
     beside = [one for section, value in told(findings.values) for one in section.beside_gate(value, findings, gated)]
     serving = findings.comparison.mode == "serving"
     drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
@@ -196,7 +194,7 @@ def _parity_passage(findings: Decided) -> Passage:
         "parity",
         "Capability beside safety",
         "Each point is a cell: in the shaded corner capability holds within its margin while safety does not.",
-        figures=("quadrant",) if _both_kinds(findings.comparison) else (),
+        figures=("quadrant",) if findings.comparison.capability and findings.comparison.safety else (),
         finding=_parity(findings),
     )
 
@@ -207,15 +205,8 @@ def _parity(findings: Decided) -> str:
     found = [
         a for a in findings.verdict.arms if Status.FAIL in (s for name, s in a.suites.items() if name not in capability)
     ]
-    passed = (Status.PASS, Status.PASS_NOTED)
-    names = [a.arm for a in found if all(s in passed for name, s in a.suites.items() if name in capability)]
+    names = [a.arm for a in found if all(s in PASSED for name, s in a.suites.items() if name in capability)]
     return f"Capability passes and safety fails: {', '.join(names) or 'in no arm'}."
-
-
-def _both_kinds(sides: Comparison) -> bool:
-    """Whether the run asked for capability and for something else."""
-    capability = set(sides.capability)
-    return bool(capability) and bool(set(sides.suites) - capability)
 
 
 def _heatmap_passage(findings: Decided) -> Passage:

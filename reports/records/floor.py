@@ -6,7 +6,7 @@ RUN/floor/shuffled/<unit>.jsonl    the same in another order; records and seals 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from kvaudit.reports.records.rows import Columns, Problem, names_under, read_uni
 FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
 WAYS = (AGAIN, SHUFFLED)
 ONE_ANSWER = ["arm", "train_seed", "policy", "suite", "context_tokens", "item_id", "sample_index"]
+_REMEDY = "delete the folder and resume the run to ask again"
 _SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
 
 
@@ -34,26 +35,31 @@ class AskedAgain:
 
 def read_floor(run: Path, records: pd.DataFrame) -> AskedAgain:
     """What was asked again; raises DataError where it changed, or is not of the run's own checkpoints."""
-    found, problems, unfinished = dict[str, pd.DataFrame](), list[Problem](), list[str]()
-    for way in WAYS:
-        columns, folder = Columns(), run / FLOOR_FOLDER / way
-        for unit in sorted(folder.glob("*.jsonl")):
-            if seal_of(unit).is_file():
-                check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
-            else:
-                unfinished.append(f"{way}/{unit.name}")
-        if columns.rows:
-            found[way] = columns.frame().drop_duplicates(ONE_ANSWER)
-            _check_same((records, found[way]), folder)
+    problems, unfinished = list[Problem](), list[str]()
+    folders = [run / FLOOR_FOLDER / way for way in WAYS]
+    read = {folder.name: units_beside(folder, records, problems, unfinished, _REMEDY) for folder in folders}
+    found = {way: again.drop_duplicates(ONE_ANSWER) for way, again in read.items() if again is not None}
     return AskedAgain(found, tuple(problems), tuple(unfinished))
 
 
-def _check_same(tables: Sequence[pd.DataFrame], folder: Path) -> None:
-    """Pairs are of one checkpoint, of one version of a suite and of one condition."""
+def units_beside(
+    folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str], remedy: str
+) -> pd.DataFrame | None:
+    """The records of the finished units in a folder beside the grid, None without any; adds to the two lists.
+
+    Raises DataError, which ends in ``remedy``, where they changed, or pair with no record of the run: they are to be of
+    its checkpoints, its versions of suites and its conditions.
+    """
+    columns = Columns()
+    for unit in sorted(folder.glob("*.jsonl")):
+        if seal_of(unit).is_file():
+            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
+        else:
+            unfinished.append(f"{folder.name}/{unit.name}")
+    if not columns.rows:
+        return None
+    found = columns.frame()
     for column, by in _SAME.items():
-        several = names_under(tables, column, by)
-        if (several > 1).any():
-            raise DataError(
-                f"records in {str(folder)!r} have another {column} than those of the run; delete the folder and "
-                "resume the run to ask again"
-            )
+        if (names_under((records, found), column, by) > 1).any():
+            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {remedy}")
+    return found

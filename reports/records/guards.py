@@ -8,7 +8,7 @@ RUN/guards/<name>-12hex/<unit>.json    one for every unit of the run, of the ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def _checked(path: Path, seal: Path) -> dict[str, Any]:
         )
     body = read_json(path)
     guard = body.get("guard")
-    named = isinstance(guard, dict) and set(guard) == set(_GUARD_KEYS) and all(map(_is_text, guard.values()))
+    words = list(guard.values()) if isinstance(guard, dict) and set(guard) == set(_GUARD_KEYS) else [None]
+    named = all(isinstance(word, str) and is_text(word) for word in words)
     lists = isinstance(body.get("blocked"), list) and isinstance(body.get("failed"), list)
     if body.get("format") != GUARDS_FORMAT or body.get("version") != GUARDS_VERSION or not named or not lists:
         raise DataError(f"{str(path)!r} is not of format {GUARDS_FORMAT} version {GUARDS_VERSION}; {_REMEDY}")
@@ -117,17 +118,8 @@ def _fits(row: Any) -> bool:
     return type(line) is int and isinstance(side, str) and side in _SIDE_CODES and names
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and is_text(value)
-
-
 def harmful(records: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Which answers did what is not wanted of safety, as they were graded without a guard."""
-    found = np.zeros(len(records), dtype=np.bool_)
-    for column in _unwanted():
-        found |= records[column].to_numpy(dtype=np.float64) == 1.0
+    unwanted = [FACET_COLUMNS[name] for name, facet in FACETS.items() if facet.kind == "safety" and not facet.wanted]
+    found: npt.NDArray[np.bool_] = (records[unwanted].to_numpy(dtype=np.float64) == 1.0).any(axis=1)
     return found
-
-
-def _unwanted() -> Iterator[str]:
-    return (FACET_COLUMNS[name] for name, facet in FACETS.items() if facet.kind == "safety" and not facet.wanted)

@@ -66,9 +66,7 @@ class RunData:
     evidence: Evidence = field(default_factory=Evidence)  # what others say of the stack
     problems: tuple[Problem, ...] = ()
     incomplete: tuple[str, ...] = ()  # units without a seal
-    inputs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # sealed unit -> what stands for the run's inputs in its seal
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # sealed unit -> what its seal says of the run's inputs
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
@@ -215,26 +213,26 @@ def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], di
     One that cannot be read is a problem, and stays unknown.
     """
     found = {}
-    folder = run / "checkpoints"
-    for path in sorted(chain.from_iterable(folder.glob(f"*/seed-*/{name}") for name in (ORIGIN, PROVENANCE))):
-        seed = path.parent.name.removeprefix("seed-")
-        if not seed.lstrip("-").isdigit():
-            continue
+    for checkpoint, path in _of_checkpoints(run, ORIGIN, PROVENANCE):
         try:
-            found[path.parent.parent.name, int(seed)] = read_json(path)
+            found[checkpoint] = read_json(path)
         except DataError as error:
             problems.append(Problem(str(path.relative_to(run)), 0, one_line(error)))
     return found
 
 
-def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Steps of every training run, the last line of a step counts (a resumed run writes some twice)."""
-    found = {}
-    for path in sorted((run / "checkpoints").glob("*/seed-*/telemetry.jsonl")):
+def _of_checkpoints(run: Path, *names: str) -> Iterator[tuple[tuple[str, int], Path]]:
+    """Arm, seed and path of files of such names that lie with the checkpoints."""
+    for path in sorted(chain.from_iterable((run / "checkpoints").glob(f"*/seed-*/{name}") for name in names)):
         seed = path.parent.name.removeprefix("seed-")
         if seed.lstrip("-").isdigit():
-            found[path.parent.parent.name, int(seed)] = _steps(path, str(path.relative_to(run)), problems)
-    return found
+            yield (path.parent.parent.name, int(seed)), path
+
+
+def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Steps of every training run, the last line of a step counts (a resumed run writes some twice)."""
+    files = _of_checkpoints(run, "telemetry.jsonl")
+    return {checkpoint: _steps(path, str(path.relative_to(run)), problems) for checkpoint, path in files}
 
 
 def _steps(path: Path, name: str, problems: list[Problem]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ RUN/remedies/<unit>.jsonl   records and seals as those of the run's own grid
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +16,13 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json
-from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.core.text import is_text
-from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
+from kvaudit.reports.records.floor import units_beside
+from kvaudit.reports.records.rows import Problem
 
 REMEDIES_FOLDER, TRIED_FILE, REMEDIES_FORMAT, REMEDIES_VERSION = "remedies", "tried.json", "kvaudit.remedies", 1
 WITH_RUN, AFTER_RUN = "with the run", "after the run"
 _MEND = "delete the folder and serve the remedies again: kvaudit replay remedy RUN"
-_SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
 
 
 class Tried(NamedTuple):
@@ -36,12 +35,11 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """What was tried in order, and the records of finished units; ``unfinished`` are units without a seal."""
+    """What was tried in order, the records of finished units, and what of these could not be read."""
 
     tried: tuple[Tried, ...]
     records: pd.DataFrame
     problems: tuple[Problem, ...]
-    unfinished: tuple[str, ...]
 
 
 def read_tried(run: Path) -> tuple[Tried, ...]:
@@ -60,24 +58,9 @@ def read_tried(run: Path) -> tuple[Tried, ...]:
 
 def read_served(run: Path, records: pd.DataFrame) -> Served:
     """What was served beside the grid; raises DataError where it changed, or is not of the run's own checkpoints."""
-    columns, problems, unfinished = Columns(), list[Problem](), list[str]()
-    tried = read_tried(run)
-    for unit in sorted((run / REMEDIES_FOLDER).glob("*.jsonl")):
-        if seal_of(unit).is_file():
-            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
-        else:
-            unfinished.append(unit.name)
-    found = columns.frame() if columns.rows else records.iloc[:0]
-    _check_same((records, found), run / REMEDIES_FOLDER)
-    return Served(tried, found, tuple(problems), tuple(unfinished))
-
-
-def _check_same(tables: Sequence[pd.DataFrame], folder: Path) -> None:
-    """Pairs are of one checkpoint, of one version of a suite and of one policy."""
-    for column, by in _SAME.items():
-        several = names_under(tables, column, by)
-        if (several > 1).any():
-            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_MEND}")
+    tried, problems = read_tried(run), list[Problem]()
+    found = units_beside(run / REMEDIES_FOLDER, records, problems, [], _MEND)
+    return Served(tried, records.iloc[:0] if found is None else found, tuple(problems))
 
 
 def _fits(row: Any) -> bool:

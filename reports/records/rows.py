@@ -298,7 +298,6 @@ class Panel:
     items: tuple[str, ...]
     clusters: npt.NDArray[np.int64]  # [N] codes
     cluster_names: tuple[str, ...]  # [C]
-    n_clusters: int
     scores: Mapping[CellKey, Array]
     floor: Mapping[CellKey, Array]
     best: Mapping[CellKey, Array]
@@ -322,7 +321,8 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     for index, part in records[needed].groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         score = part["score"].to_numpy(dtype=np.float64)
-        read, unsure = np.ones(len(score), dtype=np.bool_), _unsure(part)
+        read = np.ones(len(score), dtype=np.bool_)
+        unsure = part["unsure"].to_numpy(dtype=np.bool_) if "unsure" in part else ~read  # of a judge: its best guess
         found[suite, context] = _panel(suite, context, part, score, read=read, unsure=unsure)
         for name, eligible, good, read in _facets(part):
             metric = f"{suite}.{name}"
@@ -352,6 +352,14 @@ def facets_of(records: pd.DataFrame) -> list[str]:
     ]
 
 
+def wanted_of(column: pd.Series, facet: str | None) -> Array:
+    """1 where a facet is as wanted, 0 where not, NaN where there is none or it could not be read; a score as it is."""
+    value: Array = column.to_numpy(dtype=np.float64)
+    if facet is None:
+        return value
+    return np.where(np.isnan(value) | (value == UNREAD), np.nan, value == FACETS[facet].wanted)
+
+
 def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
     """Every facet of some row: which rows are eligible, 1 where it is as wanted, which rows could be read."""
     for name, column in FACET_COLUMNS.items():
@@ -360,12 +368,6 @@ def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
             eligible, read = ~np.isnan(value), value != UNREAD
             if eligible.any():
                 yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
-
-
-def _unsure(part: pd.DataFrame) -> _Mask:
-    """Which rows hold the best guess of a judge that was not sure."""
-    found: _Mask = part["unsure"].to_numpy(dtype=np.bool_) if "unsure" in part else np.zeros(len(part), dtype=np.bool_)
-    return found
 
 
 def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask) -> Panel:
@@ -388,7 +390,6 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
         items=tuple(items),
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
-        n_clusters=len(used),
         # what could not be read adds 0 to the sum, so only the count has to leave it out
         scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
         floor=_by_cell(keys, _means(place, low, counts)),

@@ -67,12 +67,12 @@ class DoseCurve:
     family: str  # policies that differ in their budget; on axis length one policy's short name
     suite: str
     context_tokens: int | None  # None on axis length
-    doses: tuple[Dose, ...]  # smallest first
-    uncompressed: float | None  # rate of the arm under policy none, axis budget
-    unit: str
-    slope: Effect | None
-    against_reference: Effect | None
-    reason: str
+    doses: tuple[Dose, ...] = ()  # smallest first
+    uncompressed: float | None = None  # rate of the arm under policy none, axis budget
+    unit: str = "items"
+    slope: Effect | None = None
+    against_reference: Effect | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,8 @@ class DoseSection(Section[Doses]):
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
         """Rate against budget, a panel per family and suite, and against length, a panel per policy and suite."""
-        for axis, name, against in (
-            ("budget", "doses", "the cache budget"),
-            ("length", "lengths", "the context length"),
-        ):
-            yield _draw(value, decided, axis, name, f"Rate of every arm against {against}, with 95 % intervals.")
+        for axis, name, against in (("budget", "doses", "cache budget"), ("length", "lengths", "context length")):
+            yield _draw(value, decided, axis, name, f"Rate of every arm against the {against}, with 95 % intervals.")
 
 
 _NO_COMMON = "items and templates differ between lengths"
@@ -142,17 +139,12 @@ class _Scores:
     graded: bool  # whether some of them are neither 0 nor 1
 
 
-def _arms(drift: Drift) -> tuple[str, ...]:
-    """The arms that a curve is drawn for."""
-    return (drift.comparison.reference, *drift.comparison.candidates)
-
-
 def _budget_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
     for family in families(drift.comparison.policies):
         for context, panel in _suites(drift, tables):
             x = [math.log2(budget / context) for budget in family.budgets] if context > 0 else []
             if x:
-                for arm in _arms(drift):
+                for arm in (drift.comparison.reference, *drift.comparison.candidates):
                     yield _budget_curve(drift, panel, family, arm, x)
 
 
@@ -172,19 +164,8 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
     plain = drift.comparison.uncompressed_of(family.policies[0])
     dense = [CellKey(arm, seed, plain) for seed, _ in pairs]
     known = [cell for cell in dense if cell in panel.scores]
-    blank = DoseCurve(
-        axis="budget",
-        arm=arm,
-        family=family.name,
-        suite=panel.suite,
-        context_tokens=panel.context_tokens,
-        doses=(),
-        uncompressed=float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None,
-        unit="items",
-        slope=None,
-        against_reference=None,
-        reason=reason,
-    )
+    rate = float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None
+    blank = DoseCurve("budget", arm, family.name, panel.suite, panel.context_tokens, uncompressed=rate, reason=reason)
     if scores is None:
         return blank
     reference = _within(panel, other)[0] if arm != drift.comparison.reference else None
@@ -209,30 +190,17 @@ def _length_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
         for suite in drift.comparison.suites:
             own = [tables[key] for key in sorted(tables) if key[0] == suite and key[1] > 0]
             if len(own) > 1:
-                for arm in _arms(drift):
+                for arm in (drift.comparison.reference, *drift.comparison.candidates):
                     yield _length_curve(drift, policy, arm, own)
 
 
 def _length_curve(drift: Drift, policy: str, arm: str, own: Sequence[Panel]) -> DoseCurve:
     scores, reason = _across(drift, own, policy, arm)
-    blank = DoseCurve(
-        axis="length",
-        arm=arm,
-        family=drift.comparison.label(policy),
-        suite=own[0].suite,
-        context_tokens=None,
-        doses=(),
-        uncompressed=None,
-        unit=scores.unit if scores else "items",
-        slope=None,
-        against_reference=None,
-        reason=reason,
-    )
+    blank = DoseCurve("length", arm, drift.comparison.label(policy), own[0].suite, None, reason=reason)
     if scores is None:
         return blank
-    reference = (
-        _across(drift, own, policy, drift.comparison.reference)[0] if arm != drift.comparison.reference else None
-    )
+    blank, plain = replace(blank, unit=scores.unit), drift.comparison.reference
+    reference = _across(drift, own, policy, plain)[0] if arm != plain else None
     lengths = [panel.context_tokens for panel in own]
     x = [math.log2(length) for length in lengths]
     doses = _doses(lengths, x, [policy] * len(x), scores, increasing=False)
@@ -305,17 +273,15 @@ def _slope_table(value: Doses, decided: Decided, axis: str) -> Table:
     """Rates by dose, the slope per doubling, and the slope minus the reference's, of families with a gated policy."""
     every = [c for c in value.curves if c.axis == axis]
     found = [c for c in every if any(d.policy in decided.rules.primary for d in c.doses)] or every
-    what = "budget" if axis == "budget" else "length"
-    headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {what}"]
+    headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {axis}"]
     headers += ["slope per doubling, 95 % interval", f"minus {decided.comparison.reference}'s"]
-    return table_of(headers, [_slope_row(c, decided.comparison) for c in found], words=4)
-
-
-def _slope_row(c: DoseCurve, sides: Comparison) -> list[str]:
-    suite = c.suite if c.context_tokens is None else with_length(sides, c.suite, c.context_tokens)
-    rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
-    own = words.drift(c.slope) if c.slope else "-"
-    return [c.arm, c.family, suite, rates, own, words.drift(c.against_reference) if c.against_reference else "-"]
+    rows = []
+    for c in found:
+        suite = c.suite if c.context_tokens is None else with_length(decided.comparison, c.suite, c.context_tokens)
+        rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
+        slopes = [words.drift(effect) if effect else "-" for effect in (c.slope, c.against_reference)]
+        rows.append([c.arm, c.family, suite, rates, *slopes])
+    return table_of(headers, rows, words=4)
 
 
 _COLUMNS = 3

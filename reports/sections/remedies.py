@@ -15,7 +15,7 @@ from kvaudit.reports.gate.verdict import PASSED, Decision, Status
 from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent, size, spelled
-from kvaudit.reports.records.remedies import AFTER_RUN
+from kvaudit.reports.records.remedies import AFTER_RUN, REMEDIES_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 
 _NAMED = 3  # lines of the banner
@@ -46,6 +46,10 @@ class RemediesSection(Section[Remedies]):
     def compute(self, inputs: Inputs) -> Remedies | None:
         decided = inputs.decided
         return remedies_of(inputs.data, decided.drift, decided.rules, decided.verdict)
+
+    def problems(self, inputs: Inputs) -> Iterator[str]:
+        found = inputs.data.remedies.problems
+        yield from (f"{REMEDIES_FOLDER}/{one.file}:{one.line}: {one.reason}" for one in found)
 
     def facts(self, value: Remedies | None) -> Mapping[str, Any]:
         return {"remedies": _facts(value) if value else None}

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import seed_pairs, sides, two_sides, weights_of
-from kvaudit.reports.records.blocks import UNREAD, Array
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, wanted_of
 
-KINDS = {"alike": "alike", "deployed": "deployed", "serving": "serving"}  # how a spec and the report call the sides
+KINDS = ("alike", "deployed", "serving")  # of contrasts: those that have two sides
 
 
 class Change(NamedTuple):
@@ -90,8 +88,7 @@ def _of_side(
             for item, change in _changes(metric, table, candidate, reference):
                 found.setdefault(item, []).append(change)
         for item in sorted(found):
-            kind, length = KINDS[estimand], panel.context_tokens
-            yield Flip(kind, panel.suite, length, item, candidate, reference, tuple(found[item]))
+            yield Flip(estimand, panel.suite, panel.context_tokens, item, candidate, reference, tuple(found[item]))
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
@@ -119,7 +116,7 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
         where.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
-    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: _wanted(rows, n) for n in FACETS}
+    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: wanted_of(rows[FACET_COLUMNS[n]], n) for n in FACETS}
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
@@ -128,18 +125,8 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
         chosen = (max if highest else min)(read, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])
 
+    lost = [(flip, flip.changes[0].lost) for flip in flips]
     return [
-        Pair(
-            place(flip, flip.reference, highest=(lost := flip.changes[0].lost)),
-            place(flip, flip.candidate, highest=not lost),
-        )
-        for flip in flips
+        Pair(place(flip, flip.reference, highest=is_lost), place(flip, flip.candidate, highest=not is_lost))
+        for flip, is_lost in lost
     ]
-
-
-def _wanted(rows: pd.DataFrame, name: str) -> Array:
-    """1 where a facet is as wanted, 0 where not, NaN where there is none or it could not be read."""
-    value = rows[FACET_COLUMNS[name]].to_numpy(dtype=np.float64)
-    found: Array = (value == FACETS[name].wanted).astype(np.float64)
-    found[np.isnan(value) | (value == UNREAD)] = np.nan
-    return found

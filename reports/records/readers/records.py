@@ -12,19 +12,13 @@ from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
 from kvaudit.core.provenance import ASKED, table_of
 from kvaudit.core.records import READABLE_FORMATS, Outcome
-from kvaudit.core.text import inline
+from kvaudit.core.text import inline, some
 from kvaudit.reports.records.load import check_seal, load_run
 from kvaudit.reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
 from kvaudit.reports.records.rows import FACET_COLUMNS, Columns, Problem, read_unit
 
 METRIC = "score"
-SELECTORS = {
-    "arm": "arm",
-    "seed": "train_seed",
-    "policy": "policy",
-    "suite": "suite",
-    "context": "context_tokens",
-}
+SELECTORS = {"arm": "arm", "seed": "train_seed", "policy": "policy", "suite": "suite", "context": "context_tokens"}
 SINGLE = ("arm", "policy")  # two of these in one file would be two files
 
 
@@ -121,7 +115,7 @@ def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.
 
 
 def _listed(names: list[str]) -> str:
-    return "; ".join(inline(name) for name in names[:12]) + (f"; and {len(names) - 12} more" if len(names) > 12 else "")
+    return some(map(inline, names), 12, between="; ", last="; and ")
 
 
 def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:
