@@ -11,7 +11,7 @@ from reports_synthetic import Beside, Design, looked_at, policy, tables_of, with
 from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.analysis.families import families
+from kvaudit.reports.analysis.safe import families
 from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, MethodVerdict, readings
 from kvaudit.reports.analysis.sensitivity import scored as scored_only
 from kvaudit.reports.analysis.sides import BothSides

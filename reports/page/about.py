@@ -11,12 +11,12 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.seeds import SEED
 from kvaudit.reports.gate.verdict import Decision, Status, Verdict, worst_recipe
-from kvaudit.reports.layout.names import named
 from kvaudit.reports.layout.words import (
     beyond,
     counted,
     drift,
     is_relative,
+    named,
     percent,
     points,
     rates,

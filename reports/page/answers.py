@@ -20,8 +20,7 @@ from kvaudit.core.text import at_length, inline, length_label, some
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
-from kvaudit.reports.layout.names import shortened
-from kvaudit.reports.layout.words import facet_counted, happens
+from kvaudit.reports.layout.words import facet_counted, happens, shortened
 
 TRAINING = "training"
 QUESTIONS = (SERVING, TRAINING, DEPLOYED)

@@ -26,9 +26,8 @@ from kvaudit.reports.layout.events import (
     event_cells,
     how_to_read,
 )
-from kvaudit.reports.layout.names import against, place_name, with_length
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import counted, drift, marked, points
+from kvaudit.reports.layout.words import against, counted, drift, marked, place_name, points, with_length
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 

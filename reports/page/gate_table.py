@@ -10,9 +10,8 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decide import suite_of
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.names import against, named, with_length
 from kvaudit.reports.layout.tables import Table, footnoted
-from kvaudit.reports.layout.words import drift, marked, note, points, pvalue, rates
+from kvaudit.reports.layout.words import against, drift, marked, named, note, points, pvalue, rates, with_length
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.stats.rule import clusters_required

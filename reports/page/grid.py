@@ -17,24 +17,16 @@ from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 
 MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in contrasts.csv
-SIGNS = {
-    Status.PASS: "✓",
-    Status.PASS_NOTED: "✓",
-    Status.FAIL: "✗",
-    Status.NOT_MEASURABLE: "∅",
-    Status.INCONCLUSIVE: "?",
-    Status.INVALID: "!",
-    Status.WAIVED: "w",
+_LOOKS = {  # of a status: its sign where there is no colour, and the same in a word or two
+    Status.PASS: ("✓", "holds"),
+    Status.PASS_NOTED: ("✓", "a little worse, within the limit"),
+    Status.FAIL: ("✗", "worse"),
+    Status.NOT_MEASURABLE: ("∅", "not measurable"),
+    Status.INCONCLUSIVE: ("?", "open"),
+    Status.INVALID: ("!", "no valid number"),
+    Status.WAIVED: ("w", "let through by a waiver"),
 }
-MEANS = {
-    Status.PASS: "holds",
-    Status.PASS_NOTED: "a little worse, within the limit",
-    Status.FAIL: "worse",
-    Status.NOT_MEASURABLE: "not measurable",
-    Status.INCONCLUSIVE: "open",
-    Status.INVALID: "no valid number",
-    Status.WAIVED: "let through by a waiver",
-}
+SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for place in (0, 1))
 
 
 @dataclass(frozen=True)

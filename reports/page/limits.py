@@ -9,8 +9,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import CONTRASTED
 from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
-from kvaudit.reports.layout.names import named
-from kvaudit.reports.layout.words import counted, drift, error_rates, percent, unsampled
+from kvaudit.reports.layout.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE
 from kvaudit.reports.stats.rule import blind_spot

@@ -12,7 +12,7 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline, some
 from kvaudit.reports.analysis.examples import Example
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.names import MOST_OF_NAME, shortened
+from kvaudit.reports.layout.words import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import Answer, answers
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of

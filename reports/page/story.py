@@ -11,9 +11,8 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Status
 from kvaudit.reports.layout.contrasts import contrasts_of, lowest
-from kvaudit.reports.layout.names import plain_words
 from kvaudit.reports.layout.tables import Passage, Table
-from kvaudit.reports.layout.words import counted
+from kvaudit.reports.layout.words import counted, plain_words
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.about import about, asides, number, verdict_sentence
 from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding

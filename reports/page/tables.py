@@ -10,9 +10,8 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
-from kvaudit.reports.layout.names import named, plain_words
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, marked
+from kvaudit.reports.layout.words import drift, marked, named, plain_words
 from kvaudit.reports.page.findings import Findings
 
 

@@ -14,9 +14,8 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.canvas import INK, LOSS, UNDECIDED, Drawing, blank, patch, quiet, save
-from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import percent, points
+from kvaudit.reports.layout.words import percent, place_name, points
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.churn import concentration_of
 from kvaudit.reports.stats.clustered import cr3_effect

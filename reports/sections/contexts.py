@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvaudit.core.facets import FACETS
@@ -58,7 +58,16 @@ class ContextsSection(Section[tuple[Moved, ...]]):
         return tuple(_moved(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[Moved, ...], decided: Decided) -> Iterator[Table]:
-        yield _table(value, several=len({one.served for one in value}) > 1)
+        """Each facet as what it counts: as published, in the context, and by how much it moved."""
+        several, rows = len({one.served for one in value}) > 1, []
+        for one in value:
+            before, after = one.shares
+            row = [one.served] if several else []
+            row += [one.within.suite, str(one.within.context_tokens or "-"), one.bare.facet or "score"]
+            row += [percent(before), percent(after), points(after - before)]
+            rows.append([*row, "more than a context should" if one.is_large else ""])
+        headers = [*(["served under"] if several else []), "suite", "tokens", "facet"]
+        yield table_of([*headers, "as published", "in the context", "moved, pp", ""], rows, words=len(headers))
 
     def finding(self, value: tuple[Moved, ...], decided: Decided) -> str:
         large = [one for one in value if one.is_large and one.bare.facet]
@@ -74,25 +83,6 @@ def _moved(drift: Drift) -> Iterator[Moved]:
             name, at, _ = own.suite.rpartition("@")
             if at and (name, own.facet) in bare:
                 yield Moved(bare[name, own.facet], own, drift.comparison.label(policy))
-
-
-def _table(found: Sequence[Moved], *, several: bool = False) -> Table:
-    """Each facet as what it counts: as published, in the context, and by how much it moved."""
-    rows = [
-        [
-            *([one.served] if several else []),
-            one.within.suite,
-            str(one.within.context_tokens or "-"),
-            one.bare.facet or "score",
-            percent(one.shares[0]),
-            percent(one.shares[1]),
-            points(one.shares[1] - one.shares[0]),
-            "more than a context should" if one.is_large else "",
-        ]
-        for one in found
-    ]
-    headers = [*(["served under"] if several else []), "suite", "tokens", "facet"]
-    return table_of([*headers, "as published", "in the context", "moved, pp", ""], rows, words=len(headers))
 
 
 def _words(one: Moved) -> str:

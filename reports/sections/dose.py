@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.families import PolicyFamily, families
-from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
+from kvaudit.reports.analysis.safe import PolicyFamily, SafeBudget, families, safe_budgets
 from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import broken_contract, seed_pairs
@@ -26,9 +25,8 @@ from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
 from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, colour, line, patch, quiet, save
-from kvaudit.reports.layout.names import with_length
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import percent
+from kvaudit.reports.layout.words import percent, with_length
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect

@@ -56,15 +56,11 @@ class EnginesSection(Section[Engines]):
 
 
 def _asked_table(sides: Comparison, own: Sequence[str]) -> Table:
-    rows = [
-        [
-            sides.label(policy),
-            engine_in(policy),
-            ", ".join(f"{name}={value}" for name, value in settings_in(policy).items()) or "as it comes",
-            "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy)),
-        ]
-        for policy in own
-    ]
+    rows = []
+    for policy in own:
+        asked = ", ".join(f"{name}={value}" for name, value in settings_in(policy).items()) or "as it comes"
+        against = "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy))
+        rows.append([sides.label(policy), engine_in(policy), asked, against])
     return table_of(["condition", "engine", "settings asked", "compared with"], rows, words=4)
 
 

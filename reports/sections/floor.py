@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.analysis.floor import AgainFlips, FloorCell, FloorUnit, floor_above, floor_at, floor_of
+from kvaudit.reports.analysis.floor import FloorCell, FloorUnit, floor_above, floor_at, floor_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
@@ -17,8 +17,6 @@ from kvaudit.reports.records.floor import FLOOR_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 
 _NO_MORE = "no more answers changed than change by asking again in another order"
-
-
 FLOOR_NOTE = (
     "The floor decides nothing: flips by themselves go both ways, and what they add to the spread is in the interval "
     "already."
@@ -85,20 +83,10 @@ class FloorSection(Section[Units]):
 
 
 def _unit_row(sides: Comparison, unit: FloorUnit, *, several: bool) -> list[str]:
-    moved = [_flips_words(flips) for flips in unit.flips if flips.lost or flips.gained]
-    return [
-        sides.label(unit.policy),
-        *([unit.arm, str(unit.seed)] if several else []),
-        unit.suite,
-        length_label(unit.context_tokens),
-        unit.way,
-        f"{unit.same} of {unit.answers}",
-        "; ".join(moved) or "none changed",
-    ]
-
-
-def _flips_words(flips: AgainFlips) -> str:
-    return f"{flips.metric} {flips.lost}/{flips.gained} of {flips.answers}, {points(flips.drift)}"
+    moved = [f"{f.metric} {f.lost}/{f.gained} of {f.answers}, {points(f.drift)}" for f in unit.flips if f.share]
+    row = [sides.label(unit.policy), *([unit.arm, str(unit.seed)] if several else []), unit.suite]
+    row += [length_label(unit.context_tokens), unit.way, f"{unit.same} of {unit.answers}"]
+    return [*row, "; ".join(moved) or "none changed"]
 
 
 def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) -> Table:

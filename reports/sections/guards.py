@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvaudit.core.facets import FACETS, WELL_FORMED, facet_of
+from kvaudit.core.facets import WELL_FORMED, Facet, facet_of
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import contrast, hidden_drift, seed_pairs
@@ -21,10 +21,9 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.layout.events import Event
 from kvaudit.reports.layout.facts import Facts, Owed, known
-from kvaudit.reports.layout.names import against, with_length
 from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import counted, percent, points
+from kvaudit.reports.layout.words import against, counted, percent, points, with_length
 from kvaudit.reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, guarded_records, harmful
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import Panel, Panels, panels
@@ -128,10 +127,10 @@ class GuardsSection(Section[Guards]):
 
     def finding(self, value: Guards, decided: Decided) -> str:
         told = [
-            f"{facet_of(row.without.suite)[1].name} {_hidden_words(row.without, row.hidden)}"
+            f"{_facet(row).name} {_hidden_words(row)}"
             for guard in value
             for row in guard.facets
-            if row.hidden and row.hidden.high < 0 and facet_of(row.without.suite)[1].kind == "safety"
+            if row.hidden and row.hidden.high < 0 and _facet(row).kind == "safety"
         ]
         many = f"{counted(len(value), 'guard')}: "
         if not told:
@@ -141,12 +140,12 @@ class GuardsSection(Section[Guards]):
 
 def guard_effects(data: RunData, drift: Drift, rules: Rules) -> tuple[GuardEffect, ...]:
     """The effect of every guard of a run; raises DataError for files of guards that cannot be used."""
-    return tuple(_effect(data, drift, rules, guard) for guard in guarded_records(data.run, data.records))
-
-
-def _effect(data: RunData, drift: Drift, rules: Rules, guard: Guarded) -> GuardEffect:
-    shown = tuple(_hidden_in(data.panels, panels(guard.records), drift, rules))
-    return GuardEffect(guard.name, guard.sha256, guard.side, guard.text, tuple(_acts(data, drift, guard)), shown)
+    found = []
+    for guard in guarded_records(data.run, data.records):
+        hidden = tuple(_hidden_in(data.panels, panels(guard.records), drift, rules))
+        acts = tuple(_acts(data, drift, guard))
+        found.append(GuardEffect(guard.name, guard.sha256, guard.side, guard.text, acts, hidden))
+    return tuple(found)
 
 
 def _acts(data: RunData, drift: Drift, guard: Guarded) -> Iterator[SuiteActs]:
@@ -167,9 +166,8 @@ def _hidden_in(plain: Panels, behind: Panels, drift: Drift, rules: Rules) -> Ite
         for context in sides.lengths[metric]:
             if facet_of(metric)[1].name == WELL_FORMED or (metric, context) not in plain:
                 continue
-            for estimand, arm, policy in _cells(sides, rules):
-                one, other = plain[metric, context], behind[metric, context]
-                yield _compared(sides, drift.alpha, one, other, (estimand, arm, policy))
+            for cell in _cells(sides, rules):
+                yield _compared(sides, drift.alpha, plain[metric, context], behind[metric, context], cell)
 
 
 def _cells(sides: Comparison, rules: Rules) -> Iterator[tuple[str, str, str]]:
@@ -197,20 +195,12 @@ def _compared(sides: Comparison, alpha: float, plain: Panel, behind: Panel, cell
 
 def _acts_table(guards: Guards) -> Table:
     """What each guard blocked, suite by suite, and its card."""
-    rows = [
-        [
-            _name(guard),
-            acts.suite,
-            str(acts.answers),
-            str(acts.input),
-            str(acts.output),
-            str(acts.failed),
-            _share(acts.card.sensitivity),
-            _share(acts.card.specificity),
-        ]
-        for guard in guards
-        for acts in guard.suites
-    ]
+    rows = []
+    for guard in guards:
+        for acts in guard.suites:
+            counts = map(str, (acts.answers, acts.input, acts.output, acts.failed))
+            card = [_share(acts.card.sensitivity), _share(acts.card.specificity)]
+            rows.append([_name(guard), acts.suite, *counts, *card])
     headers = ["guard", "suite", "answers", "input blocked", "output blocked", "guard failed"]
     return table_of([*headers, "of harm blocked", "of the rest let through"], rows, words=2)
 
@@ -218,8 +208,9 @@ def _acts_table(guards: Guards) -> Table:
 def _hidden_table(sides: Comparison, guard: GuardEffect) -> Table:
     """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
     headers = ["guard", "suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
-    rows = [[_name(guard), *_row(sides, row)] for row in guard.facets if _is_shown(row)]
-    return table_of(headers, rows, words=5)
+    # safety always; the rest where the guard changes anything
+    shown = [r for r in guard.facets if _facet(r).kind == "safety" or (r.hidden and (r.hidden.low or r.hidden.high))]
+    return table_of(headers, [[_name(guard), *_row(sides, row)] for row in shown], words=5)
 
 
 def _name(guard: GuardEffect) -> str:
@@ -227,9 +218,8 @@ def _name(guard: GuardEffect) -> str:
     return f"{guard.name}-{guard.sha256[:12]}"
 
 
-def _is_shown(row: Hidden) -> bool:
-    """Safety always; the rest where the guard changes anything."""
-    return facet_of(row.without.suite)[1].kind == "safety" or bool(row.hidden and (row.hidden.low or row.hidden.high))
+def _facet(row: Hidden) -> Facet:
+    return facet_of(row.without.suite)[1]
 
 
 def _row(sides: Comparison, row: Hidden) -> list[str]:
@@ -243,7 +233,7 @@ def _row(sides: Comparison, row: Hidden) -> list[str]:
         facet.name,
         _moved(c),
         _moved(row.behind),
-        _hidden_words(c, row.hidden),
+        _hidden_words(row),
     ]
 
 
@@ -253,13 +243,13 @@ def _moved(c: Contrast) -> str:
     return f"{event.rates}, {event.difference}" if c.effect else event.difference
 
 
-def _hidden_words(c: Contrast, hidden: Effect | None) -> str:
+def _hidden_words(row: Hidden) -> str:
     """The drift that goes behind the guard, counted as the event that the facet names."""
-    if hidden is None:
+    if row.hidden is None:
         return "no number"
-    sign = 1 if FACETS[facet_of(c.suite)[1].name].wanted else -1
-    low, high = sorted((sign * hidden.low, sign * hidden.high))
-    return f"{points(sign * hidden.estimate)} pp [{points(low)}, {points(high)}]"
+    sign = 1 if _facet(row).wanted else -1
+    low, high = sorted((sign * row.hidden.low, sign * row.hidden.high))
+    return f"{points(sign * row.hidden.estimate)} pp [{points(low)}, {points(high)}]"
 
 
 def _share(rate: Proportion) -> str:
@@ -267,43 +257,32 @@ def _share(rate: Proportion) -> str:
 
 
 def _facts(guard: GuardEffect) -> dict[str, Any]:
-    rows = [
-        {
-            "without": contrast_facts(row.without),
-            "behind": contrast_facts(row.behind),
-            "hidden": asdict(row.hidden) if row.hidden else None,
-        }
-        for row in guard.facets
-    ]
+    rows = []
+    for row in guard.facets:
+        sides = {"without": contrast_facts(row.without), "behind": contrast_facts(row.behind)}
+        rows.append({**sides, "hidden": asdict(row.hidden) if row.hidden else None})
     return {**asdict(replace(guard, facets=())), "facets": rows}
 
 
 def _disclosed(guard: GuardEffect) -> Facts:
     """A guard, what it blocked, and the drift of every facet without it, behind it and hidden by it (0.05 = 5 pp)."""
-    blocked = {side: sum(getattr(acts, side) for acts in guard.suites) for side in ("answers", "input", "output")}
-    rows = [
-        {
-            **{name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")},
-            "metric": row.without.suite,
-            **{name: _interval(effect) for name, effect in _drifts(row).items()},
-        }
-        for row in guard.facets
-    ]
+    rows = []
+    for row in guard.facets:
+        drifts = {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
+        cell = {name: getattr(row.without, name) for name in ("estimand", "arm", "policy", "context_tokens")}
+        intervals = {name: _interval(effect) for name, effect in drifts.items()}
+        rows.append({**cell, "metric": row.without.suite, **intervals})
     return {
         "guard": known(guard.name),
         "sha256": known(guard.sha256),
         "side": known(guard.side),
         "options": known(guard.text),
-        "answers": known(blocked["answers"]),
-        "input_blocked": known(blocked["input"]),
-        "output_blocked": known(blocked["output"]),
+        "answers": known(sum(acts.answers for acts in guard.suites)),
+        "input_blocked": known(sum(acts.input for acts in guard.suites)),
+        "output_blocked": known(sum(acts.output for acts in guard.suites)),
         "failed": known(sum(acts.failed for acts in guard.suites)),
         "facets": known(rows),
     }
-
-
-def _drifts(row: Hidden) -> dict[str, Effect | None]:
-    return {"without": row.without.effect, "behind": row.behind.effect, "hidden": row.hidden}
 
 
 def _interval(effect: Effect | None) -> list[float] | None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.contrasts import contrasts_of
-from kvaudit.reports.layout.names import plain_words
 from kvaudit.reports.layout.tables import Passage
+from kvaudit.reports.layout.words import plain_words
 from kvaudit.reports.sections.base import ContrastsSection, Inputs
 
 

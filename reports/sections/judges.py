@@ -104,11 +104,14 @@ class JudgesSection(Section[Judges]):
             yield str(error)
 
     def tables(self, value: Judges, decided: Decided) -> Iterator[Table]:
-        yield _suites_table(decided.comparison)
+        sides = decided.comparison
+        rows = [[suite + marked(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
+        yield table_of(["suite", "judges"], rows, words=2)
         yield _unsure_table(decided.drift)
         if value.second:
             yield _agreement_table(value.second)
-            yield _card_table(value.second)
+            heads, *card = value.second.card or ((),)
+            yield table_of(heads, [row for row in card if len(row) == len(heads)])
 
     def notes(self, value: Judges, decided: Decided) -> Iterator[str]:
         if any(c.unsure for c in decided.drift.cells):
@@ -139,20 +142,12 @@ class JudgesSection(Section[Judges]):
         return inline(f"Under the judge before the verdict was {second.verdict_before or 'not kept'}, now it is {now}.")
 
 
-def _suites_table(sides: Comparison) -> Table:
-    """Each suite with its judges; programmatic: by construction."""
-    rows = [[suite + marked(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
-    return table_of(["suite", "judges"], rows, words=2)
-
-
 def _unsure_table(drift: Drift) -> Table:
     """The cells with answers that their judge was not sure of; empty where it was of all."""
-    labels = drift.comparison.labels
-    rows = [
-        [c.arm, labels.get(c.policy, c.policy), c.suite, length_label(c.context_tokens), f"{c.unsure} of {c.n_samples}"]
-        for c in drift.cells
-        if c.unsure
-    ]
+    rows = []
+    for c in (cell for cell in drift.cells if cell.unsure):
+        where = [c.arm, drift.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
+        rows.append([*where, f"{c.unsure} of {c.n_samples}"])
     return table_of(["arm", "policy", "suite", "tokens", "answers the judge is unsure of"], rows, words=3)
 
 
@@ -163,12 +158,6 @@ def _agreement_table(second: SecondJudge) -> Table:
         for suite, counts in second.agreement.items()
     ]
     return table_of(["suite", "answers", "desired by both", "before only", "now only", "neither", "kappa"], rows)
-
-
-def _card_table(second: SecondJudge) -> Table:
-    """The card of the judge, as it was printed when the run was judged."""
-    whole = [row for row in second.card[1:] if len(row) == len(second.card[0])]
-    return table_of(second.card[0], whole) if whole else table_of(["labels"], [])
 
 
 def _agreed(found: Kappa | None) -> str:

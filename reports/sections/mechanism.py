@@ -13,9 +13,8 @@ from kvaudit.reports.analysis.mechanism import UNMOVED, Group, Mechanism, Share,
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
-from kvaudit.reports.layout.names import with_length
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import counted, percent, points
+from kvaudit.reports.layout.words import counted, percent, points, with_length
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
@@ -59,30 +58,19 @@ def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
     first: dict[tuple[str, str, str, int], SpanRates] = {}
     for found in value.rates:
         key = (found.arm, found.policy, found.metric, found.context_tokens)
-        if found.policy in rules.primary and _ORDER[found.span] < _ORDER.get(_span(first.get(key)), len(SPANS)):
+        if found.policy in rules.primary and (key not in first or _ORDER[found.span] < _ORDER[first[key].span]):
             first[key] = found
     return sorted(first.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
 
 
-def _span(found: SpanRates | None) -> str:
-    return found.span if found else ""
-
-
 def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
-    told = [r for r in rates if r.difference][:_MOST_ROWS]
-    rows = [
-        [
-            r.metric,
-            _place(sides, r),
-            r.span,
-            _lost_in(r),
-            _rate(facet_of(r.metric)[1], r.lost),
-            _rate(facet_of(r.metric)[1], r.kept),
-            _difference(facet_of(r.metric)[1], r.difference),
-            _share(r.share),
-        ]
-        for r in told
-    ]
+    rows = []
+    for r in [r for r in rates if r.difference][:_MOST_ROWS]:
+        lost, kept = (group.answers if group else 0 for group in (r.lost, r.kept))
+        lost_in = f"{lost} of {lost + kept} ({percent(lost / (lost + kept))})"
+        facet = facet_of(r.metric)[1]
+        row = [r.metric, _place(sides, r), r.span, lost_in, _rate(facet, r.lost), _rate(facet, r.kept)]
+        rows.append([*row, _difference(facet, r.difference), _share(r.share)])
     headers = ["facet", "where", "span", "lost in", "rate where lost", "rate where kept", "drift, lost minus kept"]
     return table_of([*headers, "of the drift, where lost"], rows, words=3)
 
@@ -92,30 +80,18 @@ def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
     first: dict[tuple[str, str], SpanSlope] = {}
     for slope in slopes:
         first.setdefault((slope.arm, slope.metric), slope)
-    rows = [
-        [
-            s.metric,
-            s.arm,
-            s.span,
-            _difference(facet_of(s.metric)[1], s.effect) if s.effect else s.reason,
-            ", ".join(s.equal) or "nothing else varied",
-            ", ".join(sides.label(policy) for policy in s.policies) or "-",
-            f"{s.effect.n_items} / {s.effect.n_clusters}" if s.effect else "-",
-        ]
-        for s in first.values()
-    ]
+    rows = []
+    for s in first.values():
+        change = _difference(facet_of(s.metric)[1], s.effect) if s.effect else s.reason
+        row = [s.metric, s.arm, s.span, change, ", ".join(s.equal) or "nothing else varied"]
+        under = ", ".join(map(sides.label, s.policies)) or "-"
+        rows.append([*row, under, f"{s.effect.n_items} / {s.effect.n_clusters}" if s.effect else "-"])
     headers = ["facet", "arm", "span", "change where the whole span is lost", "among answers of the same", "under"]
     return table_of([*headers, "answers / templates"], rows, words=6)
 
 
 def _place(sides: Comparison, r: SpanRates) -> str:
     return with_length(sides, sides.who(r.arm, r.policy), r.context_tokens)
-
-
-def _lost_in(r: SpanRates) -> str:
-    """32 of 83 (38.6 %)."""
-    lost, kept = (group.answers if group else 0 for group in (r.lost, r.kept))
-    return f"{lost} of {lost + kept} ({percent(lost / (lost + kept))})"
 
 
 def _rate(facet: Facet, group: Group | None) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from kvaudit.reports.analysis.sensitivity import CellSensitivity, MethodVerdict, sensitivity
+from kvaudit.reports.analysis.sensitivity import CellSensitivity, MethodVerdict, Variant, sensitivity
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import points, pvalue
+from kvaudit.reports.layout.words import place_name, points, pvalue
 from kvaudit.reports.sections.base import Inputs, Section
 
 
@@ -45,7 +44,11 @@ class MethodsSection(Section[OtherWays]):
         }
 
     def tables(self, value: OtherWays, decided: Decided) -> Iterator[Table]:
-        yield _methods_table(value.methods)
+        rows = [
+            (m.method, m.status, "FLIPS the verdict" if m.flips else "same verdict", m.cells) for m in value.methods
+        ]
+        headers = ["analysis", "verdict", "against the declared one", "cells that differ"]
+        yield table_of(headers, [list(map(str, row)) for row in rows], words=3)
         yield _cells_table(value.cells, decided.comparison)
 
     def notes(self, value: OtherWays, decided: Decided) -> Iterator[str]:
@@ -64,12 +67,6 @@ class MethodsSection(Section[OtherWays]):
             yield f"Another analysis{of} would flip this verdict: {', '.join(flips)}. The declared one stands."
 
 
-def _methods_table(methods: Sequence[MethodVerdict]) -> Table:
-    """What each other way of analysing would have said of the run."""
-    rows = [[m.method, m.status, "FLIPS the verdict" if m.flips else "same verdict", str(m.cells)] for m in methods]
-    return table_of(["analysis", "verdict", "against the declared one", "cells that differ"], rows, words=3)
-
-
 def _cells_table(cells: Sequence[CellSensitivity], sides: Comparison) -> Table:
     """Every gated cell under every method: verdict, with the interval or the p-value of a drop."""
     names = [v.method for v in cells[0].variants] if cells else []
@@ -79,12 +76,12 @@ def _cells_table(cells: Sequence[CellSensitivity], sides: Comparison) -> Table:
         row = [place_name(sides, c.cell)]
         for v in c.variants:
             mark = "" if v.status.rstrip("*") == declared else " (differs)"
-            row.append(f"{v.status}{mark} {_numbers(v.estimate, v.low, v.high, v.pvalue_drop)}")
+            row.append(f"{v.status}{mark} {_numbers(v)}")
         rows.append(row)
     return table_of(["cell", *names], rows, words=1 + len(names))
 
 
-def _numbers(estimate: float, low: float | None, high: float | None, p: float | None) -> str:
-    if low is not None and high is not None:
-        return f"{points(estimate)} [{points(low)}, {points(high)}]"
-    return f"{points(estimate)}, p {pvalue(p)}" if p is not None else ""
+def _numbers(v: Variant) -> str:
+    if v.low is not None and v.high is not None:
+        return f"{points(v.estimate)} [{points(v.low)}, {points(v.high)}]"
+    return f"{points(v.estimate)}, p {pvalue(v.pvalue_drop)}" if v.pvalue_drop is not None else ""

@@ -100,10 +100,8 @@ def _row(cell: LabelledCell) -> list[str]:
 
 def errors_table(cells: LabelledCells) -> Table:
     """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
-    rows = []
-    for cell in cells:
-        for side, arm in (("reference", cell.people.reference), ("candidate", cell.people.candidate)):
-            rows.append([cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)])
+    sides = [(cell, side, getattr(cell.people, side)) for cell in cells for side in ("reference", "candidate")]
+    rows = [[cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)] for cell, side, arm in sides]
     return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
 
 

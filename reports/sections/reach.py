@@ -15,8 +15,8 @@ from scipy import special
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Verdict
-from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.layout.words import place_name
 from kvaudit.reports.sections.base import Inputs, Section
 
 POWER = 0.8

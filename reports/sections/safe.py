@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from kvaudit.core.text import length_of
-from kvaudit.reports.analysis.families import families
-from kvaudit.reports.analysis.safe import SafeBudget, safe_budgets
+from kvaudit.reports.analysis.safe import SafeBudget, families, safe_budgets
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.tables import Passage, Table, table_of
 from kvaudit.reports.sections.base import Inputs, Section

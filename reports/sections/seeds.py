@@ -14,9 +14,8 @@ from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
 from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
-from kvaudit.reports.layout.names import place_name
 from kvaudit.reports.layout.tables import Passage, Table, table_of
-from kvaudit.reports.layout.words import points, worst_seed
+from kvaudit.reports.layout.words import place_name, points, worst_seed
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.seeds import seed_spread
 

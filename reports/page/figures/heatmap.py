@@ -15,8 +15,7 @@ from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, save
-from kvaudit.reports.layout.names import plain_words, shortened
-from kvaudit.reports.layout.words import points, spelled
+from kvaudit.reports.layout.words import plain_words, points, shortened, spelled
 from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
 

@@ -13,8 +13,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, line, quiet, save
-from kvaudit.reports.layout.names import plain_words
-from kvaudit.reports.layout.words import spelled
+from kvaudit.reports.layout.words import plain_words, spelled
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval

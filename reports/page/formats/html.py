@@ -9,8 +9,7 @@ import jinja2
 
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.names import shortened
-from kvaudit.reports.layout.words import points
+from kvaudit.reports.layout.words import points, shortened
 from kvaudit.reports.page.behind import COMMAND, flip_behind
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.page import Page
