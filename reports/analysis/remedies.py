@@ -208,7 +208,6 @@ def _cheapest(remedies: Sequence[Remedy]) -> int | None:
 
 
 def _decided(tables: Panels, drift: Drift, rules: Rules, arm: str, policy: str) -> Iterator[Decision]:
-    """Every gated cell of an arm under one more policy, by the rule of the gate."""
     sides = drift.comparison
     found = [
         contrast(sides, panel, estimand=estimand_of(sides, arm, policy), arm=arm, policy=policy, alpha=rules.alpha)

@@ -101,7 +101,6 @@ def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast
 
 
 def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
-    """The sequence over the cells of some steps."""
     cells, amounts = steps.cells, steps.amounts
     statuses = [_status(c, margin, controls) for c in cells]
     last = fixed_sequence([status in _PASSED for status in statuses])

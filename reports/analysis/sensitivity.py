@@ -181,7 +181,6 @@ def _of_cluster_means(z: Array, clusters: _Codes, margin: float, alpha: float) -
 
 
 def _statuses(known: Sequence[Known], method: str, alpha: float) -> list[Status]:
-    """The statuses of all cells under one method."""
     found = [k.readings[method] for k in known]
     joint = _joint(known, found)
     return [

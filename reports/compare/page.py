@@ -59,11 +59,11 @@ def _grouped(compared: Compared, clusters: int) -> str:
 
 
 def _asides(compared: Compared, head: Decision | None) -> list[str]:
-    lines = [to_do(compared.findings), *(f"{reason.code}: {reason.text}" for reason in compared.verdict.reasons)]
+    lines = [to_do(compared.findings), *map(str, compared.verdict.reasons)]
     lines += remarks(compared.findings)
     for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
-            lines += [f"{_cell(compared, d)}: {reason.code}: {reason.text}" for reason in d.reasons]
+            lines += [f"{_cell(compared, d)}: {reason}" for reason in d.reasons]
     return [
         *taken_apart(compared.findings, head),
         *lines,
@@ -100,7 +100,7 @@ def comparison_table(compared: Compared) -> Table:
     """One row per suite and length, and per facet that has a margin."""
     headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
     headers += ["lost / gained", "p (family)", "note"]
-    return footnoted(headers, [_row(compared, d) for d in compared.verdict.decisions if d.gated], words=2)
+    return footnoted(headers, [_row(compared, d) for d in compared.verdict.gated], words=2)
 
 
 def _row(compared: Compared, d: Decision) -> list[str]:
@@ -113,7 +113,7 @@ def _row(compared: Compared, d: Decision) -> list[str]:
 def facets(compared: Compared) -> Table:
     """One row per facet that the files hold, whether it has a margin or not."""
     findings = compared.findings
-    decided = {(d.suite, d.context_tokens): d.status.value for d in compared.verdict.decisions if d.gated}
+    decided = {(d.suite, d.context_tokens): d.status.value for d in compared.verdict.gated}
     rows = []
     for event in shown(findings):
         c = event.contrast
@@ -125,11 +125,11 @@ def facets(compared: Compared) -> Table:
 def judges(found: TwoJudges) -> Table:
     """Drift under each judge of the cells that both have, and how far the judges agree."""
     rows = []
-    second = {(d.suite, d.context_tokens): d for d in found.second.verdict.decisions if d.gated}
+    second = {(d.suite, d.context_tokens): d for d in found.second.verdict.gated}
     for d in found.first.verdict.decisions:
         other = second.get((d.suite, d.context_tokens))
         if d.gated and other:
-            numbers = [drift(x.effect) if x.effect else "-" for x in (d, other)]
+            numbers = [drift(x.effect) for x in (d, other)]
             rows.append([d.suite, *numbers, d.status.value, other.status.value])
     first, last = found.first.metric, found.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)

@@ -107,7 +107,6 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
 
 
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
-    """What the files say about themselves."""
     for log in (a, b):
         if log.unfinished:
             yield Reason("INCOMPLETE", f"{log.path.name} is not whole: {log.unfinished}")

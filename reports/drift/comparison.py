@@ -35,6 +35,9 @@ class Reason:
     code: str
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text}"
+
 
 class PlannedUnit(NamedTuple):
     """One checkpoint under one policy on one suite at one length, with the rows (items x samples) it must have."""
@@ -168,7 +171,6 @@ def _served_as(spec: RunSpec, known: Sequence[str]) -> list[str]:
 
 
 def _trained_under(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every arm whose rollouts were compressed, with the policy."""
     for arm in () if spec.train is None else spec.train.trained:
         if arm.recipe != DENSE_ARM and arm.policy != DENSE_POLICY:
             yield arm.name, match_policies([arm.policy], policies)[0]
@@ -195,14 +197,12 @@ def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]],
 
 
 def _lengths(spec: RunSpec, records: pd.DataFrame, suite: str) -> tuple[int, ...]:
-    """Where a suite is to be asked, and where it was."""
     planned = spec.evaluate.contexts_of(suite) if suite in spec.evaluate.suites else ()
     found = records.loc[records["suite"] == suite, "context_tokens"].unique()
     return tuple(sorted({*planned, *map(int, found)}))
 
 
 def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
-    """The grid of the spec."""
     grid = spec.evaluate
     unserved, asked = set(_unserved(spec, policies)), _served_as(spec, policies)
     for suite, part in grid.suites.items():
@@ -214,7 +214,6 @@ def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
 
 
 def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Arms and serving policies that the spec does not bring together."""
     grid = spec.evaluate.policies
     known = dict(zip(grid, _served_as(spec, policies), strict=True))
     for arm in dict.fromkeys(arm for arm, _ in spec.arms):

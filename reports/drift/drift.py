@@ -244,7 +244,6 @@ def _weighed(
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
-    """Why there is no interval, with the estimate that stands alone."""
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])
     known = ~np.isnan(z).all(axis=0)
     clusters = len(np.unique(panel.clusters[recorded][known]))
@@ -457,7 +456,6 @@ def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...
 
 
 def _unfit(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
-    """What is wrong with the answers of cells that have the same items."""
     clusters = len(np.unique(panel.clusters[present]))
     if clusters < FEWEST_CLUSTERS:
         yield Reason(FEW_CLUSTERS, no_interval(clusters))
@@ -518,7 +516,6 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 
 
 def _known(value: float) -> float | None:
-    """None for what nobody showed."""
     return None if math.isnan(value) else float(value)
 
 

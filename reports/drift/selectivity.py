@@ -137,7 +137,6 @@ def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
 
 
 def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
-    """The same estimate with a t interval of another variance."""
     error = float(np.sqrt(spread.variance))
     two, one = (float(special.stdtrit(spread.df, q)) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
     middle, below = effect.estimate, _drop_pvalue(effect.estimate, spread)

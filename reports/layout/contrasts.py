@@ -22,7 +22,7 @@ def contrasts_table(sides: Comparison, contrasts: Sequence[Contrast]) -> Table:
     """A row per contrast, with seed variance where there is one."""
     rows = []
     for c in contrasts:
-        told = drift(c.effect) if c.effect else "; ".join(f"{r.code}: {r.text}" for r in c.reasons)
+        told = drift(c.effect) if c.effect else "; ".join(map(str, c.reasons))
         recipe = f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
         rows.append([c.arm, sides.label(c.policy), c.suite, length_label(c.context_tokens), told, recipe])
     return table_of(["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3)

@@ -55,7 +55,7 @@ def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
         "recipe_low": _points(recipe.low if recipe else None),
         "recipe_high": _points(recipe.high if recipe else None),
         "seeds": len(one.seeds),
-        "why": "; ".join(f"{reason.code}: {reason.text}" for reason in one.reasons) or None,
+        "why": "; ".join(map(str, one.reasons)) or None,
     }
 
 

@@ -25,8 +25,10 @@ def points(value: float) -> str:
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
-def drift(effect: Effect | Estimate) -> str:
+def drift(effect: Effect | Estimate | None) -> str:
     """-1.8 pp [-4.6, +0.9]; the estimate and why it stands alone, where its templates are too few."""
+    if effect is None:
+        return "-"
     if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
         return f"{points(effect.estimate)} pp, {no_interval(effect.n_clusters)}"
     return _drift_of(effect.estimate, effect.low, effect.high)
@@ -112,7 +114,7 @@ MORE_UNLIKELY = "more data unlikely to pass"
 
 def note(d: Decision) -> str:
     """Why a cell did not pass, and what would decide an open one; empty for one that did."""
-    why = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
+    why = "; ".join(map(str, d.reasons))
     if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
     return f"{why}; {_advice(d, d.effect.n_clusters)}"

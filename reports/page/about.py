@@ -113,7 +113,7 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
         (30, [to_do(findings)]),
         (40, _served(findings, head)),
         (60, [*_seeds_alone(findings), _scope(findings)]),
-        (70, (f"{reason.code}: {reason.text}" for reason in findings.verdict.reasons)),
+        (70, map(str, findings.verdict.reasons)),
         (71, (line for line in remarks(findings) if line not in first)),
         (72, _invalid(findings)),
         (80, unscored(findings.comparison, head) if head else ()),
@@ -124,12 +124,11 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
 
 
 def _invalid(findings: Decided) -> Iterator[str]:
-    """Why the gated cells that are no valid comparison are none."""
     invalid = [d for d in findings.verdict.gated if d.status is Status.INVALID]
     for d in invalid[:INVALID_SHOWN]:
         end = ", as deployed" if d.estimand == DEPLOYED else ""
         where = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
-        yield f"{where}: {d.reasons[0].code}: {d.reasons[0].text}"
+        yield f"{where}: {d.reasons[0]}"
     if len(invalid) > INVALID_SHOWN:
         yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 
@@ -151,7 +150,6 @@ def to_do(findings: Decided) -> str:
 
 
 def _seeds_alone(findings: Decided) -> list[str]:
-    """Seeds that lost more than the margin by themselves in cells that do not fail."""
     sides = findings.comparison
     lost = [
         f"{sides.who(d.arm, d.policy)}, {named(sides, d)}, seed {worst_seed(seed)}"
@@ -169,7 +167,7 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
         return []
     d = found[0]
     who = f"{findings.comparison.who(d.arm, d.policy)} against uncompressed {findings.comparison.reference}"
-    number = drift(d.effect) if d.effect else "-"
+    number = drift(d.effect)
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
     return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
 

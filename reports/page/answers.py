@@ -103,7 +103,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
             # the comparison itself is none, so no cell of it may speak; why is said once
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
             told = any(answer.groups for answer in found)
-            text = "" if told else _short(f"{broken[0].code}: {broken[0].text}")
+            text = "" if told else _short(str(broken[0]))
             groups = (Subjects(Status.INVALID, subjects, text, text, tuple(own)),)
         found.append(Answer(name, _asks(sides, name), groups))
     return tuple(found)
@@ -124,7 +124,6 @@ def subject_of(sides: Comparison, d: Decision) -> str:
 
 
 def _asks(sides: Comparison, question: str) -> str:
-    """The question as somebody asks it."""
     reference = inline(sides.reference)
     if sides.mode == "serving":
         return "Serve it compressed?"
@@ -207,7 +206,7 @@ def cell_told_apart(sides: Comparison, d: Decision) -> str:
 def told_cell(sides: Comparison, d: Decision) -> str:
     """A cell for a machine's list: what happened, and why it does not hold."""
     said = moved(sides, d) if d.effect else f"{what_counts(sides, d)}: no number"
-    reasons = "; ".join(f"{reason.code}: {reason.text}" for reason in d.reasons)
+    reasons = "; ".join(map(str, d.reasons))
     return inline(f"{said}. {reasons}".rstrip(". ") + ".")
 
 

@@ -492,7 +492,7 @@ def _of(found: Findings, cell: Contrast | Decision) -> Measured:
         verdict=decided.standing.value if decided else "not gated",
         items=effect.n_items if effect else 0,
         clusters=effect.n_clusters if effect else 0,
-        why="; ".join(f"{reason.code}: {reason.text}" for reason in cell.reasons),
+        why="; ".join(map(str, cell.reasons)),
     )
 
 

@@ -124,10 +124,7 @@ def _has_row(findings: Decided, e: Event) -> bool:
 
 def failed_table(findings: Decided) -> Table:
     """Every suite that failed, by which of its kinds of facets moved."""
-    rows = [
-        [place_name(findings.comparison, d), drift(d.effect) if d.effect else "-", _by_kind(found)]
-        for d, found in _failed(findings)
-    ]
+    rows = [[place_name(findings.comparison, d), drift(d.effect), _by_kind(found)] for d, found in _failed(findings)]
     return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
 
 

@@ -21,18 +21,10 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
     other = [
         _other_side(findings.comparison, d)
         for d in findings.verdict.decisions
-        if d.effect and head and _is_other_side(d, head)
+        if d.effect and head and d.place[1:] == head.place[1:] and {d.estimand, head.estimand} == set(CONTRASTED)
     ]
-    return [
-        inline(line)
-        for line in (
-            _blind_spot(findings, head),
-            *hidden(findings),
-            *other,
-            *_recipe_level(findings),
-            *calibrated(findings),
-        )
-    ]
+    lines = (_blind_spot(findings, head), *hidden(findings), *other, *_recipe_level(findings), *calibrated(findings))
+    return list(map(inline, lines))
 
 
 def _blind_spot(findings: Decided, head: Decision | None) -> str:
@@ -46,7 +38,7 @@ def _blind_spot(findings: Decided, head: Decision | None) -> str:
 
 def hidden(findings: Decided) -> list[str]:
     """Could a few broken templates hide a loss of the margin where the interval alone would pass?"""
-    cells = [d for d in findings.verdict.decisions if d.gated and d.template_bound is not None and d.estimand != PARITY]
+    cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
     held = [d for d in cells if any(reason.code == TEMPLATES for reason in d.reasons)]
     lines = []
     for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
@@ -69,13 +61,8 @@ _HELD = (
 )
 
 
-def _is_other_side(d: Decision, head: Decision) -> bool:
-    """Whether a decision is the same cell against the reference served another way."""
-    same = (d.arm, d.policy, d.suite, d.context_tokens) == (head.arm, head.policy, head.suite, head.context_tokens)
-    return same and {d.estimand, head.estimand} == set(CONTRASTED)
-
-
 def _other_side(sides: Comparison, d: Decision) -> str:
+    """The same cell against the reference served another way."""
     assert d.effect is not None
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
@@ -85,7 +72,6 @@ def _other_side(sides: Comparison, d: Decision) -> str:
 
 
 def _recipe_level(findings: Findings) -> list[str]:
-    """How far a recipe's claim from few seeds may be trusted, as simulated."""
     few = len(findings.comparison.seeds) < SEEDS_ADVISED and findings.verdict.recipe is not None
     if not few or findings.calibration is None:
         return []
@@ -98,9 +84,12 @@ def _recipe_level(findings: Findings) -> list[str]:
 
 def limits(findings: Decided) -> tuple[str, ...]:
     """What must be said even when it is unflattering."""
+    graded = "Grading is by program; answers a person would grade otherwise are not corrected here."
+    if any(c.people for c in findings.drift.contrasts):
+        graded = "Beyond the cells that people labelled, answers are graded as recorded."
     lines = [
         "Only the listed suites, policies and lengths were asked; nothing is said about others.",
-        _graders(findings),
+        graded,
         f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
         "outside the gate exploratory.",
     ]
@@ -112,12 +101,6 @@ def limits(findings: Decided) -> tuple[str, ...]:
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")
     return tuple(lines)
-
-
-def _graders(findings: Decided) -> str:
-    if any(c.people for c in findings.drift.contrasts):
-        return "Beyond the cells that people labelled, answers are graded as recorded."
-    return "Grading is by program; answers a person would grade otherwise are not corrected here."
 
 
 def calibrated(findings: Findings) -> list[str]:

@@ -293,7 +293,6 @@ def _length_row(length: Length) -> tuple[str, ...]:
 
 
 def _meaning(found: ProbeFindings) -> str:
-    """What the noise is made of."""
     if not found.noise:
         return "noise: no item has two scored answers, so the endpoint's own noise is unknown"
     worst = max(noise.scores for noise in found.noise)

@@ -70,7 +70,7 @@ def not_measurable(findings: Decided) -> list[str]:
 
 def _unclustered(reason: Reason, rules: Rules) -> str:
     """What holds where nothing says which items share a template: the user's word for it, or what to do."""
-    said = f"{reason.code}: {reason.text}."
+    said = f"{reason}."
     if rules.items_are_independent:
         said = "Items were declared independent by the user (--items-are-independent): no cluster is named."
     return (
@@ -97,7 +97,6 @@ def _gate(rules: Rules) -> str:
 
 
 def _judges(findings: Decided) -> Iterator[str]:
-    """Whether the judge is apart from the reward, and what phrase rules decided."""
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
     if sides.rewarded and not is_apart(cells, sides):
         rewarded = ", ".join(sides.rewarded)
@@ -108,13 +107,11 @@ def _judges(findings: Decided) -> Iterator[str]:
 
 
 def _stopped(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Seeds whose arms were not trained to the last step."""
     for seed, words in table_of(provenance, STOPPED).items():
         yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
 def _labels(findings: Decided) -> Iterator[str]:
-    """What human labels decided, and what judge labels alone were not let pass."""
     if findings.verdict.judged is None:
         return
     sides, gated = findings.comparison, findings.verdict.gated

@@ -89,7 +89,6 @@ def _instead(findings: Findings) -> Iterator[str]:
 
 
 def _flips(findings: Findings) -> Iterator[Example]:
-    """The first example of each of the worst cells."""
     met = set[tuple[str, str, str]]()
     for example in findings.values.get("examples", ()):
         place = example.arm, example.policy, example.suite

@@ -179,7 +179,6 @@ def _compared_passage(findings: Findings) -> Passage:
 
 
 def _sides(findings: Decided) -> str:
-    """The sides, and how much is gated."""
     sides, rules = findings.comparison, findings.rules
     who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
     if sides.mode == "serving":
@@ -199,7 +198,6 @@ def _parity_passage(findings: Decided) -> Passage:
 
 
 def _parity(findings: Decided) -> str:
-    """The arms whose capability passes while a safety suite fails."""
     capability = set(findings.comparison.capability)
     found = [
         a for a in findings.verdict.arms if Status.FAIL in (s for name, s in a.suites.items() if name not in capability)

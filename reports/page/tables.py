@@ -27,31 +27,25 @@ class DecidedLine(NamedTuple):
 
 def decided_lines(findings: Decided) -> list[DecidedLine]:
     """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
-    gated = [d for d in findings.verdict.decisions if d.gated]
+    gated = findings.verdict.gated
     if findings.comparison.mode == "training":
         return [
             DecidedLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
             for a in findings.verdict.arms
         ]
-    return [
-        _policy_line(findings.comparison, [d for d in gated if d.policy == p])
-        for p in dict.fromkeys(d.policy for d in gated)
-    ]
-
-
-def _policy_line(sides: Comparison, cells: list[Decision]) -> DecidedLine:
-    suites = {
-        name: worst(d.standing for d in cells if d.suite == name) for name in dict.fromkeys(d.suite for d in cells)
-    }
-    name = sides.label(cells[0].policy)
-    return DecidedLine(name, worst(suites.values()), None, suites, tuple(cells))
+    lines = []
+    for policy in dict.fromkeys(d.policy for d in gated):
+        own = tuple(d for d in gated if d.policy == policy)
+        suites = {d.suite: worst(other.standing for other in own if other.suite == d.suite) for d in own}
+        lines.append(DecidedLine(findings.comparison.label(policy), worst(suites.values()), None, suites, own))
+    return lines
 
 
 def decided_table(findings: Decided) -> Table:
     """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
-    gated = list(dict.fromkeys(d.suite for d in findings.verdict.decisions if d.gated))
-    suites = [name for name in gated if name not in findings.comparison.facets]
-    facets = [name for name in gated if name in findings.comparison.facets]
+    sides, gated = findings.comparison, list(dict.fromkeys(d.suite for d in findings.verdict.gated))
+    suites = [name for name in gated if name not in sides.facets]
+    facets = [name for name in gated if name in sides.facets]
     lines = decided_lines(findings)
     recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
     found = [d for d in deployed(findings) if d.estimand == "deployed"]
@@ -60,16 +54,15 @@ def decided_table(findings: Decided) -> Table:
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
-        rows.append([*row, _deciding(findings.comparison, line), *([_deployed(findings, line.name)] if served else [])])
-    what = "policy" if findings.comparison.mode == "serving" else "arm"
-    headers = [
-        what,
-        "verdict",
-        *recipe,
-        *(suite + marked(findings.comparison, suite) for suite in suites),
-        *(facets if len(facets) == 1 else ["facets"] * bool(facets)),
-    ]
-    headers += ["deciding cell", *served]
+        d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
+        row.append(_numbered(sides, d) + (", as deployed" if compressed_as_deployed(sides, d) else ""))
+        if served:
+            own = deployed(findings, line.name)
+            row.append(f"{_numbered(sides, own[0])} {own[0].status.value}" if own else "-")
+        rows.append(row)
+    headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
+    headers += [suite + marked(sides, suite) for suite in suites]
+    headers += [*(facets if len(facets) == 1 else ["facets"] * bool(facets)), "deciding cell", *served]
     return table_of(headers, rows, words=len(headers))
 
 
@@ -100,22 +93,10 @@ def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
     return d.estimand == "deployed" and not sides.is_uncompressed(d.policy)
 
 
-def _deployed(findings: Decided, arm: str) -> str:
-    found = deployed(findings, arm)
-    if not found:
-        return "-"
-    return f"{_numbered(findings.comparison, found[0])} {found[0].status.value}"
-
-
 def _numbered(sides: Comparison, d: Decision) -> str:
     """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
     where = f"{named(sides, d)} @ {sides.label(d.policy)}"
     return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
-
-
-def _deciding(sides: Comparison, line: DecidedLine) -> str:
-    d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
-    return _numbered(sides, d) + (", as deployed" if compressed_as_deployed(sides, d) else "")
 
 
 def _room(d: Decision) -> float:
@@ -136,29 +117,22 @@ def compared_table(findings: Findings) -> Table:
         ]
     else:
         rows += [("checkpoint", sides.reference), ("contrast", f"each serving policy against {plain_words(sides)}")]
+    rules = findings.rules
+    alone = "; what was trained under one of them under that one and none alone" if sides.unserved else ""
+    margins = [f"{s} {100 * own:g} pp{' (default)' * (s in rules.defaults)}" for s, own in rules.margins.items()]
     rows += [
-        ("serving policies", "; ".join(sides.label(p) for p in sides.policies) + _own_alone(sides)),
-        ("gated policies", "; ".join(sides.label(p) for p in findings.rules.primary)),
+        ("serving policies", "; ".join(map(sides.label, sides.policies)) + alone),
+        ("gated policies", "; ".join(map(sides.label, rules.primary))),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
-        ("margins", "; ".join(_margin(findings.rules, suite) for suite in findings.rules.margins)),
-        ("one-sided level", f"{findings.rules.alpha:.3g}"),
-        *_declared(findings.rules),
+        ("margins", "; ".join(margins)),
+        ("one-sided level", f"{rules.alpha:.3g}"),
+        *_declared(rules),
         ("records", f"{findings.drift.n_records}"),
     ]
     return table_of(["", "value"], rows, words=2)
 
 
-def _own_alone(sides: Comparison) -> str:
-    return "; what was trained under one of them under that one and none alone" if sides.unserved else ""
-
-
-def _margin(rules: Rules, suite: str) -> str:
-    """refusal 5 pp; whether nobody declared it."""
-    return f"{suite} {100 * rules.margins[suite]:g} pp{' (default)' if suite in rules.defaults else ''}"
-
-
 def _declared(rules: Rules) -> list[tuple[str, str]]:
-    """Rules beyond a spec's own: gate file, profile."""
     found = []
     if rules.sha256 is not None:
         found.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
@@ -181,9 +155,9 @@ def _rollouts(sides: Comparison) -> str:
 
 def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
     """Provenance flattened to name and value, and the full policy strings."""
-    facts = [(name, value) for name, value in _flat("", provenance)]
     policies = [(sides.labels[policy], policy) for policy in sides.policies]
-    found = (table_of(["recorded", "value"], facts, words=2), table_of(["policy", "full form"], policies, words=2))
+    facts = table_of(["recorded", "value"], _flat("", provenance), words=2)
+    found = (facts, table_of(["policy", "full form"], policies, words=2))
     return tuple(table for table in found if table)
 
 

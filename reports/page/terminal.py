@@ -53,14 +53,13 @@ def terminal_lines(findings: Findings, run: Path | None = None, cost: BesideFind
 
 def _worth_a_line(findings: Findings) -> list[Decision]:
     """What does not hold, the worst first, and after it what holds: facets where a suite has them, else its score."""
-    sides, gated = findings.comparison, [d for d in findings.verdict.decisions if d.gated]
+    sides, gated = findings.comparison, findings.verdict.gated
     own = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     shown = [d for d in gated if d.suite not in own or d.standing is Status.FAIL]
     return sorted(shown, key=gravest(sides))
 
 
 def _cell(findings: Findings, d: Decision) -> str:
-    """One cell: who, what happened, what of it was lost and gained, what changes by itself, what it means."""
     sides = findings.comparison
     who = f"{SIGNS[d.standing]} {subject_of(sides, d)}"
     if d.effect is None or d.status is Status.NOT_MEASURABLE:
@@ -99,7 +98,7 @@ def _last_lines(findings: Findings, before_relying: str, cost: BesideFindings) -
 
 def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:
     """By suite, how many rows more and how many minutes; nothing of what nobody timed."""
-    gated = [d for d in findings.verdict.decisions if d.gated]
+    gated = findings.verdict.gated
     for suite, seconds in cost.seconds.items():
         own = [d for d in gated if suite in (d.suite, d.suite.rpartition(".")[0]) and d.effect]
         open_ = [d for d in own if d.status is Status.INCONCLUSIVE]

@@ -170,7 +170,6 @@ def _check_there(path: Path) -> None:
 
 
 def _check_files(folder: Path, units: list[Path]) -> None:
-    """Every seal has its file."""
     known = {seal_of(unit) for unit in units}
     for seal in sorted(folder.glob("*.done.json")):
         if seal not in known:

@@ -157,7 +157,6 @@ def _cell(found: BothSides, name: CellName) -> CellConcentration:
 
 
 def _cells_table(value: Losses, sides: Comparison) -> Table:
-    """Where the losses of every cell sit, the most concentrated loss first."""
     found = sorted(value, key=lambda c: -c.losses)
     headers = ["cell", "items lost", "templates that lost", "carry half", "Gini (by chance)", "design effect"]
     rows = []
@@ -169,7 +168,6 @@ def _cells_table(value: Losses, sides: Comparison) -> Table:
 
 
 def _items_table(value: Losses, sides: Comparison) -> Table:
-    """The items that lost most, once each, with the cell that lost them most."""
     found: dict[tuple[str, str], list[tuple[ItemLoss, CellName]]] = {}
     for c in value:
         for item in c.items:

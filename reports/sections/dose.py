@@ -268,7 +268,6 @@ def _with_slopes(
 
 
 def _slope_table(value: Doses, decided: Decided, axis: str) -> Table:
-    """Rates by dose, the slope per doubling, and the slope minus the reference's, of families with a gated policy."""
     every = [c for c in value.curves if c.axis == axis]
     found = [c for c in every if any(d.policy in decided.rules.primary for d in c.doses)] or every
     headers = ["arm", "policy family" if axis == "budget" else "policy", "suite", f"rate by {axis}"]
@@ -277,7 +276,7 @@ def _slope_table(value: Doses, decided: Decided, axis: str) -> Table:
     for c in found:
         suite = c.suite if c.context_tokens is None else with_length(decided.comparison, c.suite, c.context_tokens)
         rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
-        slopes = [words.drift(effect) if effect else "-" for effect in (c.slope, c.against_reference)]
+        slopes = [words.drift(effect) for effect in (c.slope, c.against_reference)]
         rows.append([c.arm, c.family, suite, rates, *slopes])
     return table_of(headers, rows, words=4)
 

@@ -97,14 +97,13 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
             continue
         name = f"{spelled(sides, d.suite)}, {length_label(d.context_tokens)}"
         moved = f"{d.effect.losses:.3g}/{d.effect.gains:.3g}" if d.effect else "-"
-        figures = [sides.who(d.arm, d.policy), name, drift(d.effect) if d.effect else "-", moved]
+        figures = [sides.who(d.arm, d.policy), name, drift(d.effect), moved]
         rows.append([*figures, *(words for _, words in _both_floors(units, sides, d))])
     headers = ["candidate", "suite", "drift, 95 % interval", "lost / gained"]
     return table_of([*headers, "A/A of the condition", "A/A of what it is compared with"], rows, words=6)
 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
-    """Name and floor of both sides of a figure."""
     plain = sides.uncompressed_of(d.policy)
     other = (d.arm, plain)
     if sides.mode == "training":

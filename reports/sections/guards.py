@@ -194,7 +194,6 @@ def _compared(sides: Comparison, alpha: float, plain: Panel, behind: Panel, cell
 
 
 def _acts_table(guards: Guards) -> Table:
-    """What each guard blocked, suite by suite, and its card."""
     rows = []
     for guard in guards:
         for acts in guard.suites:
@@ -206,7 +205,6 @@ def _acts_table(guards: Guards) -> Table:
 
 
 def _hidden_table(sides: Comparison, guard: GuardEffect) -> Table:
-    """Each facet as the event it counts: without the guard, behind it, and what the guard hides."""
     headers = ["guard", "suite", "candidate", "against", "event", "without the guard", "behind it", "hidden by it"]
     # safety always; the rest where the guard changes anything
     shown = [r for r in guard.facets if _facet(r).kind == "safety" or (r.hidden and (r.hidden.low or r.hidden.high))]

@@ -143,7 +143,6 @@ class JudgesSection(Section[Judges]):
 
 
 def _unsure_table(drift: Drift) -> Table:
-    """The cells with answers that their judge was not sure of; empty where it was of all."""
     rows = []
     for c in (cell for cell in drift.cells if cell.unsure):
         where = [c.arm, drift.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
@@ -152,7 +151,6 @@ def _unsure_table(drift: Drift) -> Table:
 
 
 def _agreement_table(second: SecondJudge) -> Table:
-    """What both judges call desired, suite by suite."""
     rows = [
         [suite, *map(str, (sum(counts), *counts)), _agreed(second.agreed(suite))]
         for suite, counts in second.agreement.items()

@@ -76,7 +76,6 @@ def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
 
 
 def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
-    """The regressions of the same spans, where there is one."""
     first: dict[tuple[str, str], SpanSlope] = {}
     for slope in slopes:
         first.setdefault((slope.arm, slope.metric), slope)

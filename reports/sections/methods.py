@@ -68,7 +68,6 @@ class MethodsSection(Section[OtherWays]):
 
 
 def _cells_table(cells: Sequence[CellSensitivity], sides: Comparison) -> Table:
-    """Every gated cell under every method: verdict, with the interval or the p-value of a drop."""
     names = [v.method for v in cells[0].variants] if cells else []
     rows = []
     for c in cells:

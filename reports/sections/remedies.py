@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from kvaudit.core.policy_names import DENSE_POLICY
@@ -99,7 +100,6 @@ def _shown(found: Remedies) -> list[Mended]:
 
 
 def _told(sides: Comparison, one: Mended) -> str:
-    """Where it fails, and what to serve instead."""
     failed = min(one.failing.cells, key=lambda d: d.effect.estimate if d.effect else 0.0)
     at = f"{spelled(sides, failed.suite)} {drift(failed.effect)}" if failed.effect else spelled(sides, failed.suite)
     where = f"{one.failing.arm} under {one.label} fails as deployed ({at} at worst)"
@@ -115,9 +115,8 @@ def _told(sides: Comparison, one: Mended) -> str:
     best = one.remedies[one.chosen]
     late = ", tried after the run" if best.declared == AFTER_RUN else ""
     cost = f", {size(best.cost.kv_bytes)} of KV cache ({_against(best.cost, one)})" if best.cost else ""
-    return (
-        f"{where}; the cheapest policy that passes is {best.label}{cost}{late}. {held} of {tried} tried in order hold."
-    )
+    passes = f"the cheapest policy that passes is {best.label}{cost}{late}"
+    return f"{where}; {passes}. {held} of {tried} tried in order hold."
 
 
 def _against(cost: Cost, one: Mended) -> str:
@@ -145,28 +144,19 @@ def _tried(found: Remedies) -> list[Mended]:
 
 
 def _remedy_table(sides: Comparison, one: Mended) -> Table:
-    """A line for each way of serving: the policy that fails, its remedies as tested, and no compression."""
     failed = f"{one.failing.arm} @ {one.label}"
     worst = _cell_words(sides, _lowest(one.failing.decided))
     rows = [[failed, "FAIL", worst, "", *_costs(one.cost), "fails"]]
-    rows += [
-        [
-            f"{remedy.label}{' (after the run)' * (remedy.declared == AFTER_RUN)}",
-            remedy.status.value,
-            _cell_words(sides, _lowest(remedy.cells)),
-            _won(sides, remedy),
-            *_costs(remedy.cost),
-            _called(one, remedy),
-        ]
-        for remedy in one.remedies
-    ]
+    for remedy in one.remedies:
+        label = f"{remedy.label}{' (after the run)' * (remedy.declared == AFTER_RUN)}"
+        row = [label, remedy.status.value, _cell_words(sides, _lowest(remedy.cells)), _won(sides, remedy)]
+        rows.append([*row, *_costs(remedy.cost), _called(one, remedy)])
     rows.append([DENSE_POLICY, "", "", "", *_costs(one.dense), "uncompressed"])
     headers = ["served under", "verdict", "drift left, least room", "won back, least", "KV bytes allocated", "of none"]
     return table_of([*headers, "s/answer", "a remedy"], rows, words=len(headers) + 2)
 
 
 def _drift_left_table(decided: Decided, one: Mended) -> Table:
-    """The drift left in every gated cell, with 95 % intervals."""
     ways = [(one.label, one.failing.decided), *((remedy.label, remedy.cells) for remedy in one.remedies)]
     several = len(decided.rules.contexts) > 1
     names = list(dict.fromkeys((d.suite, d.context_tokens) for d in one.failing.decided))
@@ -180,11 +170,8 @@ def _drift_left_table(decided: Decided, one: Mended) -> Table:
 
 def _lowest(cells: Sequence[Decision]) -> Decision | None:
     """The cell with the least room to its margin, an open or failed one first."""
-    return min(
-        cells,
-        key=lambda d: (d.status in PASSED, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)),
-        default=None,
-    )
+    known = [(d.status in PASSED, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0), d) for d in cells]
+    return min(known, key=itemgetter(0, 1))[2] if known else None
 
 
 def _cell_words(sides: Comparison, d: Decision | None) -> str:
@@ -216,7 +203,6 @@ def _costs(cost: Cost | None) -> list[str]:
 
 
 def _called(one: Mended, remedy: Remedy) -> str:
-    """Whether it is a remedy, and why not."""
     if remedy.held:
         return "yes, the cheapest" if one.chosen is not None and remedy is one.remedies[one.chosen] else "yes"
     if remedy.cost is None:
@@ -231,15 +217,10 @@ def _called(one: Mended, remedy: Remedy) -> str:
 def _facts(found: Remedies) -> dict[str, Any]:
     rows = []
     for one in found.mended:
-        tried = [
-            {
-                **asdict(replace(r, won=())),
-                "won": [contrast_facts(c) for c in r.won],
-                "status": r.status,
-                "mends": r.mends,
-            }
-            for r in one.remedies
-        ]
+        tried = []
+        for r in one.remedies:
+            own = {"won": [contrast_facts(c) for c in r.won], "status": r.status, "mends": r.mends}
+            tried.append({**asdict(replace(r, won=())), **own})
         rows.append({**asdict(replace(one, remedies=())), "remedies": tried})
     failing = [{"arm": one.arm, "policy": one.policy} for one in found.failing]
     return {"declared": found.declared, "failing": failing, "mended": rows}

@@ -68,7 +68,7 @@ class SeedsSection(Section[Spreads]):
             sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
             recipe = words.drift(c.recipe) if c.recipe else "recipe claim not supported"
             worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
-            averaged = words.drift(c.effect) if c.effect else "-"
+            averaged = words.drift(c.effect)
             rows.append([place_name(decided.comparison, s.cell), each, averaged, worst, sd, recipe])
         headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
         headers.append("with seed variance")

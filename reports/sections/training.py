@@ -104,8 +104,6 @@ if TYPE_CHECKING:
 
 
 class _View(NamedTuple):
-    """One panel."""
-
     key: str
     title: str
     log: bool
@@ -197,7 +195,6 @@ class TrainingSection(Section[Curves]):
 
 
 def _rung(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """The alarms of an arm, with the share of its steps in which each rang, over all seeds."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:
@@ -205,7 +202,6 @@ def _rung(curve: Curve) -> Iterator[tuple[Bound, float]]:
 
 
 def _alarms(found: Curves) -> Iterator[str]:
-    """What rang, in whom, what that means and what to do, a line for each alarm."""
     for bound in ALARMS.values():
         shares = [(curve.arm, share) for curve in found for own, share in _rung(curve) if own is bound]
         if shares:
@@ -227,7 +223,6 @@ def _reward_table(found: Curves) -> Table:
 
 
 def _mismatch_table(found: Curves, reference: str) -> Table:
-    """How far sampler and learner were apart over all steps, beside the same of the dense arm: rounding alone."""
     gaps = {curve.arm: scientific(curve.largest.get("mismatch/max_abs_gap")) for curve in found}
     headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
     rows = []

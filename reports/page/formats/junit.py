@@ -20,7 +20,7 @@ def render(page: Page) -> str:
     banner, rules, sides = page.banner, page.findings.rules, page.findings.comparison
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
-    gated = [d for d in page.findings.verdict.decisions if d.gated]
+    gated = page.findings.verdict.gated
     cells = [(cell_told_apart(sides, d), d.arm, d.standing, told_cell(sides, d)) for d in gated]
     cells.append(("verdict", "verdict", banner.status, " ".join(line for line in lines if line)))
     found = Counter[str]()

@@ -31,7 +31,7 @@ _SAYS = {
 def render(page: Page) -> str:
     """One result per gated cell that does not pass, and one for the verdict, which is there always."""
     banner, sides = page.banner, page.findings.comparison
-    open_cells = [d for d in page.findings.verdict.decisions if d.gated and d.standing not in PASSED]
+    open_cells = [d for d in page.findings.verdict.gated if d.standing not in PASSED]
     said = [answer.line for answer in answers(page.findings) if answer.groups]
     lines = (f"{banner.status.value}:", *said, banner.alarm, *page.remarks)
     level = _LEVELS.get(banner.status.value, "note")
@@ -60,7 +60,6 @@ def render(page: Page) -> str:
 
 
 def _rule(name: str) -> str:
-    """The identifier of a status, in one word."""
     return f"KVAUDIT-{name.replace(' ', '-')}"
 
 

@@ -16,7 +16,7 @@ def render(page: Page) -> str:
         return f"**{escape(page.banner.status.value)}**: {escape(page.banner.sentence)}\n"
     parts = [*screen_parts(page.screen, _WORDS)]
     parts += ["\n".join(f"* {escape(line)}" for line in page.remarks)] if page.remarks else []
-    passed = [d for d in page.findings.verdict.decisions if d.gated]
+    passed = page.findings.verdict.gated
     well = sum(d.status in PASSED for d in passed)
     parts.append(f"{well} of {len(passed)} gated cells hold. The rest stands in report/report.html.")
     return "\n\n".join(part.replace("# ", "### ", 1) if part.startswith("# ") else part for part in parts) + "\n"

@@ -112,7 +112,6 @@ class RunView:
         return found
 
     def _table(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, Any]:
-        """The list: words once, then a column of numbers per field of the items and of the flips."""
         metrics = [SCORE, *(name for name in FACETS if any(m.endswith(f".{name}") for m in self._comparison.facets))]
         short, policies = self._comparison.labels, _numbered(self._comparison.policies)
         flips = self.flips

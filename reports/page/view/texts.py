@@ -83,7 +83,6 @@ def script(value: Any) -> str:
 
 
 def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
-    """What a page shows of one record."""
     return {
         "arm": visible(record.arm),
         "seed": record.train_seed,
