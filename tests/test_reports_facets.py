@@ -13,7 +13,7 @@ from kvaudit.core.facets import FACETS
 from kvaudit.reports.analysis.examples import LostItem, record_of
 from kvaudit.reports.analysis.sensitivity import Reading, status_of
 from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Rates, Unread
+from kvaudit.reports.drift.results import Rates
 from kvaudit.reports.gate.verdict import FORM, Status
 from kvaudit.reports.page.about import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
@@ -76,7 +76,7 @@ def told(found, unread=(0.0, 0.0), **facets):
         estimate = rates[1] - rates[0]
         worst, best = readings or (estimate, estimate)
         effect = replace(one.effect, estimate=estimate, low=low, high=high, n_items=70, n_clusters=35)
-        own = {"effect": effect, "rates": Rates(*rates), "worst": worst, "best": best, "unread": Unread(*unread)}
+        own = {"effect": effect, "rates": Rates(*rates), "worst": worst, "best": best, "unread": Rates(*unread)}
         contrasts.append(replace(one, suite=f"refusal.{name}", **own))
     sides = replace(found.comparison, facets=tuple(f"refusal.{name}" for name in facets))
     decisions = tuple(d for d in found.verdict.decisions if d.suite in found.comparison.suites)

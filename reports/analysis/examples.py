@@ -13,7 +13,7 @@ from kvaudit.core.facets import facet_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip
 from kvaudit.reports.analysis.sides import two_sided
-from kvaudit.reports.drift.drift import seed_pairs, weights_of
+from kvaudit.reports.drift.drift import seed_pairs, two_sides, weights_of
 from kvaudit.reports.drift.results import Drift
 from kvaudit.reports.gate.verdict import Decision, Verdict
 from kvaudit.reports.records.blocks import UNREAD
@@ -101,8 +101,7 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     found = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
-        candidate = next(cell for cell, weight in weights.items() if weight > 0)
-        reference = next(cell for cell, weight in weights.items() if weight < 0)
+        (candidate,), (reference,) = two_sides([weights])
         z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])
         found += [
             (float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference) for i in np.flatnonzero(z < 0)

@@ -210,7 +210,7 @@ def _cells(drift: Drift, tables: Panels, held: Held, metric: str, arm: str) -> I
 def _answers(panel: Panel, held: Held, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
     """The items of one seed that it was asked; None where a side was asked none."""
     dense = cell._replace(policy=plain)
-    spans = held.get(_place(cell, suite, panel.context_tokens))
+    spans = held.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
     if cell not in panel.scores or dense not in panel.scores or spans is None:
         return None
     names = [panel.cluster_names[code] for code in panel.clusters]
@@ -219,22 +219,9 @@ def _answers(panel: Panel, held: Held, suite: str, cell: CellKey, plain: str) ->
     return table[~np.isnan(panel.floor[cell])].join(spans)
 
 
-def _place(cell: CellKey, suite: str, context: int) -> tuple[object, ...]:
-    known: dict[Hashable, object] = {
-        "arm": cell.arm,
-        "train_seed": cell.seed,
-        "policy": cell.policy,
-        "suite": suite,
-        "context_tokens": context,
-    }
-    return tuple(known[name] for name in _ASKED)
-
-
 def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
     gone = rows.lost > LOST_BELOW
-    groups = [
-        _group(cell.panel, rows, mask, cell.unread(span, lost=lost)) for mask, lost in ((gone, True), (~gone, False))
-    ]
+    lost, kept = (_group(cell.panel, rows, gone == side, cell.unread(span, lost=side)) for side in (True, False))
     reason = _one_sided(rows, gone)
     difference = None if reason else _apart(cell.panel, rows, gone)
     return SpanRates(
@@ -243,8 +230,8 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
         metric=cell.panel.suite,
         context_tokens=cell.panel.context_tokens,
         span=span,
-        lost=groups[0],
-        kept=groups[1],
+        lost=lost,
+        kept=kept,
         difference=difference,
         share=None if difference is None else _share(rows, gone),
         unknown=cell.unknown(span),
@@ -263,15 +250,8 @@ def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | Non
         tail = (1 - LEVEL) / 2
         low = rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
         high = 1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
-    return Group(
-        answers=len(rate),
-        templates=templates,
-        rate=float(rate.mean()),
-        low=low,
-        high=high,
-        uncompressed=float(rows.dense[mask].mean()),
-        unread=unread,
-    )
+    dense = float(rows.dense[mask].mean())
+    return Group(len(rate), templates, float(rate.mean()), low, high, uncompressed=dense, unread=unread)
 
 
 def _one_sided(rows: _Rows, gone: _Mask) -> str:
@@ -292,19 +272,14 @@ def _apart(panel: Panel, rows: _Rows, gone: _Mask) -> Mover | None:
     """
     if not rows.flips.any():
         return None
-    sides = [
+    lost, kept = (
         ess_tango(rows.flips[mask], rows.clusters[mask], samples=panel.samples, graded=panel.graded)
         for mask in (gone, ~gone)
-    ]
-    lost, kept = sides
+    )
     apart = mover([(1.0, lost.estimate, lost.low, lost.high), (-1.0, kept.estimate, kept.low, kept.high)])
     joint = regression_effect(rows.flips, gone, np.zeros((len(gone), 0)), rows.clusters)
-    return replace(
-        apart,
-        low=min(apart.low, joint.low),
-        high=max(apart.high, joint.high),
-        method="ESS-Tango by MOVER, no narrower than CR3-t",
-    )
+    low, high = min(apart.low, joint.low), max(apart.high, joint.high)
+    return replace(apart, low=low, high=high, method="ESS-Tango by MOVER, no narrower than CR3-t")
 
 
 def _share(rows: _Rows, gone: _Mask) -> Share | None:

@@ -98,17 +98,14 @@ def sensitivity(
     if not known:
         return (), ()
     statuses = {method: _statuses(known, method, drift.alpha) for method in METHODS}
-    cells = tuple(
-        CellSensitivity(
-            k.decision.name,
-            (_declared(k.decision), *(_variant(m, k.readings[m], statuses[m][i]) for m in METHODS)),
-        )
-        for i, k in enumerate(known)
-    )
+    cells = []
+    for i, k in enumerate(known):
+        others = (_variant(m, k.readings[m], statuses[m][i]) for m in METHODS)
+        cells.append(CellSensitivity(k.decision.name, (_declared(k.decision), *others)))
     read = {k.decision.name for k in known}
-    others = [d.status for d in verdict.decisions if d.gated and d.name not in read]
-    others += [Status.INVALID] if verdict.reasons else []
-    return cells, tuple(_verdict(m, statuses[m], known, others, verdict.status) for m in METHODS)
+    unread = [d.status for d in verdict.gated if d.name not in read]
+    unread += [Status.INVALID] if verdict.reasons else []
+    return tuple(cells), tuple(_verdict(m, statuses[m], known, unread, verdict.status) for m in METHODS)
 
 
 def _known(drift: Drift, tables: Panels, decisions: Iterable[Decision]) -> Iterator[Known]:
@@ -133,9 +130,8 @@ def readings(found: BothSides, margin: float, alpha: float) -> dict[str, Reading
 def _shown(z: Array, clusters: _Codes, margin: float, alpha: float) -> bool:
     t = totals(z, clusters)
     enough = effective_clusters(t.counts) >= clusters_required(margin, alpha) - 1e-9
-    return (
-        enough and bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha)) and not too_large(t.counts, margin)
-    )
+    shows = enough and bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha))
+    return shows and not too_large(t.counts, margin)
 
 
 def _of_effect(
@@ -182,11 +178,8 @@ def _of_cluster_means(z: Array, clusters: _Codes, margin: float, alpha: float) -
 
 def _statuses(known: Sequence[Known], method: str, alpha: float) -> list[Status]:
     found = [k.readings[method] for k in known]
-    joint = _joint(known, found)
-    return [
-        status_of(r, pvalue, k.decision, alpha) if r else Status.INVALID
-        for k, r, pvalue in zip(known, found, joint, strict=True)
-    ]
+    rows = zip(known, found, _joint(known, found), strict=True)
+    return [status_of(r, pvalue, k.decision, alpha) if r else Status.INVALID for k, r, pvalue in rows]
 
 
 def _joint(known: Sequence[Known], found: Sequence[Reading | None]) -> list[float]:
@@ -198,9 +191,7 @@ def _joint(known: Sequence[Known], found: Sequence[Reading | None]) -> list[floa
     joint = [1.0 if k.decision.pvalue_drop is None else k.decision.pvalue_drop for k in known]
     groups: dict[tuple[str, int, bytes], list[int]] = {}
     for i, (k, r) in enumerate(zip(known, found, strict=True)):
-        values, clusters = (r.values, r.clusters) if r else (None, None)
-        if values is None or clusters is None:
-            values, clusters = k.difference, k.clusters
+        clusters = k.clusters if r is None or r.clusters is None else r.clusters
         groups.setdefault((k.decision.suite, k.decision.context_tokens, clusters.tobytes()), []).append(i)
     if all(r is None or r.values is None for r in found):
         return joint

@@ -52,7 +52,8 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
-    present: npt.NDArray[np.bool_] = np.any(_read(panel, positive) & _read(panel, negative), axis=0)
+    read = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
+    present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)
     kept = np.flatnonzero(present)
     candidate, reference = paired_scores(panel, weights, present)
 
@@ -76,11 +77,6 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
         draws=panel.samples * len(pairs),
         graded=panel.graded,
     )
-
-
-def _read(panel: Panel, cells: list[CellKey]) -> npt.NDArray[np.bool_]:
-    """[S, N]: which items have an answer that could be read."""
-    return ~np.isnan(np.stack([panel.scores[cell] for cell in cells]))
 
 
 def two_sided(d: Decision) -> bool:

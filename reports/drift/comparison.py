@@ -138,20 +138,20 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
     facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in spec.gate.margins if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
-    engines = condition_names(references)
+    engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
     return Comparison(
         mode="training" if candidates else "serving",
         model=spec.model,
         reference=reference,
         candidates=candidates,
         arms=tuple(dict.fromkeys([reference, *trained, *recorded])),
-        seeds=paired or _recorded_seeds(records, reference),
+        seeds=paired or tuple(sorted(map(int, records.loc[records["arm"] == reference, "train_seed"].unique()))),
         policies=policies,
         suites=suites,
         facets=facets,
         contexts=tuple(sorted({length for own in lengths.values() for length in own})),
         lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
-        capability=_capability(suites, provenance),
+        capability=tuple(suite for suite in suites if kinds.get(suite) == "capability"),
         trained_under=dict(_trained_under(spec, policies)),
         labels={**short_names([p for p in policies if p not in engines]), **engines},
         planned=tuple(_planned(spec.sized(items_in(provenance)), policies)),
@@ -218,15 +218,6 @@ def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str
     known = dict(zip(grid, _served_as(spec, policies), strict=True))
     for arm in dict.fromkeys(arm for arm, _ in spec.arms):
         yield from ((arm, known[policy]) for policy in grid if policy not in spec.served(arm))
-
-
-def _recorded_seeds(records: pd.DataFrame, reference: str) -> tuple[int, ...]:
-    return tuple(sorted({int(s) for s in records.loc[records["arm"] == reference, "train_seed"].unique()}))
-
-
-def _capability(suites: Sequence[str], provenance: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = provenance.get("suite_kinds", {})
-    return tuple(suite for suite in suites if kinds.get(suite) == "capability")
 
 
 # --- what makes a whole run INVALID ----------------------------------------------------------------------------------

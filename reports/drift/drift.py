@@ -10,7 +10,7 @@ Each is weights over cells, one number per item, one clustered one-sample infere
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,7 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_canary
 from kvaudit.reports.drift.comparison import Comparison, Reason, run_reasons
-from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unread
+from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.churn import Flips, flips
@@ -158,48 +158,24 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
     return weights
 
 
-def checkpoint_drift(arm: str, reference: str, pair: SeedPair, policy: str, _plain: str) -> Weights:
-    """Candidate minus reference under the same policy."""
-    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], policy), -1.0))
-
-
-def end_to_end_drift(arm: str, reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """Candidate as deployed minus the uncompressed reference."""
-    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(reference, pair[1], plain), -1.0))
-
-
-def serving_sensitivity(arm: str, _reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """A checkpoint under the policy minus itself uncompressed; the reference plays no part."""
-    return _add((CellKey(arm, pair[0], policy), 1.0), (CellKey(arm, pair[0], plain), -1.0))
-
-
-def interaction(arm: str, reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """The candidate's serving sensitivity minus the reference's (difference in differences)."""
-    own = serving_sensitivity(arm, reference, pair, policy, plain)
-    other = serving_sensitivity(reference, reference, (pair[1], pair[1]), policy, plain)
-    return _add(*own.items(), *((cell, -weight) for cell, weight in other.items()))
-
-
-def amplification(arm: str, reference: str, pair: SeedPair, policy: str, plain: str) -> Weights:
-    """What training under the policy did, minus what serving under it does to the reference; one paired difference.
-
-    (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
-    """
-    return _add((CellKey(arm, pair[0], plain), 1.0), (CellKey(reference, pair[1], policy), -1.0))
-
-
-_ESTIMANDS: dict[str, Callable[[str, str, SeedPair, str, str], Weights]] = {
-    ALIKE: checkpoint_drift,
-    DEPLOYED: end_to_end_drift,
-    SERVING: serving_sensitivity,
-    INTERACTION: interaction,
-    AMPLIFICATION: amplification,
-}
-
-
 def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
-    """The cells of one estimand for one pair of seeds; what is uncompressed is so in the same engine."""
-    return _ESTIMANDS[estimand](arm, comparison.reference, pair, policy, comparison.uncompressed_of(policy))
+    """The cells of one estimand for one pair of seeds; what is uncompressed is so in the same engine.
+
+    Amplification is what training under the policy did, minus what serving under it does to the reference, in one
+    paired difference: (candidate uncompressed - reference uncompressed) - (reference under the policy - reference
+    uncompressed). An interaction is the candidate's serving minus the reference's, a difference in differences.
+    """
+    plain = comparison.uncompressed_of(policy)
+    own, own_plain = CellKey(arm, pair[0], policy), CellKey(arm, pair[0], plain)
+    other, other_plain = (CellKey(comparison.reference, pair[1], served) for served in (policy, plain))
+    terms = {
+        ALIKE: ((own, 1.0), (other, -1.0)),
+        DEPLOYED: ((own, 1.0), (other_plain, -1.0)),
+        SERVING: ((own, 1.0), (own_plain, -1.0)),  # the reference plays no part
+        INTERACTION: ((own, 1.0), (own_plain, -1.0), (other, -1.0), (other_plain, 1.0)),
+        AMPLIFICATION: ((own_plain, 1.0), (other, -1.0)),
+    }
+    return _add(*terms[estimand])
 
 
 # --- one contrast -----------------------------------------------------------------------------------------------------
@@ -344,13 +320,13 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_])
     return Rates(float(reference.mean()), float(candidate.mean()))
 
 
-def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Unread:
+def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
     """What could not be read counts 0 in ``floor`` and 1 in ``best``: their difference is its share."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
     )
-    return Unread(reference, candidate)
+    return Rates(reference, candidate)
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:

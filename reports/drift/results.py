@@ -83,14 +83,6 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Unread:
-    """The share of the answers to a metric's own items that could not be read, on both sides of a difference."""
-
-    reference: float
-    candidate: float
-
-
-@dataclass(frozen=True)
 class ClusterSums:
     """Differences of one suite summed inside their clusters: what sign-flips and the template rule need.
 
@@ -162,7 +154,7 @@ class Contrast(CellName):
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
     rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
-    unread: Unread | None = None  # of the same; of a suite's score the share that is unscored
+    unread: Rates | None = None  # of the same: answers to the metric's own items that could not be read, or be scored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written

@@ -21,7 +21,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.estimands import FORMER
 from kvaudit.core.policy_names import match_policies
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import seed_pairs, weights_of
+from kvaudit.reports.drift.drift import seed_pairs, two_sides, weights_of
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.labels.sheet import Shown, shown_answer
 from kvaudit.reports.records.load import RunData
@@ -75,8 +75,8 @@ def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswer
     parts = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)
-        cells = [next(cell for cell, w in weights.items() if w * sign > 0) for sign in (1, -1)]
-        parts.append(_joined(data.records, c, cells[0], cells[1]))
+        (candidate,), (reference,) = two_sides([weights])
+        parts.append(_joined(data.records, c, candidate, reference))
     return _answers(c, pd.concat(parts, ignore_index=True))
 
 
