@@ -136,6 +136,7 @@ def _place(row: pd.Series) -> tuple[str, int]:
 
 
 def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
+    answers = [message.content for message in other if message.role is Role.ASSISTANT]
     return Example(
         estimand=loss.decision.estimand,
         arm=loss.candidate.arm,
@@ -148,11 +149,6 @@ def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: t
         loss=loss.amount,
         outcome=str(own["outcome"]),
         candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in text),
-        reference_answer=clip(_last_answer(other), _CHARACTERS),
+        reference_answer=clip(answers[-1] if answers else "", _CHARACTERS),
         kept=tuple((role, float(own[f"survival_{role}"])) for role in ROLES if pd.notna(own[f"survival_{role}"])),
     )
-
-
-def _last_answer(transcript: tuple[Message, ...]) -> str:
-    answers = [m.content for m in transcript if m.role is Role.ASSISTANT]
-    return answers[-1] if answers else ""

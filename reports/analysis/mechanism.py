@@ -312,8 +312,10 @@ def _slope(arm: str, metric: str, span: str, known: Sequence[tuple[_Cell, _Rows]
         "length": [str(cell.panel.context_tokens) for cell, own in varied for _ in own.lost],
     }
     equal = tuple(name for name, values in factors.items() if len(set(values)) > 1)
-    # a policy keeps the rule of one placement and not of another: only answers alike in all of these are compared
-    controls = _indicators(["\0".join(values) for values in zip(*factors.values(), strict=True)])
+    # a policy keeps the rule of one placement and not of another: only answers alike in all of these are compared,
+    # with a column for every combination but the first, [N, K - 1], so that lengths may follow any curve
+    codes = np.unique(["\0".join(values) for values in zip(*factors.values(), strict=True)], return_inverse=True)[1]
+    controls = np.eye(codes.max() + 1)[codes][:, 1:]
     effect, reason = _of_span(rows, controls, alpha)
     beyond = f" beyond {' and '.join(equal)}" if equal else ""
     return SpanSlope(arm, metric, span, policies, equal, effect, reason.format(beyond=beyond))
@@ -336,9 +338,3 @@ def _of_span(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None,
     if effect.high - effect.low > WIDEST:
         return None, "varies too little for an interval that rules anything out"
     return effect, ""
-
-
-def _indicators(values: Sequence[str]) -> Array:
-    """A column for every value but the first, [N, K - 1]: lengths may follow any curve."""
-    _, codes = np.unique(np.array(values), return_inverse=True)
-    return np.eye(codes.max() + 1)[codes][:, 1:]

@@ -148,10 +148,8 @@ def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _place(c: Contrast | Decision, sides: Comparison) -> tuple[str, str, str, str, int]:
-    estimand = (
-        "alike" if sides.is_uncompressed(c.policy) else c.estimand
-    )  # uncompressed, alike and deployed are the same difference
-    return estimand, c.arm, c.policy, c.suite, c.context_tokens
+    # uncompressed, alike and deployed are the same difference
+    return "alike" if sides.is_uncompressed(c.policy) else c.estimand, *c.place[1:]
 
 
 def _cell(c: Contrast, rules: Rules) -> GatedCell:
@@ -192,19 +190,15 @@ def _mended(records: pd.DataFrame, tried: Sequence[Tried], drift: Drift, rules: 
     ]
     last = fixed_sequence([remedy.mends for remedy in remedies])
     remedies = [replace(remedy, held=last is not None and i <= last) for i, remedy in enumerate(remedies)]
+    held = [(one.cost.kv_bytes, one.cost.seconds, i) for i, one in enumerate(remedies) if one.held and one.cost]
     return Mended(
         failing=failed,
         label=labels[failed.policy],
         cost=_cost(own, failed.arm, failed.policy, plain, rules),
         dense=_cost(own, failed.arm, plain, plain, rules),
         remedies=tuple(remedies),
-        chosen=_cheapest(remedies),
+        chosen=min(held)[2] if held else None,
     )
-
-
-def _cheapest(remedies: Sequence[Remedy]) -> int | None:
-    held = [(one.cost.kv_bytes, one.cost.seconds, i) for i, one in enumerate(remedies) if one.held and one.cost]
-    return min(held)[2] if held else None
 
 
 def _decided(tables: Panels, drift: Drift, rules: Rules, arm: str, policy: str) -> Iterator[Decision]:

@@ -58,18 +58,11 @@ _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
     """One per family, suite, length and arm, and one per policy, suite and arm of a suite with several lengths."""
     controls = Controls(drift, rules.margins)
-    known = {
-        (c.arm, c.policy, c.suite, c.context_tokens): c
-        for c in drift.contrasts
-        if c.estimand == _estimand(drift.comparison, c.arm)
-    }
+    # what holds an arm against the uncompressed reference
+    wanted = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
+    known = {c.place[1:]: c for c in drift.contrasts if c.estimand == wanted[c.arm]}
     sequences = (*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known))
     return tuple(_sequence(one, rules.margins[one.cells[0].suite], controls) for one in sequences)
-
-
-def _estimand(sides: Comparison, arm: str) -> str:
-    """What holds an arm against the uncompressed reference."""
-    return "serving" if arm == sides.reference else "deployed"
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:

@@ -230,9 +230,8 @@ def _declared(d: Decision) -> Variant:
 
 
 def _variant(method: str, r: Reading | None, status: Status) -> Variant:
-    if r is None:
-        return Variant(method, 0.0, None, None, None, status.value)
-    return Variant(method, r.estimate, r.low, r.high, r.pvalue_drop, status.value)
+    numbers = (r.estimate, r.low, r.high, r.pvalue_drop) if r else (0.0, None, None, None)
+    return Variant(method, *numbers, status.value)
 
 
 def _verdict(

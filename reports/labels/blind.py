@@ -72,7 +72,11 @@ def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedA
 
 def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
     """The labels by the text they are of, and those that the run already has of other cells."""
-    cells = [CellLabels(*c.place, key.seed, key.concordant, _of_texts(c, key, labels), key.spread) for c in key.cells]
+    cells = []
+    for c in key.cells:
+        rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
+        own = {key.rows[row]: labels[row] for row in rows}
+        cells.append(CellLabels(*c.place, key.seed, key.concordant, own, key.spread))
     new, before = {cell.place for cell in cells}, load_labels(run)
     if before is not None and (before.records, before.reference) != (key.records, reference):
         raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
@@ -85,8 +89,3 @@ def known_labels(run: Path, key: Key) -> dict[str, int]:
     before = load_labels(run)
     texts = {text: label for cell in before.cells for text, label in cell.labels.items()} if before else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}
-
-
-def _of_texts(cell: KeyCell, key: Key, labels: Mapping[str, int]) -> dict[str, int]:
-    rows = sorted({row for pair in cell.pairs for row in (pair.candidate_row, pair.reference_row)})
-    return {key.rows[row]: labels[row] for row in rows}

@@ -23,15 +23,7 @@ import numpy.typing as npt
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import one_line
 from kvaudit.reports.drift.results import CellName, ClusterSums, Contrast, Drift, People
-from kvaudit.reports.labels.pairs import (
-    Indices,
-    PairedAnswers,
-    digest,
-    pairs_of,
-    pairs_to_see,
-    places,
-    texts_of,
-)
+from kvaudit.reports.labels.pairs import Indices, PairedAnswers, digest, pairs_of, pairs_to_see, places, texts_of
 from kvaudit.reports.labels.sheet import text_hash, typed
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace

@@ -188,16 +188,21 @@ def _own_verdict(whole: Findings, own: Decided, arm: str) -> tuple[str, str]:
 def _of_all(page: Page) -> Disclosure:
     found = page.findings
     measured = tuple(_measured(found))
+    uses = {use.policy: use for use in cache_use(found.drift)}
+    rows = table_of(table_of(found.provenance, "inputs"), "rows")
     return Disclosure(
         run=_run(found),
         verdict=_verdict(page),
         model=_model(found),
         reference=_reference(found),
         recipes=tuple(_recipes(found)),
-        serving=tuple(_serving(found)),
+        serving=tuple(_served(found, policy, uses.get(policy)) for policy in found.comparison.policies),
         not_evaluated=_not_evaluated(found),
         suites=tuple(_suites(found)),
-        judging=_judging(found),
+        judging={
+            "by": known(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
+            "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
+        },
         stack=_stack(found),
         change_record=_change_record(found),
         owed=tuple(owed for section in sections() if (owed := section.disclosed(found.values.get(section.name)))),
@@ -335,11 +340,6 @@ def _shared(stories: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, 
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
 
 
-def _serving(found: Findings) -> list[Facts]:
-    uses = {use.policy: use for use in cache_use(found.drift)}
-    return [_served(found, policy, uses.get(policy)) for policy in found.comparison.policies]
-
-
 def _served(found: Findings, policy: str, use: Use | None) -> Facts:
     cells = [c for c in found.drift.cells if c.policy == policy and c.kv_bytes_dense]
     hidden = use is not None and not use.is_shown
@@ -414,14 +414,6 @@ def _suites(found: Findings) -> list[Facts]:
         }
         for suite, own in cells.items()
     ]
-
-
-def _judging(found: Findings) -> Facts:
-    rows = table_of(table_of(found.provenance, "inputs"), "rows")
-    return {
-        "by": known(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
-        "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
-    }
 
 
 def _stack(found: Findings) -> Facts:

@@ -9,7 +9,6 @@ Layout: huggingface.co/docs/hub/eval-results.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -47,17 +46,13 @@ def _file(m: Measured) -> str:
 
 
 def _entry(told: Disclosure, m: Measured, dataset: str) -> dict[str, Any]:
+    finished = told.run["finished"]
     return {
         "dataset": {"id": dataset, "task_id": f"{_slug(m.estimand)}-{_slug(m.metric)}-{m.context_tokens}"},
         "value": round(100 * (m.estimate or 0.0), 4),  # percentage points, below 0 is worse
-        **dict(_date(told)),
+        **({"date": inline(str(finished.value))} if finished.state == "known" else {}),
         "notes": inline(f"{m.verdict}: {m.slice}: {m.sentence}"),
     }
-
-
-def _date(told: Disclosure) -> Iterator[tuple[str, str]]:
-    if told.run["finished"].state == "known":
-        yield "date", inline(str(told.run["finished"].value))
 
 
 def _slug(text: str) -> str:

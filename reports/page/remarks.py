@@ -21,14 +21,14 @@ from kvaudit.reports.sections.base import told
 
 def remarks(findings: Findings) -> Iterator[str]:
     """One plain line each; none for a run of one set of versions that is decided by its spec."""
-    why = findings.verdict.adjustment.reason
+    why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     placed: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
         (20, _by_which_rules(findings)),
         (40, _judges(findings)),
         (41, _waivers(findings)),
         (50, _labels(findings)),
-        (70, _stopped(findings.provenance)),
+        (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
         (71, _versions(findings.provenance)),
         (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in told(findings.values)),
@@ -104,11 +104,6 @@ def _judges(findings: Decided) -> Iterator[str]:
     gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
         yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
-
-
-def _stopped(provenance: Mapping[str, Any]) -> Iterator[str]:
-    for seed, words in table_of(provenance, STOPPED).items():
-        yield f"STOPPED in training, as declared: all arms of seed {seed} end {words}."
 
 
 def _labels(findings: Decided) -> Iterator[str]:

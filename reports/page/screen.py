@@ -50,6 +50,7 @@ class Screen:
 
 def screen_of(findings: Findings) -> Screen:
     """The first screen of a run."""
+    instead = (line for section, value in told(findings.values) for line in section.instead(value, findings))
     screen = Screen(
         title=f"May it ship? {inline(shortened(findings.drift.run))}",
         status=findings.verdict.status,
@@ -58,7 +59,7 @@ def screen_of(findings: Findings) -> Screen:
         grid=grid_of(findings),
         alarm=inline(late(findings.rules)),
         flips=tuple(_flips(findings)),
-        instead=tuple(_instead(findings))[:_INSTEAD],
+        instead=tuple(instead)[:_INSTEAD],
         before_relying=inline(_before_relying(findings)),
     )
     return _within(screen)
@@ -82,10 +83,6 @@ def _within(screen: Screen) -> Screen:
                 return with_groups()
             found[n][i] = replace(found[n][i], why=found[n][i].brief if brief else "")
     return with_groups()
-
-
-def _instead(findings: Findings) -> Iterator[str]:
-    return (line for section, value in told(findings.values) for line in section.instead(value, findings))
 
 
 def _flips(findings: Findings) -> Iterator[Example]:
@@ -122,6 +119,6 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("model", f"{shortened(findings.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
         ("reference", f"{who} @ {shortened(plain)}"),
-        ("engine", ", ".join(engines[:_LISTED])),
+        ("engine", ", ".join(map(shortened, engines[:_LISTED]))),
         ("asked", some(asked, _LISTED) + seeds),
     ]

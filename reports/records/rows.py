@@ -25,15 +25,7 @@ from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import TOKEN_ROLES, Outcome, Record, Role
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import is_text, one_line
-from kvaudit.reports.records.blocks import (
-    FACET_CODES,
-    LARGEST_STORED,
-    UNREAD,
-    Array,
-    answers_said,
-    block_of,
-    by_name,
-)
+from kvaudit.reports.records.blocks import FACET_CODES, LARGEST_STORED, UNREAD, Array, answers_said, block_of, by_name
 
 ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 COPIED = (

@@ -220,19 +220,17 @@ def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[
         codes = np.unique(np.array(templates, dtype=object).astype(str), return_inverse=True)[1]
         table = np.array([part.table[0] for part, _ in parts])
         return _Scores(table, codes.astype(np.int64), first.names, "items", first.draws, graded), ""
-    means = [_template_means(part.table[0], names) for part, names in parts]
-    if any(mean.keys() != means[0].keys() for mean in means):
+    means = []
+    for part, names in parts:
+        found, codes = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
+        mean = np.bincount(codes, weights=part.table[0]) / np.bincount(codes)
+        means.append(dict(zip(found.tolist(), mean.tolist(), strict=True)))
+    if any(one.keys() != means[0].keys() for one in means):
         return None, _NO_COMMON
     shared = tuple(sorted(means[0]))
     draws = first.draws * min(int(min(Counter(names).values())) for _, names in parts)
-    table = np.array([[mean[name] for name in shared] for mean in means])
+    table = np.array([[one[name] for name in shared] for one in means])
     return _Scores(table, np.arange(len(shared)), shared, "templates", draws, graded), ""
-
-
-def _template_means(values: Array, names: Sequence[str]) -> dict[str, float]:
-    found, codes = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
-    means = np.bincount(codes, weights=values) / np.bincount(codes)
-    return dict(zip(found.tolist(), means.tolist(), strict=True))
 
 
 def _doses(

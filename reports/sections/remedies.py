@@ -15,7 +15,7 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, Decision, Status
 from kvaudit.reports.layout.plain import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, percent, size, spelled
+from kvaudit.reports.layout.words import drift, percent, shortened, size, spelled
 from kvaudit.reports.records.remedies import AFTER_RUN, REMEDIES_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 
@@ -70,7 +70,8 @@ class RemediesSection(Section[Remedies]):
         """The cheapest policy that passes where one fails, if one does."""
         for one in _shown(value):
             if one.chosen is not None and decided.verdict.status is not Status.INVALID:
-                yield inline(f"Instead of {one.label}, for {one.failing.arm}: {one.remedies[one.chosen].label} passes.")
+                label, other = shortened(one.label), shortened(one.remedies[one.chosen].label)
+                yield inline(f"Instead of {label}, for {shortened(one.failing.arm)}: {other} passes.")
 
     def remarks(self, value: Remedies, decided: Decided) -> Iterator[str]:
         """The cheapest policy that passes where one fails, a line for each, for whoever reads the verdict alone."""

@@ -47,7 +47,8 @@ def curves(telemetry: Mapping[tuple[str, int], list[dict[str, Any]]], arms: Sequ
 
 def _curve(arm: str, runs: Mapping[int, list[dict[str, Any]]]) -> Curve:
     steps = sorted({int(row["step"]) for rows in runs.values() for row in rows})
-    keys = sorted({key for rows in runs.values() for row in rows for key in row if _numeric_key(key, rows)})
+    rows = [row for own in runs.values() for row in own]
+    keys = sorted({key for row in rows for key, value in row.items() if key not in LEFT_OUT and _is_number(value)})
     tables = {key: _table(runs, steps, key) for key in keys}  # [S, steps]
     kept = sorted(set(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(int))) if steps else []
     tenth = max(1, len(steps) // 10)
@@ -63,10 +64,6 @@ def _curve(arm: str, runs: Mapping[int, list[dict[str, Any]]]) -> Curve:
         last=_summary(tables, np.nanmean, slice(-tenth, None)),
         largest=_summary(tables, np.nanmax, slice(None)),
     )
-
-
-def _numeric_key(key: str, rows: list[dict[str, Any]]) -> bool:
-    return key not in LEFT_OUT and any(_is_number(row.get(key)) for row in rows)
 
 
 def _is_number(value: Any) -> bool:

@@ -20,13 +20,15 @@ def render(page: Page) -> str:
     """One model per recipe, what was measured of each, and what nobody measured; text of strangers stays text."""
     told = disclosure_of(page)
     components = [_component(told, recipe) for recipe in told.recipes]
+    kvaudit = told.run["kvaudit"]
+    version = {"version": inline(str(kvaudit.value))} if kvaudit.state == "known" else {}
     body = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
-            "tools": {"components": [{"type": "application", "name": "kvaudit", **_version(told.run["kvaudit"])}]},
+            "tools": {"components": [{"type": "application", "name": "kvaudit", **version}]},
             "properties": [row for group, facts in _groups(told) for row in _properties(group, facts)],
         },
         "components": components,
@@ -79,10 +81,6 @@ def _metric(m: Measured) -> dict[str, Any]:
             "upperBound": f"{100 * (m.high or 0.0):.4g}",
         },
     }
-
-
-def _version(fact: Fact) -> dict[str, str]:
-    return {"version": inline(str(fact.value))} if fact.state == "known" else {}
 
 
 def _hashes(fact: Fact | None) -> list[dict[str, str]]:

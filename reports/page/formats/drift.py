@@ -11,7 +11,6 @@ from operator import itemgetter
 from typing import Any
 
 from kvaudit.reports.layout.plain import dumped
-from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
 
@@ -24,7 +23,11 @@ def render(page: Page) -> str:
     found = page.findings
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
     del body["answers"], body["contrasts"]
-    for _, key, value in sorted([*own_facts(page), *_of_sections(found)], key=itemgetter(0)):
+    placed = [*own_facts(page)]
+    for section in sections():
+        facts = section.facts(found.values.get(section.name))
+        placed += [(place, key, facts[key]) for key, place in section.keys.items()]
+    for _, key, value in sorted(placed, key=itemgetter(0)):
         group, _, name = key.rpartition(".")
         (body.setdefault(group, {}) if group else body)[name] = value
     return dumped(body)
@@ -39,9 +42,3 @@ def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
     yield 100, "waivers", [asdict(waiver) for waiver in found.waivers]
     yield 140, "problems", found.problems
     yield 150, "provenance", found.provenance
-
-
-def _of_sections(found: Findings) -> Iterator[tuple[int, str, Any]]:
-    for section in sections():
-        facts = section.facts(found.values.get(section.name))
-        yield from ((place, key, facts[key]) for key, place in section.keys.items())

@@ -66,9 +66,4 @@ def _rule(name: str) -> str:
 def _result(rule: str, level: str, text: str) -> dict[str, Any]:
     """Nothing in a source file is at fault, so a result points at the spec that declared the gate."""
     place = {"physicalLocation": {"artifactLocation": {"uri": "spec.yaml"}}}
-    return {
-        "ruleId": _rule(rule),
-        "level": level,
-        "message": {"text": inline(text)},
-        "locations": [place],
-    }
+    return {"ruleId": _rule(rule), "level": level, "message": {"text": inline(text)}, "locations": [place]}
