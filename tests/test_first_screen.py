@@ -18,6 +18,7 @@ from kvaudit.core.provenance import seal_of
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.rows import contrasts_csv
+from kvaudit.reports.layout.words import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
@@ -198,6 +199,10 @@ def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
     assert cell is not None
     assert (cell.text, cell.sign) == ("10 → 37.1 %", "✗")
     assert re.search(r"^worse: forbidden .* 10 → 37.1 % of 720, limit \+5, up to \+29\.9", cell.says)
+    assert cell.bound == "limit +5, up to +29.9"
+    html = formats()["report.html"](page_of(found))
+    assert f'<span class="bound">{cell.bound}</span>' in html, "which is shown where there is no pointer"
+    assert ".grid .bound { display: none; }" in html
     score = row["refusal score"]
     assert score is not None
     assert score.text == "90 → 62.9 %"
@@ -249,6 +254,20 @@ def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: st
     assert len(seen_first(html)) <= MOST_WORDS
     assert not re.search(r"(?<!\\)<script", formats()["report.md"](page))
     assert not [row for row in contrasts_csv(found).splitlines() if re.search(r"(^|,)[=@]", row)]
+
+
+def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path: Path) -> None:
+    found = decided(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong(snap=0.3)))))
+    name = f"engine with a {'very ' * 20}long name, its last setting=4"
+    short = "engine with a very very …ame, its last setting=4"
+    assert shortened(name) == short
+    assert len(short) == MOST_OF_NAME
+    sides = replace(found.comparison, model=name, labels={**found.comparison.labels, SNAP: name})
+    page = page_of(replace(found, drift=replace(found.drift, run=name, comparison=sides)))
+    assert page.screen is not None
+    assert page.screen.title == f"May it ship? {short}"
+    assert page.screen.facts[0] == ("model", f"{short} (bbbbbbbb)")
+    assert page.screen.answers[0].groups[0].names == short
 
 
 def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:

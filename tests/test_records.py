@@ -22,6 +22,7 @@ from kvaudit.core.records import (
     Serving,
     UngradedAnswer,
 )
+from kvaudit.reports.records.rows import checked
 
 SERVING = Serving("run", "sha", "dense", 3, "none", "hash", "math", "2", 192)
 ITEM = Item("math", "math-1", "sums", (Message(Role.USER, "1+1?"),), 192, "front")
@@ -45,6 +46,13 @@ def test_what_a_server_said_instead_of_an_answer_is_recorded_and_survives_anothe
     assert json.loads(failed.to_json())["unanswered"] == "status 400: <b>too long</b>"
     assert Record.from_json(failed.to_json()) == failed
     assert failed.graded_again("3", ITEM, RIGHT, unsure=False).unanswered == "status 400: <b>too long</b>"
+
+
+def test_half_a_character_in_a_servers_words_is_shown_and_loses_no_record() -> None:
+    spoken = SPOKEN._replace(finish_reason="error", unanswered="status 400: \ud800")
+    failed = Record.of(SERVING, ITEM, Grade(Outcome.UNSCORED, None), spoken, CacheUse())
+    line = json.dumps(json.loads(failed.to_json()))  # JSON can spell it, a file in UTF-8 cannot hold it
+    assert checked(Record.from_json(line)).unanswered == "status 400: ⟨U+D800⟩"
 
 
 def test_a_record_with_an_answer_says_nothing_instead_of_it() -> None:

@@ -232,6 +232,15 @@ def test_remedies_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
         _ = load_run(run).remedies
 
 
+def test_a_line_of_a_remedy_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = made(tmp_path, [("budget=96", GENTLE)], {}, items=80)
+    [unit] = (run / "remedies").glob("*.jsonl")
+    write_unit(unit, unit.read_text() + "no record\n")
+    data = load_run(run)
+    [problem] = with_details(data, decided(data)).problems
+    assert problem.startswith(f"remedies/{unit.name}:81: record is not JSON")
+
+
 GONE = """
 name: gone
 model: embedded
