@@ -18,8 +18,8 @@ from kvaudit.reports.gate.family import gated_facets
 from kvaudit.reports.gate.rules import Asked, Rules, declared
 from kvaudit.reports.gate.waivers import waivers_for
 from kvaudit.reports.labels.relabelled import with_labels
-from kvaudit.reports.page.behind import viewed
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import viewed
 from kvaudit.reports.page.model_card import write_card
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.records.load import RunData, load_run, problem_lines

@@ -15,7 +15,7 @@ from kvaudit.reports.analysis.safe import families
 from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, MethodVerdict, readings
 from kvaudit.reports.analysis.sensitivity import scored as scored_only
 from kvaudit.reports.analysis.sides import BothSides
-from kvaudit.reports.page.about import about
+from kvaudit.reports.page.banner import about
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.safe import cleared_sentence
 

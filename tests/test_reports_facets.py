@@ -15,7 +15,7 @@ from kvaudit.reports.analysis.sensitivity import Reading, status_of
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Rates
 from kvaudit.reports.gate.verdict import FORM, Status
-from kvaudit.reports.page.about import asides, unscored
+from kvaudit.reports.page.banner import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html

@@ -28,7 +28,7 @@ from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
 from kvaudit.reports.labels.sheet import text_hash
 from kvaudit.reports.layout.canvas import style
 from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
-from kvaudit.reports.page.about import SENTENCES
+from kvaudit.reports.page.banner import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.story import banner, page_of

@@ -13,7 +13,7 @@ from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.canvas import style
 from kvaudit.reports.layout.tables import footnoted
 from kvaudit.reports.layout.words import note, rates, unsampled
-from kvaudit.reports.page.about import about, asides, to_do, verdict_sentence
+from kvaudit.reports.page.banner import about, asides, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
 from kvaudit.reports.page.limits import cautions

@@ -22,7 +22,7 @@ from test_reports_engines import floored
 import kvaudit.reports.sections
 from kvaudit.core.registry import Registry
 from kvaudit.reports.gate import decide
-from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page

@@ -13,7 +13,7 @@ from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.events import EVENT_HEADERS, event_cells, how_to_read
 from kvaudit.reports.layout.tables import Passage, Table, footnoted, table_of
 from kvaudit.reports.layout.words import drift, note, percent, spelled, unsampled
-from kvaudit.reports.page.about import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
+from kvaudit.reports.page.banner import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
 from kvaudit.reports.page.facets import shown, taken_apart
 from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers
 from kvaudit.reports.page.limits import calibrated, hidden

@@ -13,7 +13,7 @@ from kvaudit.reports.analysis.examples import Example
 class Table:
     """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words.
 
-    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to. ``behind``
+    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to. ``links``
     are the addresses of the answers behind each row, for a page that can link.
     """
 
@@ -21,7 +21,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...] = field(default=())
     words: int = 1
     footnotes: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)

@@ -28,7 +28,7 @@ from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.sections.base import sections, told
+from kvaudit.reports.sections.base import sections, sections_with
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
@@ -143,7 +143,7 @@ def findings_of_arm(found: Findings, arm: str) -> Findings:
         headline=min(rank, key=rank.__getitem__, default=None),
     )
     reference = found.comparison.reference
-    values = {section.name: section.of_arm(value, arm, reference) for section, value in told(found.values)}
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_with(found.values)}
     return replace(found, verdict=own, values=values)
 
 
@@ -213,13 +213,13 @@ def _of_all(page: Page) -> Disclosure:
 
 
 def _run(found: Findings) -> Facts:
-    story = found.provenance
-    versions = table_of(story, "versions")
+    provenance = found.provenance
+    versions = table_of(provenance, "versions")
     return {
         "name": known(found.drift.run),
-        "spec_sha256": known(story.get("spec_sha256")),
-        "started": known(story.get("started")),
-        "finished": known(story.get("finished")),
+        "spec_sha256": known(provenance.get("spec_sha256")),
+        "started": known(provenance.get("started")),
+        "finished": known(provenance.get("finished")),
         "kvaudit": known(versions.get("kvaudit")),
         "records": known(found.drift.n_records),
     }
@@ -242,12 +242,12 @@ def _verdict(page: Page) -> Facts:
 
 
 def _model(found: Findings) -> Facts:
-    story = found.provenance
+    provenance = found.provenance
     return {
         "name": known(found.model),
-        "base_sha256": known(story.get("base_sha256")),
-        "dtype": known(story.get("dtype")),
-        "device": known(story.get("device")),
+        "base_sha256": known(provenance.get("base_sha256")),
+        "dtype": known(provenance.get("dtype")),
+        "device": known(provenance.get("device")),
     }
 
 
@@ -268,10 +268,10 @@ def _recipes(found: Findings) -> list[ArmRecipe]:
 
 
 def _recipe(found: Findings, arm: str) -> ArmRecipe:
-    stories = {seed: story for (name, seed), story in found.checkpoints.items() if name == arm}
+    checkpoints = {seed: checkpoint for (name, seed), checkpoint in found.checkpoints.items() if name == arm}
     if arm == BASE_ARM:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
-    config, recipe = _shared(stories, "config"), _shared(stories, "recipe")
+    config, recipe = _shared(checkpoints, "config"), _shared(checkpoints, "recipe")
     declared = table_of(table_of(found.provenance, "declared"), arm)
     declared = {key: value for key, value in declared.items() if value != UNSAID}
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
@@ -287,13 +287,15 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
         "reward_sha256": known(recipe.get("reward_sha256")),
         "constitution": _constitution(recipe, declared),
         "trained_on": known(config.get("suites")),
-        "said_by": known("whoever trained it; not verified" if declared else "its own provenance" if stories else None),
+        "said_by": known(
+            "whoever trained it; not verified" if declared else "its own provenance" if checkpoints else None
+        ),
         "seeds": known(sorted({c for cell in found.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
         "weights_sha256": known(_weights(found, arm) or None),
     }
     role: Literal["reference", "candidate"] = "reference" if arm == found.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
-    schedule = _schedule(stories, config, curve.largest if curve else {}, compressed=compressed)
+    schedule = _schedule(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
     mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
     return ArmRecipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
 
@@ -313,7 +315,7 @@ def _weights(found: Findings, arm: str) -> dict[str, str]:
 
 
 def _schedule(
-    stories: Mapping[int, Mapping[str, Any]],
+    checkpoints: Mapping[int, Mapping[str, Any]],
     config: Mapping[str, Any],
     largest: Mapping[str, float],
     *,
@@ -323,7 +325,7 @@ def _schedule(
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
-    hashes = {str(seed): dict(table_of(story, "ledgers")) for seed, story in sorted(stories.items())}
+    hashes = {str(seed): dict(table_of(checkpoint, "ledgers")) for seed, checkpoint in sorted(checkpoints.items())}
     every, steps = config.get("ledger_every"), config.get("steps")
     share = None
     if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
@@ -332,9 +334,9 @@ def _schedule(
     return {"ledgers_sha256": known(hashes or None), "share_of_steps_logged": known(share), **certificate}
 
 
-def _shared(stories: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
+def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
     """What the checkpoints of an arm say alike; an entry in which they differ is unknown."""
-    tables = [table_of(story, key) for story in stories.values()]
+    tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
@@ -392,7 +394,7 @@ def _rollouts_not_served(found: Findings) -> Fact:
     declared, policies, told = table_of(found.provenance, "declared"), found.comparison.policies, list[Any]()
     for arm in found.comparison.arms:
         if arm != BASE_ARM:
-            own = [table_of(story, "recipe") for (name, _), story in found.checkpoints.items() if name == arm]
+            own = [table_of(checkpoint, "recipe") for (name, _), checkpoint in found.checkpoints.items() if name == arm]
             told += [recipe.get("rollouts") for recipe in own or [table_of(declared, arm)]]
     names = sorted({str(text) for text in told if text not in (None, UNSAID)})
     left = sorted(set(match_policies(names, policies)) - set(policies))

@@ -28,8 +28,8 @@ from kvaudit.reports.layout.events import (
 )
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import against, counted, drift, marked, place_name, points, with_length
-from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 
 _NAMED = 4  # failed cells in the line over the folded section
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
@@ -148,7 +148,7 @@ def facet_table(findings: Findings) -> Table:
         for e in found
     ]
     table = table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + both)
-    return replace(table, behind=tuple(flips_behind(findings, e.contrast) for e in found))
+    return replace(table, links=tuple(flips_link(findings, e.contrast) for e in found))
 
 
 def _gated(d: Decision | None) -> str:

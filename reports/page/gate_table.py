@@ -12,8 +12,8 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.tables import Table, footnoted
 from kvaudit.reports.layout.words import against, drift, marked, named, note, points, pvalue, rates, with_length
-from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.stats.rule import clusters_required
 
 
@@ -28,7 +28,7 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     headers += [f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in shown))})", "note"]
     rows = [_gate_row(findings.comparison, d, both=both, recipe=recipe, seeds=seeds) for d in shown]
     table = footnoted(headers, rows, words=3 + both + recipe)
-    return replace(table, behind=tuple(flips_behind(findings, d) for d in shown))
+    return replace(table, links=tuple(flips_link(findings, d) for d in shown))
 
 
 def _gate_row(sides: Comparison, d: Decision, *, both: bool, recipe: bool, seeds: bool) -> list[str]:

@@ -13,8 +13,8 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
-from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 
 MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in contrasts.csv
 _LOOKS = {  # of a status: its sign where there is no colour, and the same in a word or two
@@ -31,7 +31,7 @@ SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for pla
 
 @dataclass(frozen=True)
 class GridCell:
-    """One gated cell as it is shown; ``says`` is all of it in words, ``behind`` where its flips are listed.
+    """One gated cell as it is shown; ``says`` is all of it in words, ``link`` where its flips are listed.
 
     ``bound`` stands in it where nothing can be pointed at: a telephone has no place for ``says``.
     """
@@ -40,7 +40,7 @@ class GridCell:
     text: str
     says: str
     bound: str = ""
-    behind: str = ""
+    link: str = ""
 
     @property
     def sign(self) -> str:
@@ -120,5 +120,5 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
         before_after(sides, d) if d.effect else "no number",
         inline(f"{MEANS[standing]}: {says}" + (f". {why}" if why else "")),
         bound(sides, d) if d.effect else "",
-        flips_behind(findings, d),
+        flips_link(findings, d),
     )

@@ -17,7 +17,7 @@ from kvaudit.reports.page.answers import Answer, answers
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
-from kvaudit.reports.sections.base import told
+from kvaudit.reports.sections.base import sections_with
 
 MOST_WORDS = 120
 _FLIPS, _INSTEAD = 3, 2
@@ -50,7 +50,7 @@ class Screen:
 
 def screen_of(findings: Findings) -> Screen:
     """The first screen of a run."""
-    instead = (line for section, value in told(findings.values) for line in section.instead(value, findings))
+    instead = (line for section, value in sections_with(findings.values) for line in section.instead(value, findings))
     screen = Screen(
         title=f"May it ship? {inline(shortened(findings.drift.run))}",
         status=findings.verdict.status,
@@ -102,8 +102,8 @@ def _before_relying(findings: Findings) -> str:
 
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:
-    sides, story = findings.comparison, findings.provenance
-    weights = str(story.get("base_sha256") or "")[:8]
+    sides, provenance = findings.comparison, findings.provenance
+    weights = str(provenance.get("base_sha256") or "")[:8]
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
     who = "itself" if sides.reference == BASE_ARM else shortened(sides.reference)
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
@@ -114,7 +114,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         items[cell.suite] = max(items[cell.suite], cell.n_items)
     asked = [f"{shortened(suite)} {items[suite]}" for suite in sides.suites]
     seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
-    day = str(story.get("finished") or story.get("started") or "")[:10]
+    day = str(provenance.get("finished") or provenance.get("started") or "")[:10]
     return [
         ("model", f"{shortened(findings.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),

@@ -21,7 +21,7 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.layout.events import Event
 from kvaudit.reports.layout.facts import Facts, Owed, known
-from kvaudit.reports.layout.plain import contrast_facts
+from kvaudit.reports.layout.json_text import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import against, counted, percent, points, with_length
 from kvaudit.reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, guarded_records, harmful

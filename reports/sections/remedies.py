@@ -13,7 +13,7 @@ from kvaudit.reports.analysis.remedies import Cost, Mended, Remedies, Remedy, re
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, Decision, Status
-from kvaudit.reports.layout.plain import contrast_facts
+from kvaudit.reports.layout.json_text import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent, shortened, size, spelled
 from kvaudit.reports.records.remedies import AFTER_RUN, REMEDIES_FOLDER

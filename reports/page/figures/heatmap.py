@@ -16,8 +16,8 @@ from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, save
 from kvaudit.reports.layout.words import plain_words, points, shortened, spelled
-from kvaudit.reports.page.behind import flips_behind
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 
 _FULL = 0.20  # drift with the strongest colour
 _COLUMNS = 2
@@ -113,7 +113,7 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
             )
         text = points(value) + ("*" if status is Status.PASS_NOTED else "")
         number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
-        number.set_url(flips_behind(findings, c) or None)
+        number.set_url(flips_link(findings, c) or None)
     panel.set_xticks(range(len(names)), list(names.values()), rotation=35, ha="right")
     panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
     panel.set_xlim(-0.5, len(names) - 0.5)

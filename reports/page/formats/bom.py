@@ -9,7 +9,7 @@ from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
 from kvaudit.reports.layout.facts import Fact
-from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
 

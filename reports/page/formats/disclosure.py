@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvaudit.reports.layout.facts import Fact
-from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
 

@@ -10,8 +10,8 @@ import jinja2
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.words import points, shortened
-from kvaudit.reports.page.behind import COMMAND, flip_behind
 from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.links import COMMAND, flip_link
 from kvaudit.reports.page.page import Page
 
 FILE = "report.html"
@@ -37,5 +37,5 @@ def render(page: Page) -> str:
         figures=drawn,
         classes=_CLASSES,
         command=COMMAND,
-        behind=partial(flip_behind, page.findings),
+        link_of=partial(flip_link, page.findings),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvaudit.core.text import inline
 from kvaudit.reports.gate.verdict import PASSED, Status
-from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
 

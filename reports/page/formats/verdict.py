@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.plain import dumped
+from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.layout.words import facet_counted, happens
 from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
 from kvaudit.reports.page.findings import Findings
@@ -20,7 +20,7 @@ _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a tex
 def render(page: Page) -> str:
     """What was decided, and of what."""
     found = page.findings
-    verdict, rules, story = found.verdict, found.rules, found.provenance
+    verdict, rules, provenance = found.verdict, found.rules, found.provenance
     gated = verdict.gated
     kept = {id(d) for d in sorted(gated, key=gravest(found.comparison))[:_CELLS]}
     return dumped(
@@ -31,9 +31,9 @@ def render(page: Page) -> str:
             "exit_code": verdict.exit_code,
             "model": found.model[:_CHARACTERS],
             "reference": found.comparison.reference,
-            "finished": story.get("finished") or story.get("started"),
-            "spec_sha256": story.get("spec_sha256"),
-            "base_sha256": story.get("base_sha256"),
+            "finished": provenance.get("finished") or provenance.get("started"),
+            "spec_sha256": provenance.get("spec_sha256"),
+            "base_sha256": provenance.get("base_sha256"),
             "rules": {"source": rules.source, "declared": rules.declared, "alpha": rules.alpha, "sha256": rules.sha256},
             "answers": [_answer(answer) for answer in answers(found)],
             "cells": [_cell(found, d) for d in gated if id(d) in kept],

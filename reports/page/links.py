@@ -25,7 +25,7 @@ def viewed(data: RunData) -> frozenset[str]:
     return kinds_of(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
-def flips_behind(findings: Findings, of: Decision | Contrast) -> str:
+def flips_link(findings: Findings, of: Decision | Contrast) -> str:
     """The address of the list of one cell's flips; empty where there is none."""
     estimand = _shown(findings.comparison, of.estimand, of.policy)
     if estimand not in (findings.viewed or ()):
@@ -47,7 +47,7 @@ def _shown(sides: Comparison, estimand: str, policy: str) -> str:
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand
 
 
-def flip_behind(findings: Findings, example: Example) -> str:
+def flip_link(findings: Findings, example: Example) -> str:
     """The address of the page of one example; empty where there is none."""
     estimand = _shown(findings.comparison, example.estimand, example.policy)
     if estimand not in (findings.viewed or ()):
