@@ -466,6 +466,8 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
         keys = sorted(key for key in panel.scores if (key.arm, key.policy) == (arm, policy))
         row = means.loc[index]
         rates = [float(np.nanmean(panel.scores[key])) for key in keys]
+        # None for what nobody showed
+        cache: dict[str, Any] = {n: None if math.isnan(row[n]) else float(row[n]) for n in ("retention", *BYTES)}
         yield Cell(
             arm=arm,
             policy=policy,
@@ -479,20 +481,13 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
             rate_if_desired=float(np.mean([np.nanmean(panel.best[key]) for key in keys])),
             seed_rates=tuple(rates),
             outcomes={o.value: int(counts.loc[index].get(o.value, 0)) for o in Outcome},
-            retention=_known(row["retention"]),
-            kv_bytes_peak=_known(row["kv_bytes_peak"]),
-            kv_bytes_dense=_known(row["kv_bytes_dense"]),
-            kv_bytes_live=_known(row[LIVE]),
+            **cache,
             kv_ratio=share_of_none(means, index, "kv_bytes_peak"),
             kv_live_ratio=share_of_none(means, index, LIVE),
             survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
             new_tokens=float(row["new_tokens"]),
             unsure=int(unsure.loc[index]),
         )
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
 
 
 def share_of_none(means: pd.DataFrame, index: Any, column: str) -> float | None:

@@ -34,33 +34,23 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
 
 
 def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
-    effect, rates, recipe = one.effect, one.rates, one.recipe
+    effect, recipe = one.effect, one.recipe
+    shares = {name: getattr(one.rates, name, None) for name in ("reference", "candidate")}
+    shares |= {name: getattr(effect, name, None) for name in ("estimate", "low", "high", "lower", "upper")}
+    shares |= {"margin": decision.margin if decision else None, "churn": one.churn}
+    shares |= {f"recipe_{end}": getattr(recipe, end, None) for end in ("low", "high")}
     return {
         **dict(zip(CONTRAST_COLUMNS, one.place, strict=False)),
-        "reference": _points(rates.reference if rates else None),
-        "candidate": _points(rates.candidate if rates else None),
-        "estimate": _points(effect.estimate if effect else None),
-        "low": _points(effect.low if effect else None),
-        "high": _points(effect.high if effect else None),
-        "lower": _points(effect.lower if effect else None),
-        "upper": _points(effect.upper if effect else None),
-        "margin": _points(decision.margin if decision else None),
+        **{name: None if share is None else _POINTS * share for name, share in shares.items()},
         "gated": bool(decision and decision.gated),
         "status": decision.status.value if decision else None,
         "items": effect.n_items if effect else None,
         "templates": effect.n_clusters if effect else None,
         "lost": effect.losses if effect else None,
         "gained": effect.gains if effect else None,
-        "churn": _points(one.churn),
-        "recipe_low": _points(recipe.low if recipe else None),
-        "recipe_high": _points(recipe.high if recipe else None),
         "seeds": len(one.seeds),
         "why": "; ".join(map(str, one.reasons)) or None,
     }
-
-
-def _points(share: float | None) -> float | None:
-    return None if share is None else _POINTS * share
 
 
 def contrasts_csv(decided: Decided) -> str:

@@ -28,7 +28,7 @@ from kvaudit.reports.page.facets import taken_apart
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.remarks import late, not_measurable, remarks
 from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
-from kvaudit.reports.sections.base import sections_with
+from kvaudit.reports.sections.base import found_in
 
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
@@ -118,10 +118,7 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
         (72, _invalid(findings)),
         (80, unscored(findings.comparison, head) if head else ()),
         (81, short_suites(findings)),
-        *(
-            (section.asides_at, section.asides(value, findings, head))
-            for section, value in sections_with(findings.values)
-        ),
+        *((section.asides_at, section.asides(value, findings, head)) for section, value in found_in(findings.values)),
     ]
     return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
 

@@ -28,7 +28,7 @@ from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.sections.base import sections, sections_with
+from kvaudit.reports.sections.base import found_in, sections
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
@@ -143,7 +143,7 @@ def findings_of_arm(found: Findings, arm: str) -> Findings:
         headline=min(rank, key=rank.__getitem__, default=None),
     )
     reference = found.comparison.reference
-    values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_with(found.values)}
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in found_in(found.values)}
     return replace(found, verdict=own, values=values)
 
 

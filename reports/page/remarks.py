@@ -16,7 +16,7 @@ from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults
 from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
 from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.sections.base import sections_with
+from kvaudit.reports.sections.base import found_in
 
 
 def remarks(findings: Findings) -> Iterator[str]:
@@ -31,7 +31,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
         (71, _versions(findings.provenance)),
         (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
-        *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_with(findings.values)),
+        *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
     ]
     for _, lines in sorted(placed, key=itemgetter(0)):
         yield from lines

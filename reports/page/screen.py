@@ -17,7 +17,7 @@ from kvaudit.reports.page.answers import Answer, answers
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
-from kvaudit.reports.sections.base import sections_with
+from kvaudit.reports.sections.base import found_in
 
 MOST_WORDS = 120
 _FLIPS, _INSTEAD = 3, 2
@@ -50,7 +50,7 @@ class Screen:
 
 def screen_of(findings: Findings) -> Screen:
     """The first screen of a run."""
-    instead = (line for section, value in sections_with(findings.values) for line in section.instead(value, findings))
+    instead = (line for section, value in found_in(findings.values) for line in section.instead(value, findings))
     screen = Screen(
         title=f"May it ship? {inline(shortened(findings.drift.run))}",
         status=findings.verdict.status,

@@ -22,14 +22,14 @@ from kvaudit.reports.page.limits import cautions, limits
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import late, remarks
 from kvaudit.reports.page.screen import screen_of
-from kvaudit.reports.sections.base import sections_with
+from kvaudit.reports.sections.base import found_in
 
 
 def page_of(findings: Findings) -> Page:
     """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
     placed = [
         *own_passages(findings).items(),
-        *((section.order, section.passage(value, findings)) for section, value in sections_with(findings.values)),
+        *((section.order, section.passage(value, findings)) for section, value in found_in(findings.values)),
     ]
     spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
     return Page(findings, banner(findings), spoken, tuple(remarks(findings)), screen_of(findings))
@@ -94,7 +94,7 @@ def _decided_passage(findings: Findings) -> Passage:
 
 def _limits_passage(findings: Findings) -> Passage:
     said = cautions(findings, findings.verdict.head)
-    own = (line for section, value in sections_with(findings.values) for line in section.limits(value, findings))
+    own = (line for section, value in found_in(findings.values) for line in section.limits(value, findings))
     return Passage(
         "limits",
         "Limits",
@@ -120,7 +120,7 @@ def _facets_passage(findings: Findings) -> Passage:
 def _gate_passage(findings: Findings) -> Passage:
     gated = findings.verdict.gated
     beside = [
-        one for section, value in sections_with(findings.values) for one in section.beside_gate(value, findings, gated)
+        one for section, value in found_in(findings.values) for one in section.beside_gate(value, findings, gated)
     ]
     serving = findings.comparison.mode == "serving"
     drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"

@@ -155,7 +155,7 @@ def sections() -> tuple[Section[Any], ...]:
     return tuple(sorted((kind() for kind in SECTIONS.all().values()), key=lambda section: section.order))
 
 
-def sections_with(values: Values) -> Iterator[tuple[Section[Any], Any]]:
+def found_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
     """The sections that found something, as the page has them, and what each found."""
     return ((section, values[section.name]) for section in sections() if section.name in values)
 

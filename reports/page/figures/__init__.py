@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvaudit.reports.layout.canvas import Drawing, style
 from kvaudit.reports.page.figures import forest, heatmap, quadrant
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.sections.base import sections_with
+from kvaudit.reports.sections.base import found_in
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:
@@ -15,10 +15,6 @@ def figures(findings: Findings) -> dict[str, Drawing]:
             forest.draw(findings),
             quadrant.draw(findings),
             heatmap.draw(findings),
-            *(
-                drawing
-                for section, value in sections_with(findings.values)
-                for drawing in section.draw(value, findings)
-            ),
+            *(drawing for section, value in found_in(findings.values) for drawing in section.draw(value, findings)),
         ]
     return {drawing.name: drawing for drawing in drawn if drawing}

@@ -11,8 +11,6 @@ second look with ``--cluster injection_task_id`` tells.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -28,6 +26,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    fingerprint_of,
     json_object,
     log_of,
     name_of,
@@ -104,7 +103,9 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     attack, injection = (name_of(row[key]) or "none" for key in ("attack_type", "injection_task_id"))
     item = f"{home}/{attack}/{injection}"
     cluster = request.cluster(row, item) if request.cluster else home
-    blank = Row(item, "", math.nan, cluster, fingerprint=_fingerprint(row))
+    messages = row["messages"] if isinstance(row["messages"], list) else []
+    asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
+    blank = Row(item, "", math.nan, cluster, fingerprint=fingerprint_of([asked, row.get("injections")]))
     if row["injection_task_id"] is None:
         yield blank._replace(metric="capable", score=_score(row, "utility", wanted=True))
     else:
@@ -119,11 +120,3 @@ def _score(row: Mapping[str, Any], key: str, *, wanted: bool) -> float:
     if not isinstance(value, bool):
         raise DataError(f"{key} is {str(value)[:40]!r}, wanted true or false; the task was not finished, run it again")
     return float(value is wanted)
-
-
-def _fingerprint(row: Mapping[str, Any]) -> str:
-    """What the user asked, and what was injected."""
-    messages = row["messages"] if isinstance(row["messages"], list) else []
-    asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
-    told = json.dumps([asked, row.get("injections")], sort_keys=True)
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]

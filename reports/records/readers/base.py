@@ -5,6 +5,7 @@ A file goes to the one reader that recognises it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -189,6 +190,12 @@ def name_of(value: Any) -> str | None:
     # Python raises for whole numbers of thousands of digits
     text = str(value).strip() if isinstance(value, str) else f"{value:d}" if abs(value) < LARGEST_SEED else ""
     return text if text and is_text(text) else None
+
+
+def fingerprint_of(asked: Any) -> str:
+    """The same for what was asked alike."""
+    told = json.dumps(asked, sort_keys=True)
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def metric_name(text: str) -> str:

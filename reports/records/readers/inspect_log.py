@@ -8,7 +8,6 @@ The zip may be hostile: it is read without unpacking to disk and within limits, 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -29,6 +28,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    fingerprint_of,
     log_of,
     metric_name,
     name_of,
@@ -215,7 +215,7 @@ def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, f
         math.nan,
         cluster=request.cluster(fields, item) if request.cluster else None,
         sample=epoch,
-        fingerprint=_fingerprint(sample),
+        fingerprint=fingerprint_of([sample.get("input"), sample.get("choices"), sample.get("target")]),
     )
     found = sample.get("scores")
     if sample.get("error") or not isinstance(found, dict) or not found:
@@ -248,9 +248,3 @@ def _number(value: Any) -> Any:
         return number_in_words(word)
     except DataError:
         return value
-
-
-def _fingerprint(sample: Mapping[str, Any]) -> str:
-    """What was asked and what was wanted."""
-    asked = json.dumps([sample.get("input"), sample.get("choices"), sample.get("target")], sort_keys=True)
-    return hashlib.sha256(asked.encode("utf-8", "surrogatepass")).hexdigest()[:16]
