@@ -58,14 +58,12 @@ class Example:
     @property
     def asked(self) -> str:
         """The last that was said to the candidate before its last answer."""
-        said = [turn.text for turn in self.candidate if turn.role != Role.ASSISTANT.value]
-        return said[-1] if said else ""
+        return next((t.text for t in reversed(self.candidate) if t.role != Role.ASSISTANT.value), "")
 
     @property
     def answer(self) -> str:
         """The candidate's last answer."""
-        said = [turn.text for turn in self.candidate if turn.role == Role.ASSISTANT.value]
-        return said[-1] if said else ""
+        return next((t.text for t in reversed(self.candidate) if t.role == Role.ASSISTANT.value), "")
 
 
 class LostItem(NamedTuple):
@@ -90,7 +88,7 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
         shown.setdefault((loss.decision.suite, loss.decision.context_tokens, loss.item, loss.candidate), loss)
     losses = list(shown.values())[:AT_MOST]
     places = {
-        loss: tuple(record_of(data, loss, cell, facets) for cell in (loss.candidate, loss.reference)) for loss in losses
+        loss: [record_of(data, loss, cell, facets) for cell in (loss.candidate, loss.reference)] for loss in losses
     }
     texts = data.transcripts({_place(row) for pair in places.values() for row in pair})
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
@@ -103,9 +101,8 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
         (candidate,), (reference,) = two_sides([weights])
         z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])
-        found += [
-            (float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference) for i in np.flatnonzero(z < 0)
-        ]
+        for i in np.flatnonzero(z < 0):
+            found.append((float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference))
     chosen: dict[int, LostItem] = {}
     for amount, item, cluster, candidate, reference in sorted(found):
         chosen.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
@@ -136,7 +133,7 @@ def _place(row: pd.Series) -> tuple[str, int]:
 
 
 def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: tuple[Message, ...]) -> Example:
-    answers = [message.content for message in other if message.role is Role.ASSISTANT]
+    answer = next((message.content for message in reversed(other) if message.role is Role.ASSISTANT), "")
     return Example(
         estimand=loss.decision.estimand,
         arm=loss.candidate.arm,
@@ -149,6 +146,6 @@ def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: t
         loss=loss.amount,
         outcome=str(own["outcome"]),
         candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in text),
-        reference_answer=clip(answers[-1] if answers else "", _CHARACTERS),
+        reference_answer=clip(answer, _CHARACTERS),
         kept=tuple((role, float(own[f"survival_{role}"])) for role in ROLES if pd.notna(own[f"survival_{role}"])),
     )

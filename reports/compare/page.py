@@ -9,6 +9,7 @@ from typing import Any
 from kvaudit.core.text import inline
 from kvaudit.reports.compare.files import Compared, TwoJudges
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
+from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.events import EVENT_HEADERS, event_cells, how_to_read
 from kvaudit.reports.layout.tables import Passage, Table, footnoted, table_of
@@ -89,11 +90,13 @@ def _clusters(compared: Compared, head: Decision | None) -> int:
 
 
 def _cell(compared: Compared, d: Decision) -> str:
-    length = f" at {d.context_tokens} tokens" if d.context_tokens else ""
-    named = spelled(compared.findings.comparison, d.suite)
-    return (
-        f"{named}{length}" if d.suite in compared.findings.comparison.facets else f"{named}{length}, {compared.metric}"
-    )
+    sides = compared.findings.comparison
+    named = f"{spelled(sides, d.suite)}{_at(d)}"
+    return named if d.suite in sides.facets else f"{named}, {compared.metric}"
+
+
+def _at(cell: CellName) -> str:
+    return f" at {cell.context_tokens} tokens" if cell.context_tokens else ""
 
 
 def comparison_table(compared: Compared) -> Table:
@@ -117,8 +120,7 @@ def facets(compared: Compared) -> Table:
     rows = []
     for event in shown(findings):
         c = event.contrast
-        length = f" at {c.context_tokens} tokens" if c.context_tokens else ""
-        rows.append([f"{event.suite}{length}", *event_cells(event), decided.get((c.suite, c.context_tokens), "-")])
+        rows.append([f"{event.suite}{_at(c)}", *event_cells(event), decided.get((c.suite, c.context_tokens), "-")])
     return table_of(["suite", *EVENT_HEADERS, "gated"], rows, words=2)
 
 
@@ -216,16 +218,10 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
 
 
 def _files(logs: Sequence[Log]) -> Table:
-    rows = [
-        [
-            name,
-            str(log.path),
-            log.reader,
-            str(len(log.rows)),
-            "; ".join(f"{key} {value}" for key, value in log.facts.items()),
-        ]
-        for name, log in zip((REFERENCE, CANDIDATE), logs, strict=True)
-    ]
+    rows = []
+    for name, log in zip((REFERENCE, CANDIDATE), logs, strict=True):
+        facts = "; ".join(f"{key} {value}" for key, value in log.facts.items())
+        rows.append([name, str(log.path), log.reader, str(len(log.rows)), facts])
     return table_of(["side", "file", "read as", "scores", "says of itself"], rows, words=3)
 
 
@@ -238,12 +234,8 @@ def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[s
     body: dict[str, Any] = json.loads(drift.render(page))
     body["notes"], body["metric"] = [*page.banner.asides, *comparison_cautions(compared)], compared.metric
     body["files"] = {REFERENCE: str(compared.sides.reference.path), CANDIDATE: str(compared.sides.candidate.path)}
-    texts = (
-        html.render(page),
-        markdown.render(page),
-        json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n",
-    )
-    return dict(zip(_FILES, texts, strict=True))
+    told = json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+    return dict(zip(_FILES, (html.render(page), markdown.render(page), told), strict=True))
 
 
 def comparison_page(compared: Compared, two: TwoJudges | None = None) -> Page:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import WELL_FORMED, Facet
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.layout.words import from_to, points
+from kvaudit.reports.layout.words import from_to, interval, points
 
 WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"
@@ -54,8 +54,7 @@ class Event:
         e = self.contrast.effect
         if e is None:
             return "; ".join(reason.text for reason in self.contrast.reasons)
-        estimate, low, high = (-e.estimate, -e.high, -e.low) if self._mirrored else (e.estimate, e.low, e.high)
-        return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+        return interval(-e.estimate, -e.high, -e.low) if self._mirrored else interval(e.estimate, e.low, e.high)
 
     @property
     def malformed(self) -> str:

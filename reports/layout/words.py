@@ -31,18 +31,16 @@ def drift(effect: Effect | Estimate | None) -> str:
         return "-"
     if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
         return f"{points(effect.estimate)} pp, {no_interval(effect.n_clusters)}"
-    return _drift_of(effect.estimate, effect.low, effect.high)
+    return interval(effect.estimate, effect.low, effect.high)
 
 
 def worst_seed(seed: SeedDrift) -> str:
     """12: -9.0 pp [-14.2, -4.1]."""
-    return f"{seed.seed}: {_drift_of(seed.estimate, seed.low, seed.high)}"
+    return f"{seed.seed}: {interval(seed.estimate, seed.low, seed.high)}"
 
 
-def _drift_of(estimate: float | None, low: float | None, high: float | None) -> str:
-    """The same from three numbers, "no number" without them."""
-    if estimate is None or low is None or high is None:
-        return "no number"
+def interval(estimate: float, low: float, high: float) -> str:
+    """+3.5 pp [+0.4, +6.6]."""
     return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
 
 

@@ -22,7 +22,7 @@ from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
 from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
-from kvaudit.reports.layout.words import NOT_SHOWN, points, spelled, unsampled
+from kvaudit.reports.layout.words import NOT_SHOWN, interval, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
@@ -85,7 +85,7 @@ class Measured:
         """-1.8 pp [-4.6, +0.9]; why there is none otherwise."""
         if self.estimate is None or self.low is None or self.high is None:
             return f"no number ({self.why})"
-        return f"{points(self.estimate)} pp [{points(self.low)}, {points(self.high)}]"
+        return interval(self.estimate, self.low, self.high)
 
     @property
     def sentence(self) -> str:

@@ -23,7 +23,7 @@ from kvaudit.reports.layout.events import Event
 from kvaudit.reports.layout.facts import Facts, Owed, known
 from kvaudit.reports.layout.json_text import contrast_facts
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import against, counted, percent, points, with_length
+from kvaudit.reports.layout.words import against, counted, interval, percent, with_length
 from kvaudit.reports.records.guards import FAILED, INPUT, OUTPUT, Guarded, guarded_records, harmful
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import Panel, Panels, panels
@@ -246,8 +246,7 @@ def _hidden_words(row: Hidden) -> str:
     if row.hidden is None:
         return "no number"
     sign = 1 if _facet(row).wanted else -1
-    low, high = sorted((sign * row.hidden.low, sign * row.hidden.high))
-    return f"{points(sign * row.hidden.estimate)} pp [{points(low)}, {points(high)}]"
+    return interval(sign * row.hidden.estimate, *sorted((sign * row.hidden.low, sign * row.hidden.high)))
 
 
 def _share(rate: Proportion) -> str:

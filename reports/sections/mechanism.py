@@ -14,7 +14,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import counted, percent, points, with_length
+from kvaudit.reports.layout.words import counted, interval, percent, with_length
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
@@ -112,9 +112,9 @@ def _difference(facet: Facet, effect: Effect | Mover | None) -> str:
     """+23.1 pp [+12.0, +34.2]; of an unwanted facet above zero means that it happens more often."""
     if effect is None:
         return "-"
-    numbers = (effect.estimate, effect.low, effect.high)
-    estimate, low, high = numbers if facet.wanted else (-effect.estimate, -effect.high, -effect.low)
-    return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+    if facet.wanted:
+        return interval(effect.estimate, effect.low, effect.high)
+    return interval(-effect.estimate, -effect.high, -effect.low)
 
 
 def _share(share: Share | None) -> str:

@@ -73,17 +73,14 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     if item is None:
         raise DataError(f"doc_id {str(row.get('doc_id'))[:40]!r} is no name")
     metrics = row.get("metrics")
-    if (
-        not isinstance(metrics, list)
-        or not metrics
-        or not all(isinstance(name, str) and name in row for name in metrics)
-    ):
+    listed = metrics if isinstance(metrics, list) else []
+    if not listed or not all(isinstance(name, str) and name in row for name in listed):
         raise DataError("the metrics it lists have no value")
     own = str(row.get("filter", "none"))[:80]
     fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row  # the line's own fields win
     cluster = request.cluster(fields, item) if request.cluster else None
     asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
-    for metric in metrics:
+    for metric in listed:
         name = metric_name(metric if own == "none" else f"{metric},{own}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
     return item
