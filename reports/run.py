@@ -83,8 +83,8 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
     """
     from kvaudit.reports.page.remarks import remarks
+    from kvaudit.reports.page.run_page import banner
     from kvaudit.reports.page.screen import screen_of
-    from kvaudit.reports.page.story import banner
 
     found = decided(data, asked)
     more = computed(Inputs(found, data), Depth.DISCLOSURE)
@@ -109,7 +109,7 @@ def write_decided(data: RunData, verdict: Findings) -> Findings:
         card,
         write_pages,
     )
-    from kvaudit.reports.page.story import page_of
+    from kvaudit.reports.page.run_page import page_of
 
     found = with_details(data, verdict)
     page = page_of(found)

@@ -310,7 +310,7 @@ def _calls(path: Path) -> object:
 def _report(path: Path) -> object:
     """The run folder around a damaged file, read, decided and written in every format."""
     from kvaudit.reports.page.formats import formats
-    from kvaudit.reports.page.story import page_of
+    from kvaudit.reports.page.run_page import page_of
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, with_details
 

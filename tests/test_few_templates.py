@@ -19,7 +19,7 @@ from kvaudit.reports.analysis.displacement import bootstrap_mean
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 

@@ -23,8 +23,8 @@ from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
 from kvaudit.reports.page.grid import MOST_GRID_ROWS, grid_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.screen import MOST_WORDS
-from kvaudit.reports.page.story import page_of
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report

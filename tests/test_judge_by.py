@@ -23,7 +23,7 @@ from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 from kvaudit.suites.math import Math

@@ -24,7 +24,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.spec import dump_spec, parse_spec
 from kvaudit.reports.analysis.remedies import remedies_of
 from kvaudit.reports.page.formats import card, drift, markdown, summary
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.remedies import RemediesSection

@@ -23,7 +23,7 @@ from kvaudit.reports.gate.rules import WARN
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.hub_results import hub_results
-from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.contexts import Moved

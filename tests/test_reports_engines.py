@@ -9,7 +9,7 @@ from report_text import run_text
 
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.floor import FloorSection

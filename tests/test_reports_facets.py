@@ -20,7 +20,7 @@ from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed
 from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.gate_table import gate_table
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run

@@ -31,7 +31,7 @@ from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.banner import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
-from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.methods import OtherWays

@@ -15,7 +15,7 @@ from kvaudit.reports.gate.verdict import EXIT_CODES, Larger, Status, worst
 from kvaudit.reports.layout.words import note
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.limits import cautions
-from kvaudit.reports.page.story import banner
+from kvaudit.reports.page.run_page import banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.rule import Part, effective_clusters

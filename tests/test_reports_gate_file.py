@@ -19,7 +19,7 @@ from kvaudit.reports.gate.waivers import read_waivers
 from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.story import banner, page_of
+from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 
 SNAP = policy("snapkv", 96)

@@ -15,7 +15,7 @@ from kvaudit.core.records import Outcome, Record
 from kvaudit.core.spans import KeptSpan
 from kvaudit.reports.analysis.mechanism import Mechanism
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
 

@@ -17,7 +17,7 @@ from kvaudit.reports.page.banner import about, asides, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
 from kvaudit.reports.page.limits import cautions
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided

@@ -13,7 +13,7 @@ from reports_synthetic import Design, frame_of, policy, records_of, run_spec, sp
 from kvaudit.core.records import Outcome
 from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
 

@@ -26,7 +26,7 @@ from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.story import banner, own_passages, page_of
+from kvaudit.reports.page.run_page import banner, own_passages, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.base import Inputs, Section, sections

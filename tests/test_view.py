@@ -19,7 +19,7 @@ from kvaudit.core.shading import ALL, Shading
 from kvaudit.reports.drift.comparison import comparison_of
 from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.page.formats import html
-from kvaudit.reports.page.story import page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
 from kvaudit.reports.page.view.folder import STATIC, RunView
 from kvaudit.reports.page.view.shades import ItemShades, in_turn
