@@ -266,7 +266,7 @@ def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path:
     page = page_of(replace(found, drift=replace(found.drift, run=name, comparison=sides)))
     assert page.screen is not None
     assert page.screen.title == f"May it ship? {short}"
-    assert page.screen.facts[0] == ("model", f"{short} (bbbbbbbb)")
+    assert page.screen.facts[0][1].startswith(f"{short} (")
     assert page.screen.answers[0].groups[0].names == short
 
 

@@ -20,7 +20,7 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
 from kvaudit.reports.analysis.sensitivity import MethodVerdict
-from kvaudit.reports.drift.results import ClusterSums
+from kvaudit.reports.drift.results import ClusterSums, Contrast
 from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.labels.pairs import digest, pairs_of, pairs_to_see, texts_of
@@ -351,30 +351,19 @@ def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, d
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
     alike = [
-        ("a", "none", "refusal", 192, -0.039, -0.08, -0.01, Status.FAIL),
-        ("b", "none", "refusal", 192, -0.039, -0.045, -0.02, Status.PASS_NOTED),
-        ("c", "none", "refusal", 192, -0.039, -0.045, 0.01, Status.PASS),
+        ("a", -0.039, -0.08, -0.01, Status.FAIL),
+        ("b", -0.039, -0.045, -0.02, Status.PASS_NOTED),
+        ("c", -0.039, -0.045, 0.01, Status.PASS),
     ]
+    effects = [SimpleNamespace(estimate=e, lower=low, upper=high, pvalue_drop=0.01) for _, e, low, high, _ in alike]
     cells = [
-        SimpleNamespace(
-            **dict(zip(("arm", "policy", "suite", "context_tokens"), row, strict=False)),
-            estimand="alike",
-            reasons=(),
-            sums=(),
-            effect=SimpleNamespace(estimate=row[4], lower=row[5], upper=row[6], pvalue_drop=0.01),
-        )
-        for row in alike
+        Contrast("alike", row[0], "none", "refusal", 192, effect) for row, effect in zip(alike, effects, strict=True)
     ]
     sides = SimpleNamespace(mode="training", policies=("none",), reference="r", labels={"none": "none"}, facets=())
-    sides.uncompressed, sides.uncompressed_of = ("none",), str
+    sides.uncompressed, sides.uncompressed_of, sides.label = ("none",), str, str
     sides.is_uncompressed, sides.is_engine = lambda policy: policy == "none", lambda _: False
     rules = SimpleNamespace(margins={"refusal": 0.05})
-    decisions = [
-        SimpleNamespace(
-            **{k: getattr(c, k) for k in ("arm", "policy", "suite", "context_tokens", "estimand")}, status=row[7]
-        )
-        for c, row in zip(cells, alike, strict=True)
-    ]
+    decisions = [SimpleNamespace(place=c.place, status=row[-1]) for c, row in zip(cells, alike, strict=True)]
 
     def drawn(decisions):
         verdict = SimpleNamespace(decisions=decisions)
