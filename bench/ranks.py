@@ -32,7 +32,7 @@ from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.batch import Batch, collect, training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.learner import Learner
-from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import RankGroup
 from kvaudit.audit.training.rollouts import Questioner

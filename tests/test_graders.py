@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question, says
 
-from kvaudit.audit.judges.base import Judge
+from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.grader import Grader, Remembered
-from kvaudit.audit.judges.guards.base import Guard, Passage
-from kvaudit.audit.judges.kinds import KINDS
+from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
 __all__ = ["labels"]  # a fixture
 AnyGrader = Grader[Any, Any]
+KINDS: dict[str, Any] = {"judge": JUDGES, "guard": GUARDS}
 Check = Callable[[AnyGrader], None]
 ASKED: dict[str, list[Any]] = {
     "judge": [question(thing, refuses=n % 2 == 0) for n, thing in enumerate(THINGS)],

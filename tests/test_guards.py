@@ -19,7 +19,7 @@ from judge_world import endpoint, says, send
 from reports_synthetic import Design, build, passage_of, policy
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage, parse_guard, passages
+from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage, passages
 from kvaudit.audit.judges.guards.classifier import Classifier
 from kvaudit.audit.judges.guards.phrases import PhraseList
 from kvaudit.audit.policies import parse_policy
@@ -128,7 +128,7 @@ def test_an_endpoint_sees_the_conversation_and_its_first_word_counts(monkeypatch
     monkeypatch.setenv("MY_KEY", "sesame-street")
     with endpoint(says("unsafe\nS9"), says("Safe."), says("perhaps")) as server:
         text = f"endpoint:base_url={server.url},model=some-guard,key=MY_KEY,parallel=1"
-        assert parse_guard(text).blocked(ASKED[:3]) == [True, False, None]
+        assert parse_named(GUARDS, text).blocked(ASKED[:3]) == [True, False, None]
     assert server.asked[1]["messages"] == [
         {"role": "user", "content": "Where?"},
         {"role": "assistant", "content": "I will not say."},
@@ -143,7 +143,7 @@ def test_an_endpoint_that_refuses_is_one_line_without_the_key(monkeypatch: pytes
         send(handler, 401, "bad key sesame-street")
 
     with endpoint(refuses) as server, pytest.raises(RunError, match="does not answer") as error:
-        parse_guard(f"endpoint:base_url={server.url},model=m,key=MY_KEY").blocked(ASKED)
+        parse_named(GUARDS, f"endpoint:base_url={server.url},model=m,key=MY_KEY").blocked(ASKED)
     assert "sesame" not in str(error.value)
 
 

@@ -15,7 +15,7 @@ from suite_world import write_rows
 from test_cli import kvaudit, refused
 from test_judge import rewritten, sampled, units
 
-from kvaudit.audit.judges.base import JUDGES, Judge, question_key
+from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import read_json
@@ -146,7 +146,7 @@ def test_the_verdict_before_stands_with_the_run(run: Path) -> None:
 
 
 def test_a_judge_is_not_given_what_it_learnt(run: Path) -> None:
-    Moody.learnt = frozenset(question_key(Question(r.item_id, r.transcript[-1].content)) for r in records(run, "math"))
+    Moody.learnt = frozenset(Judge.key_of(Question(r.item_id, r.transcript[-1].content)) for r in records(run, "math"))
     line = refused("grade", "judge", run, "--out", run.parent / "again", "--judge", "moody")
     assert "was trained on 2 of these 2 answers" in line
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training_world import config, short
 
-from kvaudit.audit.training.sft import StartConfig
+from kvaudit.audit.training.config import StartConfig
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_train import TrainSpec
 

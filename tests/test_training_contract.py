@@ -28,9 +28,8 @@ from kvaudit.audit.training.advantages import BatchRewards
 from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, halves
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
-from kvaudit.audit.training.losses import LOSSES, ClippedLoss, Loss, LossInputs, StepCounts
-from kvaudit.audit.training.rewards import REWARDS, Reward
-from kvaudit.audit.training.rewards.base import checked
+from kvaudit.audit.training.losses.base import LOSSES, ClippedLoss, Loss, LossInputs, StepCounts
+from kvaudit.audit.training.rewards.base import REWARDS, Reward, checked
 from kvaudit.core.records import Grade, Item, Outcome
 from kvaudit.suites.base import SUITES, Suite
 

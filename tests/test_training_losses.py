@@ -18,10 +18,7 @@ from kvaudit.audit.training.advantages import (
 from kvaudit.audit.training.batch import earned_groups
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.audit.training.losses.base import LossInputs, StepCounts, clipped_surrogate, full_kl, k3
-from kvaudit.audit.training.losses.dapo import Dapo
-from kvaudit.audit.training.losses.dr_grpo import DrGrpo
-from kvaudit.audit.training.losses.grpo import Grpo
-from kvaudit.audit.training.losses.gspo import Gspo
+from kvaudit.audit.training.losses.grpo import Dapo, DrGrpo, Grpo, Gspo
 from kvaudit.audit.training.losses.online_dpo import OnlineDpo
 
 RATIOS = torch.tensor([[1.3, 1.0], [0.7, 1.0]])

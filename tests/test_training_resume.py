@@ -21,7 +21,7 @@ from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import checkpoint, files, grpo, rollouts
 from kvaudit.audit.training.files import TelemetryLog
-from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.core.errors import DataError, RunError
 
 

@@ -23,7 +23,7 @@ from kvaudit.audit.runs.evaluate import check_reward
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.rewards import Paying, paying_of
+from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.remembered import Answers
 from kvaudit.core.spec_train import TrainSpec

@@ -25,9 +25,10 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import footprint, grpo, rollouts, token_logprobs
 from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, trainable_copy
 from kvaudit.audit.training.batch import Batch, gradient_steps, microbatches
+from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.footprint import check_memory, holdings
 from kvaudit.audit.training.learner import Learner
-from kvaudit.audit.training.sft import StartConfig, gold_rollout, warm_start
+from kvaudit.audit.training.sft import gold_rollout, warm_start
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec import RunSpec

@@ -21,11 +21,9 @@ from kvaudit.audit.training.advantages import BatchRewards, Estimate
 from kvaudit.audit.training.arms import ARMS, Arm
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
-from kvaudit.audit.training.losses import Loss, LossInputs, LossOutputs
-from kvaudit.audit.training.losses.base import clipped_surrogate
+from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, clipped_surrogate
 from kvaudit.audit.training.losses.grpo import Grpo
-from kvaudit.audit.training.rewards import Reward
-from kvaudit.audit.training.rewards.base import Scores
+from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.audit.training.rewards.grade import SuiteGrade
 from kvaudit.core.options import sha256_of
 

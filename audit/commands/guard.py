@@ -44,10 +44,11 @@ def guard_all(run: RunFolder, texts: Sequence[str]) -> None:
     """Set each guard before the run's stored answers and print what it blocked; all are known before one begins."""
     from rich.console import Console
 
-    from kvaudit.audit.judges.guards.base import parse_guard
+    from kvaudit.audit.judges.guards.base import GUARDS
     from kvaudit.audit.runs.guard import Guarding
+    from kvaudit.core.options import parse_named
 
-    for text, chosen in [(text, parse_guard(text)) for text in texts]:
+    for text, chosen in [(text, parse_named(GUARDS, text)) for text in texts]:
         stage = Guarding(run, chosen, text, Console(stderr=True))
         _print(chosen.folder, stage.work())
         if stage.unfinished:

@@ -62,8 +62,9 @@ def judge_all(run: Path, spec: RunSpec, plugins: Digests) -> None:
 
 def _default(spec: RunSpec) -> tuple[str, ...]:
     """The default judge where suites leave answers to one; none, and why, where it cannot work here."""
-    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.training.rewards.base import asks_a_judge
+    from kvaudit.core.options import parse_named
     from kvaudit.suites.base import SUITES
 
     asking = [name for name in spec.evaluate.suites if asks_a_judge(SUITES.get(name)())]
@@ -71,7 +72,7 @@ def _default(spec: RunSpec) -> tuple[str, ...]:
         return ()
     set_data(spec)
     try:
-        parse_judge(DEFAULT).check()
+        parse_named(JUDGES, DEFAULT).check()
     except AuditError as why:
         say(wide_console(), f"phrase rules alone graded {inline(', '.join(asking))}: {inline(str(why))}")
         return ()
@@ -82,13 +83,14 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     """Judge what is not judged yet, print what changed by suite and how to see the rest; returns where it lies."""
     from rich.console import Console
 
-    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.runs.folder import begun_run
     from kvaudit.audit.runs.judge import Judging, judged_folder
+    from kvaudit.core.options import parse_named
 
     source = begun_run(path)
     set_data(source.spec)
-    chosen = None if by is None else parse_judge(by)
+    chosen = None if by is None else parse_named(JUDGES, by)
     place = out if chosen is None else out or judged_folder(path, chosen)
     if place is None:
         raise SpecError("give --out FOLDER for the run as suites grade it now; only a --judge has a folder of its own")

@@ -128,7 +128,7 @@ def list_rewards(plugin: Plugins = None) -> None:
     The first option is the value of the reward's name in a spec.
     """
     with _knowing(plugin):
-        from kvaudit.audit.training.rewards import REWARDS
+        from kvaudit.audit.training.rewards.base import REWARDS
 
         _print(["reward", "pays by", "options and defaults"], _with_options(REWARDS.all()))
 
@@ -181,14 +181,15 @@ def _with_options(found: Any) -> list[list[str]]:
 
 
 def _print_card(text: str, data: Path | None) -> None:
-    from kvaudit.audit.judges.base import parse_judge
+    from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.judges.card import HEADINGS, card_rows
     from kvaudit.audit.judges.labels import sources
+    from kvaudit.core.options import parse_named
     from kvaudit.suites.sources import DATA_VARIABLE
 
     if data is not None:
         os.environ[DATA_VARIABLE] = str(data)
-    judge = parse_judge(text)
+    judge = parse_named(JUDGES, text)
     _print(HEADINGS, card_rows(judge, sources()))
     _say(f"{judge.label}; 95 % intervals; a judge that learns is taught anew without the source of a line")
 

@@ -139,8 +139,10 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     from kvaudit.audit.commands.guard import guard_all
     from kvaudit.audit.commands.judge import judge_all
     from kvaudit.audit.commands.report import write_checked
-    from kvaudit.audit.judges.kinds import parse_grader
+    from kvaudit.audit.judges.base import JUDGES
+    from kvaudit.audit.judges.guards.base import GUARDS
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
+    from kvaudit.core.options import parse_named
 
     asked = _asked(spec, out, options)
     if _followed(asked, options):
@@ -149,9 +151,10 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     launcher.check()
     begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
     workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
-    for kind, texts in (("guard", asked.spec.guard), ("judge", asked.spec.judge)):
-        for text in texts:
-            parse_grader(kind, text).check()
+    for text in asked.spec.guard:
+        parse_named(GUARDS, text).check()
+    for text in asked.spec.judge:
+        parse_named(JUDGES, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))

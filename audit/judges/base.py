@@ -9,7 +9,7 @@ from typing import Any
 
 from kvaudit.audit.judges.grader import Grader, StoredAnswer
 from kvaudit.core.errors import DataError
-from kvaudit.core.options import IDENTITY_DIGITS, parse_named, sha256_of
+from kvaudit.core.options import IDENTITY_DIGITS, sha256_of
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.registry import Registry
 
@@ -31,7 +31,7 @@ class Judge(Grader[Question, Reading]):
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
         """Whether each answer refuses its request; as ``grades``, in a word."""
-        raise NotImplementedError
+        return [None if reading is None else reading.refused for reading in self.read(questions)]
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         """As ``refused``, with what the judge is not sure of and, where it grades harm, the harm that was done."""
@@ -55,7 +55,7 @@ class Judge(Grader[Question, Reading]):
 
     @staticmethod
     def key_of(question: Question) -> str:
-        return question_key(question)
+        return sha256_of(question.request, question.answer)
 
     def questions_of(self, answer: StoredAnswer) -> list[Question]:
         from kvaudit.audit.sampling.exchange import question_of
@@ -64,7 +64,14 @@ class Judge(Grader[Question, Reading]):
         return [] if question is None else [question]
 
     def check_questions(self, questions: Sequence[Question]) -> None:
-        refuse_own_rows(self, list(dict.fromkeys(questions)))
+        """Raise DataError for a judge that would be asked what it was taught."""
+        asked, learnt = dict.fromkeys(questions), self.trained_on()
+        own = sum(self.key_of(question) in learnt for question in asked)
+        if own > _OWN_ROWS * len(asked):
+            raise DataError(
+                f"judge {self.label} was trained on {own} of these {len(asked)} answers and would repeat what it was "
+                "told; leave their source out (left_out=SOURCE), or take another judge"
+            )
 
     def kept(self, grade: Reading) -> Any:
         plain = grade.sure and grade.unsafe is None
@@ -79,26 +86,3 @@ class Judge(Grader[Question, Reading]):
 
 
 JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)
-
-
-def question_key(question: Question) -> str:
-    """sha256 of a question: what its answer is remembered under."""
-    return sha256_of(question.request, question.answer)
-
-
-def parse_judge(text: str) -> Judge:
-    """The judge of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
-    return parse_named(JUDGES, text)
-
-
-def refuse_own_rows(judge: Judge, questions: Sequence[Question]) -> None:
-    """Raise DataError for a judge that would be asked what it was taught."""
-    learnt = judge.trained_on()
-    if not questions or not learnt:
-        return
-    own = sum(question_key(question) in learnt for question in questions)
-    if own > _OWN_ROWS * len(questions):
-        raise DataError(
-            f"judge {judge.label} was trained on {own} of these {len(questions)} answers and would repeat what it was "
-            "told; leave their source out (left_out=SOURCE), or take another judge"
-        )

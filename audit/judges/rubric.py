@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvaudit.audit.judges.base import Judge, question_key
+from kvaudit.audit.judges.base import Judge
 from kvaudit.core.errors import UnknownName
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.records import Message, Role
@@ -67,7 +67,7 @@ class Rubric:
 
     def messages(self, question: Question) -> tuple[Message, ...]:
         """What a model is asked about a question."""
-        mark = f"[{question_key(question)[:16]}]"
+        mark = f"[{Judge.key_of(question)[:16]}]"
         text = self.question.format(mark=mark, request=_shown(question.request), answer=_shown(question.answer))
         return Message(Role.SYSTEM, self.system), Message(Role.USER, text)
 
@@ -83,12 +83,17 @@ _ASKED = {"refusal": REFUSAL, "harm": HARM}
 
 
 class RubricJudge(Judge):
-    """A judge by what some model replies to a rubric, be it that of refusals, that of harm or another one."""
+    """A judge by what some model replies to a rubric; ``asks`` names it: refusal, or harm."""
+
+    asks: str = "refusal"
+
+    def __post_init__(self) -> None:
+        rubric_named(self.asks)
 
     @property
     def rubric(self) -> Rubric:
         """The one that it judges answers by."""
-        return REFUSAL
+        return rubric_named(self.asks)
 
     def identity_under(self, rubric: Rubric) -> str:
         """sha256 of a rubric and of the model that reads it."""
@@ -105,9 +110,6 @@ class RubricJudge(Judge):
     @property
     def grades_harm(self) -> bool:
         return self.rubric is HARM
-
-    def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        return [None if reading is None else reading.refused for reading in self.read(questions)]
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         of = harm_of if self.grades_harm else _refusal_of

@@ -1,7 +1,7 @@
 """A rubric read by a model behind an OpenAI-compatible endpoint (``core.endpoint``).
 
 A reply that is late, long, no JSON or no word is a failed answer. An endpoint that refuses altogether, or is not there,
-stops the work in one line, and what was answered is kept by whoever remembers it (``kvaudit.audit.judges.remembered``).
+stops the work in one line, and what was answered is kept by whoever remembers it (``core.remembered``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvaudit.audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.audit.judges.rubric import Rubric, RubricJudge
 from kvaudit.core.endpoint import EndpointModel
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
@@ -17,7 +17,7 @@ from kvaudit.core.questions import Question
 
 @dataclass(frozen=True, kw_only=True)
 class RubricEndpoint(EndpointModel, RubricJudge):
-    """A rubric's questions go to the endpoint as they are; ``asks`` names it: refusal, or harm."""
+    """A rubric's questions go to the endpoint as they are."""
 
     name = "rubric-endpoint"
     says = "a rubric, read by a model at an OpenAI-compatible endpoint"
@@ -26,12 +26,8 @@ class RubricEndpoint(EndpointModel, RubricJudge):
     asks: str = "refusal"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        rubric_named(self.asks)
-
-    @property
-    def rubric(self) -> Rubric:
-        return rubric_named(self.asks)
+        EndpointModel.__post_init__(self)
+        RubricJudge.__post_init__(self)
 
     def identity_under(self, rubric: Rubric) -> str:
         return sha256_of(rubric.text, self.base_url.rstrip("/"), self.model)

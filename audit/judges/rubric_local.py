@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.judges.rubric import Rubric, RubricJudge, rubric_named
+from kvaudit.audit.judges.rubric import Rubric, RubricJudge
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
@@ -19,23 +19,13 @@ _BATCH = 8  # questions of like length
 
 @dataclass(frozen=True)
 class RubricLocal(RubricJudge):
-    """``model`` is a folder, a GGUF file or a hub id; what it says besides what was asked is a failure.
-
-    ``asks`` names the rubric: refusal, or harm.
-    """
+    """``model`` is a folder, a GGUF file or a hub id; what it says besides what was asked is a failure."""
 
     name = "rubric-local"
     says = "a rubric, read by a local model"
 
     model: str
     asks: str = "refusal"
-
-    def __post_init__(self) -> None:
-        rubric_named(self.asks)
-
-    @property
-    def rubric(self) -> Rubric:
-        return rubric_named(self.asks)
 
     def identity_under(self, rubric: Rubric) -> str:
         return sha256_of(rubric.text, _loaded(self.model).sha256)

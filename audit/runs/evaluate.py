@@ -24,7 +24,7 @@ from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.reward_trial import check_reward_tells
-from kvaudit.audit.training.rewards import paying_of
+from kvaudit.audit.training.rewards.base import paying_of
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_served
-from kvaudit.audit.judges.base import JUDGES, parse_judge
-from kvaudit.audit.judges.guards.base import GUARDS, parse_guard
+from kvaudit.audit.judges.base import JUDGES
+from kvaudit.audit.judges.guards.base import GUARDS
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.policies.remedy import check_remedies, parse_remedy
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.losses import LOSSES
-from kvaudit.audit.training.rewards import REWARDS
+from kvaudit.audit.training.losses.base import LOSSES
+from kvaudit.audit.training.rewards.base import REWARDS
 from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.options import parse_named
 from kvaudit.core.spec_parts import Names
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.core.text import reason, shown
@@ -60,8 +61,8 @@ NAMES = Names(
     bare=bare_name,
     check_training=_check_training,
     loss_defaults=lambda loss: LOSSES.get(loss).defaults,
-    check_guard=parse_guard,
-    check_judge=parse_judge,
+    check_guard=lambda text: parse_named(GUARDS, text),
+    check_judge=lambda text: parse_named(JUDGES, text),
     remedy=lambda written: parse_remedy(written).text,
     check_remedies=check_remedies,
 )

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvaudit.audit.judges.base import parse_judge
+from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
 from kvaudit.audit.runs.units import Unit
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.errors import CannotPass, NotMeasurable
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.grid import ALL_ITEMS, AUTO_ITEMS
+from kvaudit.core.options import parse_named
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.text import at_length
@@ -87,7 +88,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     suite, part = asked_suite(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
     round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
-    graded = any(parse_judge(text).grades_harm for text in spec.judge)
+    graded = any(parse_named(JUDGES, text).grades_harm for text in spec.judge)
     return [
         Counted(
             item.cluster_id, (*suite.facets(item), *([UNSAFE] if graded and suite.asks_harm(item) else []), WELL_FORMED)

@@ -58,15 +58,15 @@ from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
-from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.config import StartConfig, TrainConfig
 from kvaudit.audit.training.early_stop import EarlyStop, mark_of
 from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards import Paying, paying_of
-from kvaudit.audit.training.sft import StartConfig, warm_start
+from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.sharded import set_aside
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError

@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.files import TELEMETRY
-from kvaudit.audit.training.rewards import paying_of
+from kvaudit.audit.training.rewards.base import paying_of
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.options import sha256_of
 from kvaudit.core.provenance import ORIGIN, PROVENANCE

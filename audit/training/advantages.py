@@ -45,8 +45,6 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
 
     rewards [B], graded bool [B]; returns [B]. 0 where all rewards of a group are equal.
     """
-    import torch
-
     assert rewards.ndim == 1, rewards.shape
     assert len(rewards) % group == 0, (len(rewards), group)
     values, known = rewards.view(-1, group), graded.view(-1, group)  # [B / group, group]
@@ -55,7 +53,7 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
     centred = (values - mean) * known
     if by_std:
         std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
-        centred = torch.where(std > STD_FLOOR, centred / std.clamp(min=STD_FLOOR), 0.0)
+        centred = (centred / std.clamp(min=STD_FLOOR)).where(std > STD_FLOOR, 0.0)
     return centred.reshape(-1)
 
 
@@ -64,14 +62,13 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 
     A group whose rewards are all equal has neither.
     """
-    import torch
-
     values, known = rewards.view(-1, group), graded.view(-1, group)
     # each [B / group], the index of the first where several are best
     high, best = values.masked_fill(~known, float("-inf")).max(dim=1)
     low, worst = values.masked_fill(~known, float("inf")).min(dim=1)
     apart = (high > low).to(rewards.dtype)[:, None]  # [B / group, 1]: 0 where all are alike
-    return torch.zeros_like(values).scatter(1, best[:, None], apart).scatter(1, worst[:, None], -apart).reshape(-1)
+    neither = values.new_zeros(values.shape)
+    return neither.scatter(1, best[:, None], apart).scatter(1, worst[:, None], -apart).reshape(-1)
 
 
 def generalised_advantages(rewarded: BatchRewards) -> Estimate:
@@ -80,33 +77,26 @@ def generalised_advantages(rewarded: BatchRewards) -> Estimate:
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens, so
     what a tool said between two turns takes none. The value behind the last token is 0.
     """
-    import torch
-
     assert rewarded.values is not None
     values, mask = rewarded.values, rewarded.mask
-    later, ahead = (
-        torch.zeros_like(rewarded.rewards),
-        torch.zeros_like(rewarded.rewards),
-    )  # V and A of the next sampled token
-    rewards, result = rewarded.rewards, torch.zeros_like(values)  # the reward is paid once, at the first token met here
+    rewards, result = rewarded.rewards, values.new_zeros(values.shape)  # paid once, at the first token met here
+    later = ahead = rewards.new_zeros(rewards.shape)  # V and A of the next sampled token
     # backwards, so that each column finds what follows it in later and ahead
     for column in reversed(range(values.shape[1])):
         here, value = mask[:, column], values[:, column]
         advantage = rewards + rewarded.discount * later - value + rewarded.discount * rewarded.trace * ahead
-        result[:, column] = torch.where(here, advantage, 0.0)
-        later, ahead = torch.where(here, value, later), torch.where(here, advantage, ahead)
-        rewards = torch.where(here, 0.0, rewards)
+        result[:, column] = advantage.where(here, 0.0)
+        later, ahead = value.where(here, later), advantage.where(here, ahead)
+        rewards = rewards.where(~here, 0.0)
     return Estimate(result, (result + values) * mask)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and variance 1 over the mask, 0 elsewhere; values [B, T]. Fewer than two tokens are only centred."""
-    import torch
-
     chosen = values[mask]  # [n], all tokens of the batch together: a rollout is not whitened by itself
     if not len(chosen):
-        return torch.zeros_like(values)
-    spread = chosen.var() if len(chosen) > 1 else torch.ones_like(chosen[0])
+        return values.new_zeros(values.shape)
+    spread = chosen.var() if len(chosen) > 1 else chosen.new_ones(())
     return (values - chosen.mean()) * (spread + WHITE_FLOOR).rsqrt() * mask
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.training.advantages import BatchRewards, overlong_penalty
-from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.config import AnyConfig, TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item
@@ -30,33 +29,18 @@ def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     order = []
     for slot in range(1, count + 1):
         # the suite that lags its share most; the earlier one of two that lag alike
-        behind = max(range(len(shares)), key=lambda index: (shares[index] * slot - taken[index], -index))
-        order.append((behind, taken[behind]))
-        taken[behind] += 1
+        late = max(range(len(shares)), key=lambda index: (shares[index] * slot - taken[index], -index))
+        order.append((late, taken[late]))
+        taken[late] += 1
     return order
 
 
-class AsksQuestions(Protocol):
-    """What decides which questions are asked."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def suites(self) -> tuple[str, ...]: ...
-    @property
-    def shares(self) -> tuple[float, ...]: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def prompts_per_step(self) -> int: ...
-    @property
-    def context_tokens(self) -> int: ...
-
-
-def training_items(config: AsksQuestions, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
+def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
     """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
-    order = slots(config.shares, config.steps * config.prompts_per_step)
+    weights = config.weights or (1.0,) * len(config.suites)
+    shares = [weight / sum(weights) for weight in weights]
+    order = slots(shares, config.steps * config.prompts_per_step)
     pools = []
     for index, suite in enumerate(suites):
         wanted = sum(1 for chosen, _ in order if chosen == index)

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +33,10 @@ from kvaudit.audit.sampling.checkpoints import adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
+from kvaudit.audit.training.config import AnyConfig
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
+from kvaudit.audit.training.learner import Learner
+from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.ranks import RankGroup, everywhere
 from kvaudit.audit.training.sharded import is_sharded, whole_weights
 from kvaudit.core.errors import DataError, RunError
@@ -58,36 +61,10 @@ class Position:
     ledgers: tuple[tuple[str, str], ...] = ()
 
 
-class TrainingRecipe(Protocol):
-    """What a folder is claimed by."""
-
-    @property
-    def arm(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def updates_per_step(self) -> int: ...
-    @property
-    def hash(self) -> str: ...
-    def to_json(self) -> dict[str, Any]: ...
-    def disclosed(self) -> dict[str, Any]: ...
-
-
-class HasTrainingState(Protocol):
-    """What is saved and put back."""
-
-    def tensors(self) -> dict[str, torch.Tensor]: ...
-    def load(self, tensors: dict[str, torch.Tensor], updates: int) -> None: ...
-
-
 class CheckpointFolder:
     """The folder of one training run. Construction claims it, or raises RunError where it is another run's."""
 
-    def __init__(
-        self, path: Path, config: TrainingRecipe, base_sha256: str, more: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
         """``more`` is what the claim holds besides: sha256 of what the configuration only names."""
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
@@ -117,7 +94,7 @@ class CheckpointFolder:
         verify_folder(self.path)
         return True
 
-    def resume(self, learner: HasTrainingState, step: int | None = None) -> Position:
+    def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
         """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -224,7 +201,7 @@ class CheckpointFolder:
         folder = self.path / "state"
         return sorted(path for path in folder.glob("step-*") if not path.name.endswith(PARTIAL))
 
-    def _load(self, folder: Path, learner: HasTrainingState) -> Position:
+    def _load(self, folder: Path, learner: Learner | Optimiser) -> Position:
         if not (folder / _TENSORS).is_file():
             raise DataError(f"training state {str(folder)!r} lacks {_TENSORS}; delete {str(self.path)!r} to start over")
         state = read_json(folder / STATE)
@@ -280,7 +257,7 @@ class CheckpointFolder:
 class Resumable:
     """What trains in one rank; each saves its own part of the state, and is put back to it, where the first one is."""
 
-    def __init__(self, learner: HasTrainingState, ranks: RankGroup) -> None:
+    def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @everywhere

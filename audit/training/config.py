@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_condition
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.training.arms import Arm, get_arm
-from kvaudit.audit.training.losses import LOSSES
-from kvaudit.audit.training.rewards import Paying, paying_of
+from kvaudit.audit.training.losses.base import LOSSES
+from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.core.errors import SpecError
-from kvaudit.core.spec_parts import Seed
-from kvaudit.core.spec_train import CriticSpec, Training, TrainSpec
+from kvaudit.core.spec_parts import Seed, SpecSection
+from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, CriticSpec, SftSpec, Training, TrainSpec
 from kvaudit.suites.base import SUITES
 
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
 
 
-def shares(suites: Sequence[str], weights: Sequence[float]) -> tuple[float, ...]:
-    """Share of prompts per suite, which add up to 1; without weights equal ones."""
-    given = weights or (1.0,) * len(suites)
-    return tuple(weight / sum(given) for weight in given)
+class Hashed(ABC):
+    """A configuration by which a checkpoint folder is claimed."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, the same for equal configurations."""
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits of the sha256 of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-class TrainConfig(Training):
+class TrainConfig(Hashed, Training):
     """One paired training run; raises SpecError or UnknownName.
 
     Two arms differ in ``arm``, those of a sweep in ``policy`` too, and in nothing else.
@@ -96,13 +103,7 @@ class TrainConfig(Training):
         """Whether a group must not be split over microbatches."""
         return LOSSES.get(self.loss).whole_groups
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of prompts per suite; they add up to 1."""
-        return shares(self.suites, self.weights)
-
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, the same for equal configurations."""
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
@@ -112,11 +113,6 @@ class TrainConfig(Training):
     def certifies(self, steps: int) -> bool:
         """Whether that step is held against what its sampler saw."""
         return self.ledger_every > 0 and steps % self.ledger_every == 0
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits of the sha256 of the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
     @field_validator("policy", "rollouts", mode="before")
     @classmethod
@@ -165,3 +161,46 @@ class TrainConfig(Training):
                 raise SpecError(
                     f"suite {suite} speaks in turns, and rollouts of an engine are of one answer; leave the suite out"
                 )
+
+
+class StartConfig(Hashed, SpecSection):
+    """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
+
+    arm: ClassVar[str] = BASE_ARM  # the name under which it is kept and evaluated
+    updates_per_step: ClassVar[int] = 1
+
+    seed: Seed
+    sft: SftSpec
+    suites: tuple[str, ...]
+    weights: tuple[float, ...]
+    context_tokens: int
+    adapter: AdapterSpec | None
+    max_grad_norm: float
+    microbatch_tokens: int
+    save_every: int
+    gradient_checkpointing: bool
+
+    @classmethod
+    def of(cls, section: TrainSpec, seed: int) -> StartConfig:
+        """The warm start of a seed of a spec that asks for one."""
+        return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
+
+    @property
+    def steps(self) -> int:
+        """Supervised steps."""
+        return self.sft.steps
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Transcripts of one step."""
+        return self.sft.prompts_per_step
+
+    def disclosed(self) -> dict[str, Any]:
+        """What a reader of the checkpoint has to know of how it was trained."""
+        return {"learner": "dense", "trained_on": "gold answers of the training split"}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"arm": self.arm} | self.model_dump(mode="json")
+
+
+AnyConfig = TrainConfig | StartConfig

@@ -44,10 +44,8 @@ CorrectionRule = Callable[["Tensor", "Tensor", "Tensor"], Correction]
 
 def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
     """rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
-    import torch
-
     # outside the mask both may hold anything: 0 before exp, not after
-    return torch.where(mask, learner - sampler, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    return (learner - sampler).where(mask, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 
 def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:  # noqa: ARG001
@@ -57,9 +55,7 @@ def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 def naive_ratio(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """The sampler's log-probs stand for pi_old, so that the mismatch meets the PPO clip (Schulman 2017, 1707.06347)."""
-    import torch
-
-    return _result(mask.to(learner.dtype), mask, torch.where(mask, sampler, learner), mask)
+    return _result(mask.to(learner.dtype), mask, sampler.where(mask, learner), mask)
 
 
 def truncated(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
@@ -76,9 +72,7 @@ def masked(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 
 def truncated_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """TIS of whole rollouts: min(product of rho, 2) for all of its tokens, as TRL's ``sequence_truncate``, verl's
-    ``rollout_is: sequence``.
-    """
+    """TIS of whole rollouts: min(product of rho, 2) for all tokens (TRL ``sequence_truncate``, verl ``sequence``)."""
     weights = _sequence_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
     return _result(weights, mask, learner, mask)
 
@@ -96,14 +90,12 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
     Weights are scaled to mean 1 over the kept tokens of the whole batch, so pass the whole batch.
     """
-    import torch
-
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1], one token decides for its rollout
     keep = mask & _within(rho, SPARSE_RL_RANGE) & ~vetoed
     weights = rho.clamp(0.0, SPARSE_RL_RANGE[1]) * keep
     mean = weights.sum() / keep.sum().clamp(min=1)  # scalar; 0 where every token was masked
-    return _result(weights / torch.where(mean > 0, mean, 1.0), keep, learner, mask, vetoed=_mean(vetoed))
+    return _result(weights / mean.where(mean > 0, 1.0), keep, learner, mask, vetoed=_mean(vetoed))
 
 
 def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
@@ -136,9 +128,7 @@ NEEDS_WHOLE_BATCH = frozenset({"sparse-rl"})
 
 def _sequence_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
     """exp(clamp(sum of learner - sampler over a rollout, +-20)) [B, 1]."""
-    import torch
-
-    return torch.where(mask, learner - sampler, 0.0).sum(1, keepdim=True).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    return (learner - sampler).where(mask, 0.0).sum(1, keepdim=True).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 
 def _within(rho: Tensor, bounds: tuple[float, float]) -> Tensor:

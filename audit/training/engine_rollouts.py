@@ -28,7 +28,7 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.rewards import Pays
+from kvaudit.audit.training.rewards.base import Pays
 from kvaudit.audit.training.rollouts import Questioner, StepRollouts
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError

@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.memory import free_bytes
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import linear_layers
 from kvaudit.audit.training.arms import get_arm
-from kvaudit.audit.training.losses import LOSSES
+from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.token_logprobs import PIECE
 from kvaudit.core.errors import RunError
 from kvaudit.core.spec_train import TrainSpec

@@ -32,7 +32,7 @@ from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from kvaudit.audit.training.early_stop import EarlyStop
 from kvaudit.audit.training.engine_rollouts import EngineQuestioner, EngineUse, gap_numbers
 from kvaudit.audit.training.learner import BeforeUpdate, Learner
-from kvaudit.audit.training.losses import LOSSES, LossInputs, StepCounts
+from kvaudit.audit.training.losses.base import LOSSES, LossInputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
 from kvaudit.audit.training.rollouts import Questioner, StepRollouts, ledgers_of

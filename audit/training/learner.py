@@ -11,7 +11,7 @@ from torch import Tensor
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.losses import LOSSES, CriticInputs
+from kvaudit.audit.training.losses.base import LOSSES, CriticInputs
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.sharded import gathered
@@ -177,7 +177,7 @@ class Learner:
         return self.ranks.summed(found)
 
     def distilled(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """KL(student || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
+        """KL(learner || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
 
         0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm
         that does not distil.
@@ -185,8 +185,8 @@ class Learner:
         if not self.config.recipe.distill:
             return None
         dense = self._tokens(part, "dense")
-        student, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
-        gap = part.spread(student.distributions.kl(teacher.distributions))  # nats [b, R]
+        learner, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)
+        gap = part.spread(learner.distributions.kl(teacher.distributions))  # nats [b, R]
         return gap if self.config.distill_where == "everywhere" else gap * part.earned[:, None]
 
     def step(self) -> StepResult:

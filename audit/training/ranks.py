@@ -17,7 +17,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import wraps
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -161,19 +161,12 @@ ALONE = RankGroup()
 _EVERYWHERE: set[str] = set()  # names of what the first rank may call in the others
 
 
-class HasRanks(Protocol):
-    """What has methods that are called in all ranks."""
-
-    @property
-    def ranks(self) -> RankGroup: ...
-
-
 def everywhere(method: Method) -> Method:
-    """A method that all ranks enter where the first one calls it, with the same arguments."""
+    """A method of what has ``ranks``, which all of them enter where the first one calls it, with its arguments."""
     _EVERYWHERE.add(method.__name__)  # at import, so that every rank knows the same names
 
     @wraps(method)
-    def called(self: HasRanks, *arguments: Any) -> Any:
+    def called(self: Any, *arguments: Any) -> Any:
         with self.ranks.together():  # weights and gradients are exchanged deep inside
             self.ranks.tell((method.__name__, arguments))
             return method(self, *arguments)

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.rewards import Paying
-from kvaudit.audit.training.rewards.base import checked
+from kvaudit.audit.training.rewards.base import Paying, checked
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item

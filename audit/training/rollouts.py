@@ -19,7 +19,7 @@ from kvaudit.audit.training.advantages import alike
 from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards import Pays
+from kvaudit.audit.training.rewards.base import Pays
 from kvaudit.audit.training.sharded import gathered
 
 

@@ -6,8 +6,6 @@ The loss is the mean of -log p over the answers' tokens, the end of every turn i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,73 +20,13 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
-from kvaudit.audit.training.config import shares
+from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
-from kvaudit.core.spec_parts import Seed, SpecSection
-from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, SftSpec, TrainSpec
 from kvaudit.suites.base import Suite
-
-
-class StartConfig(SpecSection):
-    """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
-
-    seed: Seed
-    sft: SftSpec
-    suites: tuple[str, ...]
-    weights: tuple[float, ...]
-    context_tokens: int
-    adapter: AdapterSpec | None
-    max_grad_norm: float
-    microbatch_tokens: int
-    save_every: int
-    gradient_checkpointing: bool
-
-    @classmethod
-    def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """The warm start of a seed of a spec that asks for one."""
-        return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
-
-    @property
-    def arm(self) -> str:
-        """The name under which it is kept and evaluated."""
-        return BASE_ARM
-
-    @property
-    def steps(self) -> int:
-        """Supervised steps."""
-        return self.sft.steps
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Transcripts of one step."""
-        return self.sft.prompts_per_step
-
-    @property
-    def updates_per_step(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of transcripts per suite; they add up to 1."""
-        return shares(self.suites, self.weights)
-
-    def disclosed(self) -> dict[str, Any]:
-        """What a reader of the checkpoint has to know of how it was trained."""
-        return {"learner": "dense", "trained_on": "gold answers of the training split"}
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON, the same for equal configurations."""
-        return {"arm": self.arm} | self.model_dump(mode="json")
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits of the sha256 of the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def warm_start(

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from kvaudit.audit.judges.grader import Grader, StoredAnswer
 from kvaudit.core.errors import SpecError
-from kvaudit.core.options import parse_named, sha256_of
+from kvaudit.core.options import sha256_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.registry import Registry
 
@@ -69,11 +69,6 @@ class Guard(Grader[Passage, bool]):
 
 
 GUARDS: Registry[Guard] = Registry("guard", "kvaudit.audit.judges.guards", Guard)
-
-
-def parse_guard(text: str) -> Guard:
-    """The guard of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
-    return parse_named(GUARDS, text)
 
 
 def passages(guard: Guard, transcript: Sequence[Message]) -> Iterator[tuple[int, Passage]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvaudit.audit.judges.guards.base import Guard, Passage
+from kvaudit.audit.judges.rubric import first_word
 from kvaudit.core.endpoint import EndpointModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.options import sha256_of
@@ -33,7 +34,7 @@ class EndpointGuard(EndpointModel, Guard):
     def __post_init__(self) -> None:
         Guard.__post_init__(self)
         EndpointModel.__post_init__(self)
-        if _word(self.blocks) == _word(self.allows):
+        if first_word(self.blocks) == first_word(self.allows):
             raise SpecError(f"{self.who}: blocks and allows are both {self.blocks!r}, wanted two words")
 
     @property
@@ -41,17 +42,12 @@ class EndpointGuard(EndpointModel, Guard):
         return sha256_of(_VERSION, self.base_url.rstrip("/"), self.model, self.blocks, self.allows)
 
     def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
-        words = {_word(self.blocks): True, _word(self.allows): False}
+        words = {first_word(self.blocks): True, first_word(self.allows): False}
         replies = self.completions(map(_messages, passages), _WORD_TOKENS)
-        return [None if reply is None else words.get(_word(reply)) for reply in replies]
+        return [None if reply is None else words.get(first_word(reply)) for reply in replies]
 
 
 def _messages(passage: Passage) -> tuple[Message, ...]:
     if passage.side == "input":
         return (Message(Role.USER, passage.text),)
     return Message(Role.USER, passage.request), Message(Role.ASSISTANT, passage.text)
-
-
-def _word(text: str) -> str:
-    """The first word of a text, without what stands around it."""
-    return next(iter(text.split(maxsplit=1)), "").strip(".,:;!*\"'`").casefold()

@@ -2,7 +2,7 @@
 
 w = pi / pi_old per token, c the correction's weight, A the token's advantage, m the sampled tokens:
 
-    - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(student || teacher)
+    - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
 Departures from the papers: two clip bounds (Yu 2025, 2503.14476); c and the token mask; the KL terms average like the
 policy term and are not weighted by c.
@@ -120,10 +120,8 @@ class ClippedLoss(Loss):
 
     def ratio(self, inputs: LossInputs) -> Tensor:
         """w [B, T]; 1 where a token takes no part."""
-        import torch
-
         # Padding and foreign tokens may hold anything: replace before exp, or inf times 0 becomes NaN in the gradient.
-        return torch.where(inputs.active, inputs.logprobs - inputs.correction.old_logprobs, 0.0).exp()
+        return (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.active, 0.0).exp()
 
     def gain(self, ratio: Tensor, inputs: LossInputs) -> Tensor:
         """What each token is worth [B, T], from w [B, T]; this one is clipped (Schulman 2017)."""
@@ -145,35 +143,27 @@ class ClippedLoss(Loss):
 
 def token_mean(inputs: LossInputs) -> Tensor:
     """Share of a token where all sampled tokens of the step count alike: [B, 1]."""
-    import torch
-
-    return torch.full_like(inputs.logprobs[:, :1], 1.0 / max(inputs.counts.tokens, 1))
+    return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / max(inputs.counts.tokens, 1))
 
 
 def reference_gap(inputs: LossInputs) -> Tensor:
     """k3 to the reference per token [B, T], 0 outside the mask."""
-    import torch
-
     assert inputs.ref_logprobs is not None
-    return k3(torch.where(inputs.mask, inputs.logprobs, 0.0), torch.where(inputs.mask, inputs.ref_logprobs, 0.0))
+    return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 
 
 def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
     """The loss with the arm's distillation on top, where it has one; ``share`` broadcasts to [B, T]."""
-    import torch
-
     if inputs.distill_kl is None:
         return outputs
-    per_token = torch.where(inputs.mask, inputs.distill_kl, 0.0)  # nats [B, T]
+    per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
     loss = outputs.loss + inputs.distill_weight * (per_token * share).sum()
     return LossOutputs(loss, outputs.metrics | {"distill_kl": float(per_token.detach().sum())})
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """min(w A, clip(w, 1-low, 1+high) A), all [B, T] (Schulman 2017, eq. 7, 1707.06347)."""
-    import torch
-
-    return torch.minimum(ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
+    return (ratio * advantages).minimum(ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -186,11 +176,11 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1.0
 
 
-def full_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(student || sg(teacher)) over the whole vocabulary, exact; logits [..., V] -> nats [...]."""
-    student = student_logits.log_softmax(dim=-1)
+def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """KL(learner || sg(teacher)) over the whole vocabulary, exact; logits [..., V] -> nats [...]."""
+    learner = learner_logits.log_softmax(dim=-1)
     teacher = teacher_logits.detach().log_softmax(dim=-1)
-    return (student.exp() * (student - teacher)).sum(dim=-1)
+    return (learner.exp() * (learner - teacher)).sum(dim=-1)
 
 
 LOSSES: Registry[Loss] = Registry("loss", "kvaudit.audit.training.losses", Loss)

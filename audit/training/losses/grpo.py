@@ -1,17 +1,21 @@
-"""The mean over rollouts of the mean over their tokens."""
+"""GRPO, and the three losses that differ from it in how tokens count (Dr. GRPO, DAPO) or in the ratio (GSPO)."""
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Grpo(ClippedLoss):
-    """Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A)."""
+    """The mean over rollouts of the mean over their tokens.
+
+    Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    """
 
     name = "grpo"
 
@@ -19,3 +23,51 @@ class Grpo(ClippedLoss):
         # tokens that a correction dropped still count in the length, or dropping some would raise the others
         lengths = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
         return 1.0 / (lengths * inputs.counts.rows)
+
+
+class DrGrpo(ClippedLoss):
+    """The sum over tokens over a constant, so that long wrong answers are not favoured; A without std.
+
+    Liu 2025, eq. 3 (2503.20783): -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    """
+
+    name = "dr_grpo"
+    by_std = False
+
+    def share(self, inputs: LossInputs) -> Tensor:
+        count = inputs.counts.max_tokens * inputs.counts.rows
+        return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / count)
+
+
+class Dapo(ClippedLoss):
+    """The mean over all tokens of a step, so that a long rollout counts for its length.
+
+    Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens. By default
+    the upper bound is wider, a group whose rewards are all alike is sampled again, and the last fifth of the length
+    that is allowed costs reward. Departures: the same question is asked again with other seeds, and not another one,
+    since arms are paired by what they are asked; a group that stays alike after ``resample`` rounds is kept, and
+    teaches nothing.
+    """
+
+    name = "dapo"
+    defaults = MappingProxyType({"epsilon_high": 0.28, "resample": 3, "overlong": 0.2})
+
+    def share(self, inputs: LossInputs) -> Tensor:
+        return token_mean(inputs)
+
+
+class Gspo(Grpo):
+    """One ratio per rollout: what is clipped is the sequence, as it is the sequence that was rewarded.
+
+    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|). Value
+    and gradient are those of eq. 5 where all tokens of a rollout have one advantage and weight; this form lets both
+    differ by token. A token that a correction dropped still counts in s.
+    """
+
+    name = "gspo"
+    defaults = MappingProxyType({"epsilon_low": 3e-4, "epsilon_high": 4e-4})
+
+    def ratio(self, inputs: LossInputs) -> Tensor:
+        log_ratio = (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.mask, 0.0)
+        sequence = log_ratio.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return (sequence.detach() + (log_ratio - log_ratio.detach())).exp()

@@ -36,11 +36,10 @@ class OnlineDpo(Loss):
         return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        import torch
         from torch.nn.functional import logsigmoid
 
         assert inputs.ref_logprobs is not None, "a preference is held against a reference"
-        log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.ref_logprobs, 0.0)  # nats [B, T]
+        log_ratio = (inputs.logprobs - inputs.ref_logprobs).where(inputs.mask, 0.0)  # nats [B, T]
         weights = inputs.correction.weights * inputs.active
         # the value of log_ratio, with a gradient that is weights times as large
         weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())

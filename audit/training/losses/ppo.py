@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.training.advantages import BatchRewards, Estimate, generalised_advantages, whitened
-from kvaudit.audit.training.losses.base import ClippedLoss, CriticInputs, LossInputs, LossOutputs, token_mean
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,17 +37,13 @@ class Ppo(ClippedLoss):
         policy = super().__call__(inputs)
         if inputs.critic is None:
             return policy
-        errors = value_errors(inputs.critic) * inputs.mask  # [B, T], squared reward units
+        critic = inputs.critic
+        # no further from old than clip, so that one batch cannot move V far
+        held = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
+        # half the squared error [B, T], the larger of that of V and of V held within clip of what it was
+        larger = (critic.values - critic.returns).square().maximum((held - critic.returns).square())
+        errors = 0.5 * larger * inputs.mask  # squared reward units
         return LossOutputs(
             policy.loss + (errors * self.share(inputs)).sum(),
             policy.metrics | {"value_loss": float(errors.detach().sum())},
         )
-
-
-def value_errors(critic: CriticInputs) -> Tensor:
-    """Half the squared error per token [B, T], the larger of that of V and of V held within clip of what it was."""
-    import torch
-
-    # no further from old than clip, so that one batch cannot move V far
-    held = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
-    return 0.5 * torch.maximum((critic.values - critic.returns).square(), (held - critic.returns).square())

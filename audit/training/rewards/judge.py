@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvaudit.audit.judges.base import JUDGES, Judge, question_key
+from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.constitution import read_constitution, rubric_of, score_of
 from kvaudit.audit.judges.rubric import RubricJudge
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Reward, Scores, asks_a_judge
@@ -106,7 +106,7 @@ class Judged(Reward):
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
-        return partial(self._settled, Answers(path, question_key, self._words, field, kinds).answers)
+        return partial(self._settled, Answers(path, Judge.key_of, self._words, field, kinds).answers)
 
     @property
     def _file(self) -> Path:
