@@ -59,7 +59,7 @@ def labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "data"))
     monkeypatch.setattr(logistic, "_encode", letters)
     monkeypatch.setattr(logistic, "_encoder_sha256", lambda: "letters")
-    monkeypatch.setattr(logistic, "_needed", lambda: "nowhere")
+    monkeypatch.setattr(logistic, "_folder", lambda: Path("nowhere"))
     return tmp_path / "data"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from again_world import verify
 from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
 from huggingface_hub.errors import StrictDataclassError
 from rollout_form import write_rollouts
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 import kvaudit.audit.cache.attention
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.ledger import Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import parse_policy

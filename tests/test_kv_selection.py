@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from again_world import verify
 from conform.stepwise import stepwise_logits
 from conform.world import feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
 from rollout_form import write_rollouts
@@ -17,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy

@@ -31,7 +31,7 @@ TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a 
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
     *("FILE", "COMMAND", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
-    *("scan", "verify"),  # a command and the work that it calls
+    "scan",  # a command and the work that it calls
     *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
     "T",  # of type variables
 }

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from again_world import measure
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.again import mismatch as command
-from kvaudit.audit.again.mismatch import Survey, measure, survey
+from kvaudit.audit.again.mismatch import Survey, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import imported
 from kvaudit.audit.sampling.model import LoadedModel, load_model

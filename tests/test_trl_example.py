@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from again_world import measure
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.mismatch import measure, survey
+from kvaudit.audit.again.mismatch import survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.files import read_json

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from again_world import verify
 from conform.policies import further, one_of_each, policies_for, policy_id, record_of, small_policies, time_of
 from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
-from kvaudit.audit.again.verify import verify
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints

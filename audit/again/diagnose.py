@@ -93,8 +93,8 @@ class Diagnosis:
     mode: str
 
     @property
-    def words(self) -> str:
-        """What the mode means."""
+    def meaning(self) -> str:
+        """Of the mode."""
         return FAILURE_MODES[self.mode]
 
     @property

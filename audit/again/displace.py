@@ -32,7 +32,6 @@ from kvaudit.audit.again.trajectories import (
     Trajectory,
     batches,
     first_tokens,
-    tokens_of,
     trajectory,
     units,
 )
@@ -181,7 +180,7 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
         if suite.refusal and place not in self._refusals:
             items = evaluation_items(self._run.sized, suite, piece.context_tokens, chat.count_tokens)
             wanted = frozenset(item.item_id for item in items if suite.gold(item)[0].startswith(suite.refusal))
-            self._refusals[place] = Refusal(tokens_of(chat, suite.refusal)[0], wanted)
+            self._refusals[place] = Refusal(chat.encode(suite.refusal)[0], wanted)
         return self._refusals.get(place)
 
     def _models(self, piece: DisplacementUnit) -> list[LoadedModel]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.again.measure import Measure, serve_again
+from kvaudit.audit.again.measure import Measure
 from kvaudit.audit.again.verify import PASS_TOKENS
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
@@ -207,12 +207,6 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
             known = ", ".join(f"{value:g}" for value in sorted(found.temperatures))
             raise SpecError(f"{str(found.path)!r} was sampled at several temperatures ({known}); give a file of each")
         return next(iter(found.temperatures), 1.0)
-
-
-def measure(model: LoadedModel, found: Survey, *, temperature: float | None = None) -> FilePanel:
-    """``Mismatch`` by itself; raises DataError where the model cannot have sampled the rollouts."""
-    ((_, total),) = serve_again(Mismatch(model, found, temperature=temperature))
-    return total
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

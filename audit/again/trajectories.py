@@ -73,10 +73,12 @@ def trajectory(record: Record, chat: Chat, seed: int) -> Trajectory | None:
     answers = [part for is_answer, part in parts if is_answer]
     replies = [part for is_answer, part in parts[1:] if not is_answer]
     item = Item(record.suite, record.item_id, record.cluster_id, opening, record.context_tokens, record.placement)
-    end, turns = end_of_turn(chat), []
+    # the stop token that the template writes after an answer, None where it writes none
+    end = next((token for token in chat.reply([Message(Role.USER, ".")]).ids if token in chat.stop_ids), None)
+    turns = []
     for number, (answer,) in enumerate(answers):  # one message each: ``_check`` has seen to it
         last = number == len(answers) - 1
-        ids = tokens_of(chat, answer.content)
+        ids = chat.encode(answer.content)
         if end is not None and not (last and record.finish_reason == "length"):
             ids = (*ids, end)
         turns.append(Turn(ids, NOTHING if last else chat.continuation(ids, replies[number])))
@@ -109,17 +111,6 @@ def _check(record: Record) -> None:
 def _is_text(value: object) -> bool:
     """Text that can be written: JSON can spell half of a surrogate pair, no file can hold it."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def tokens_of(chat: Chat, text: str) -> tuple[int, ...]:
-    """The tokens of an answer's text."""
-    return tuple(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def end_of_turn(chat: Chat) -> int | None:
-    """The stop token that the template writes after an answer, None where it writes none."""
-    closing = chat.reply([Message(Role.USER, ".")]).ids
-    return next((token for token in closing if token in chat.stop_ids), None)
 
 
 def first_tokens(found: Iterable[Trajectory], most: int) -> list[Trajectory]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
-from kvaudit.audit.again.measure import Measure, serve_again
+from kvaudit.audit.again.measure import Measure
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.quantised.hints import Strays
@@ -233,14 +233,6 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
             # greedy draws are recorded with the log-probs of temperature 1
             found.append(_of(chosen, ids, temperature or 1.0).cpu())
         return found
-
-
-def verify(
-    model: LoadedModel, recorded: RecordedRollouts, *, tolerance: float | None = None, temperature: float | None = None
-) -> Verification:
-    """``Verify`` of one file; raises DataError where the model cannot have sampled its rollouts."""
-    ((_, found),) = serve_again(Verify(model, [recorded], tolerance=tolerance, temperature=temperature))
-    return found
 
 
 def _reroutes(piece: RecordedRollouts) -> bool:

@@ -102,7 +102,7 @@ def _show(found: Diagnosis, console: Any) -> None:
     say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
     ratio = found.along_refusals
     say(console, f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)")
-    say(console, f"mode: {found.mode}: {found.words}")
+    say(console, f"mode: {found.mode}: {found.meaning}")
     for one in found.mending:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
         settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")

@@ -246,7 +246,7 @@ class Chat:
         rows: list[dict[str, str]] = []
         foreign = False  # whether the last row is a user row that holds another role's text
         for row in message_rows(messages):
-            moved = self._is_foreign(row["role"])
+            moved = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}.get(Role(row["role"])) == "user"
             if row["role"] == Role.TOOL and moved:
                 row["content"] = TOOL_PREFIX + row["content"]
             if moved:
@@ -258,9 +258,6 @@ class Chat:
             # the next row may only join one that holds another role's text, or two users would become one
             foreign = moved
         return rows
-
-    def _is_foreign(self, role: str) -> bool:
-        return {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}.get(Role(role)) == "user"
 
 
 def _template_of(tokenizer: Any) -> str:

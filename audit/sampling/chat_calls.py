@@ -37,17 +37,14 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
     foreign = False  # whether the last row holds a tool's text
     for message in heard(transcript):
         moved = message.role is Role.TOOL and tool_role == Role.USER
-        row = {"role": tool_role, "content": TOOL_PREFIX + message.content} if moved else _row(message)
+        role, prefix = (tool_role, TOOL_PREFIX) if moved else (str(message.role), "")
+        row = {"role": role, "content": prefix + message.content}
         if found and found[-1]["role"] == row["role"] == Role.USER and (moved or foreign):
             found[-1]["content"] += "\n\n" + row["content"]
         else:
             found.append(row)
         foreign = moved
     return found
-
-
-def _row(message: Message) -> dict[str, str]:
-    return {"role": str(message.role), "content": message.content}
 
 
 def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool, limit: int, seconds: float) -> Answer:
@@ -61,7 +58,7 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
         raise RefusedRequest(f"it ended by {_FILTERED!r}, which is no end of an answer{said}")
     if finish is None:
         raise _broken(f"it ended by {completion.finish_reason[:40]!r}, which is no end of an answer")
-    read, drawn = _usage(completion.usage)
+    read, drawn = (_number(completion.usage, key) for key in ("prompt_tokens", "completion_tokens"))
     _check_read(read, sent, messages, exact=exact)
     if drawn is not None and drawn > limit + _SPARE:
         raise _broken(f"it claims {drawn} tokens where at most {limit} were asked for")
@@ -78,15 +75,8 @@ def _check_read(read: int | None, sent: int, messages: int, *, exact: bool) -> N
         raise _broken(f"it claims to have read {read} tokens where about {sent} were sent")
 
 
-def _usage(usage: Any) -> tuple[int | None, int | None]:
-    """Tokens read and written, None where nothing is said of them."""
-    if usage is None:
-        return None, None
-    read, drawn = (_number(usage, key) for key in ("prompt_tokens", "completion_tokens"))
-    return read, drawn
-
-
 def _number(usage: Any, key: str) -> int | None:
+    """Tokens of a kind, None where nothing is said of them."""
     value = usage.get(key) if isinstance(usage, Mapping) else usage
     if value is not None and (type(value) is not int or value < 0):
         raise _broken(f"its {key} are no number")

@@ -132,8 +132,12 @@ def is_adapter(folder: Path) -> bool:
 
 def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
     theirs = load_chat(name_or_path).tokenizer
-    for what, of in (("vocabulary", _vocabulary), ("chat template", _template)):
-        if of(theirs) != of(base.chat.tokenizer):
+    ours = base.chat.tokenizer
+    for what, differs in (
+        ("vocabulary", theirs.get_vocab() != ours.get_vocab()),
+        ("chat template", str(theirs.get_chat_template()) != str(ours.get_chat_template())),
+    ):
+        if differs:
             raise DataError(
                 f"checkpoint {name_or_path!r} has another {what} than model {base.name!r}; their prompts would differ"
             )
@@ -192,12 +196,3 @@ def adapter_sha256(folder: Path, base_sha256: str) -> str:
     # the configuration too: alpha scales the same weights
     parts = (base_sha256, file_sha256(folder / ADAPTER_CONFIG), file_sha256(folder / ADAPTER_WEIGHTS))
     return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    found: dict[str, int] = tokenizer.get_vocab()
-    return found
-
-
-def _template(tokenizer: Any) -> str:
-    return str(tokenizer.get_chat_template())

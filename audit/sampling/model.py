@@ -93,9 +93,7 @@ def load_model(
             model, tokenizer = _load_gguf(path, dtype)
             digest = file_sha256(path)
         else:
-            folder = locate(name_or_path)
-            refuse_code(folder)
-            verify_folder(folder)
+            folder = _own_folder(name_or_path)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
         # before a prompt is made: a token beyond the embeddings would end in an index error
@@ -238,11 +236,17 @@ class LoadedClassifier(NamedTuple):
 def load_classifier(name_or_path: str) -> LoadedClassifier:
     """Load a model that sorts texts into classes, on the CPU or the GPU; raises DataError as ``load_model`` does."""
     with _quiet(name_or_path):
-        folder = locate(name_or_path)
-        refuse_code(folder)
-        verify_folder(folder)
+        folder = _own_folder(name_or_path)
         model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
     return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
+
+
+def _own_folder(name_or_path: str) -> Path:
+    """``locate``, of a folder that is whole and names no code."""
+    folder = locate(name_or_path)
+    refuse_code(folder)
+    verify_folder(folder)
+    return folder
 
 
 def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
@@ -293,26 +297,30 @@ def _gguf_tokenizer(path: Path) -> Any:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Load without progress bars; whatever transformers raises becomes one line that names the model."""
+def without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except AuditError:
-        raise
-    except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
-        line = _first_line(error)
-        raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of a message, and the next where the first only introduces it."""
-    first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
-    return f"{first} {second}".strip() if first.endswith(":") else first
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Load without progress bars; whatever transformers raises becomes one line that names the model."""
+    try:
+        with without_bars():
+            yield
+    except AuditError:
+        raise
+    except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
+        first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
+        # the next line too where the first only introduces it
+        line = f"{first} {second}".strip() if first.endswith(":") else first
+        raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
 
 
 def _generation_stops(name: str, model: Any) -> list[int]:

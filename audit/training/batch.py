@@ -23,13 +23,19 @@ from kvaudit.suites.base import SUITES, CountTokens, Suite
 TrainingItem = tuple[Suite, Item]
 
 
-def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
+def shares(config: AnyConfig) -> tuple[float, ...]:
+    """Share of prompts per suite, which add up to 1; without weights equal ones."""
+    weights = config.weights or (1.0,) * len(config.suites)
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def slots(parts: Sequence[float], count: int) -> list[tuple[int, int]]:
     """``count`` pairs (suite index, ordinal in the suite); after any n of them each suite is within 1 of its share."""
-    taken = [0] * len(shares)
+    taken = [0] * len(parts)
     order = []
     for slot in range(1, count + 1):
         # the suite that lags its share most; the earlier one of two that lag alike
-        late = max(range(len(shares)), key=lambda index: (shares[index] * slot - taken[index], -index))
+        late = max(range(len(parts)), key=lambda index: (parts[index] * slot - taken[index], -index))
         order.append((late, taken[late]))
         taken[late] += 1
     return order
@@ -38,9 +44,7 @@ def slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
 def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
     """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
-    weights = config.weights or (1.0,) * len(config.suites)
-    shares = [weight / sum(weights) for weight in weights]
-    order = slots(shares, config.steps * config.prompts_per_step)
+    order = slots(shares(config), config.steps * config.prompts_per_step)
     pools = []
     for index, suite in enumerate(suites):
         wanted = sum(1 for chosen, _ in order if chosen == index)
@@ -87,16 +91,9 @@ class Batch:
         """Some of its groups, or rows of one of them, as a batch of their own; columns stay."""
         index = list(rows)
         assert len(index) <= self.group or len(index) % self.group == 0, (len(index), self.group)
-        return Batch(
-            rollouts=tuple(self.rollouts[row] for row in index),
-            group=min(self.group, len(index)),
-            sampler_logprobs=self.sampler_logprobs[index],
-            sampled=self.sampled[index],
-            mask=self.mask[index],
-            rewards=self.rewards[index],
-            graded=self.graded[index],
-            earned=self.earned[index],
-        )
+        names = ("sampler_logprobs", "sampled", "mask", "rewards", "graded", "earned")
+        tensors = {name: getattr(self, name)[index] for name in names}
+        return Batch(tuple(self.rollouts[row] for row in index), min(self.group, len(index)), **tensors)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values [n] of the sampled tokens, in row-major order, as [B, R] with gradient; 0 elsewhere."""
@@ -225,11 +222,11 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
     return steps
 
 
-def _dealt(groups: int, hands: int, seed: int) -> list[list[int]]:
-    """Groups in ``hands`` equal parts, in their own order where there is one."""
+def _dealt(groups: int, parts: int, seed: int) -> list[list[int]]:
+    """Groups in equal parts, in their own order where there is one."""
     draw = torch.Generator().manual_seed(seed)
-    order = list(range(groups)) if hands == 1 else torch.randperm(groups, generator=draw).tolist()
-    return [order[hand * groups // hands : (hand + 1) * groups // hands] for hand in range(hands)]
+    order = list(range(groups)) if parts == 1 else torch.randperm(groups, generator=draw).tolist()
+    return [order[part * groups // parts : (part + 1) * groups // parts] for part in range(parts)]
 
 
 def microbatches(

@@ -24,13 +24,12 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging as transformers_logging
 
 from kvaudit import __version__
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256
-from kvaudit.audit.sampling.model import LoadedModel, verify_folder
+from kvaudit.audit.sampling.model import LoadedModel, verify_folder, without_bars
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
 from kvaudit.audit.training.config import AnyConfig
@@ -46,6 +45,7 @@ from kvaudit.core.provenance import PROVENANCE, own_files
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
 FINAL_LEDGER = "final"
+STAGED = "final" + PARTIAL  # where a model is saved before it is moved into its folder, file by file
 _TENSORS = "tensors.safetensors"
 _PARTS = "parts"  # files of the other ranks, with their sha256
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
@@ -143,16 +143,6 @@ class CheckpointFolder:
             if path.name not in kept:
                 path.unlink()
 
-    def save_ledgers(self, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-        """Write rollouts to ``ledgers/<stem>.safetensors``; returns the file's name and sha256."""
-        name = f"{stem}.safetensors"
-        path = self.path / LEDGERS / name
-        with guarded(path):
-            digest = save_ledgers(path.with_name(name + PARTIAL), rollouts, policy)
-            # in one step, so that a kill leaves no half ledger under this name
-            os.replace(path.with_name(name + PARTIAL), path)
-        return name, digest
-
     def finish(self, learner: LoadedModel, position: Position) -> None:
         """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it whole.
 
@@ -160,12 +150,14 @@ class CheckpointFolder:
         """
         self.telemetry.check_steps(position.step)
         # hashed where nobody loads them, then moved: a kill in between leaves a state to resume and no provenance
-        staged = self.path / ("final" + PARTIAL)
+        staged = self.path / STAGED
         with guarded(self.path):
             shutil.rmtree(staged, ignore_errors=True)
             _save_model(learner, staged)
             files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
-            weights = _identity(learner, staged)
+            adapted = isinstance(learner, AdaptedModel)
+            # the sha256 by which whoever loads the folder knows the model
+            weights = adapter_sha256(staged, learner.origin) if adapted else weights_sha256(staged)
         move_into(staged, self.path)  # file by file, each in one step
         provenance = self._claim | {
             "arm": self._config.arm,
@@ -176,7 +168,7 @@ class CheckpointFolder:
             "sha256": weights,
             "files": files | {self.telemetry.path.name: file_sha256(self.telemetry.path)},
             "ledgers": dict(position.ledgers),
-            "versions": _versions(),
+            "versions": versions(),
         }
         with guarded(self.path / PROVENANCE):
             write_json(self.path / PROVENANCE, provenance)
@@ -186,9 +178,7 @@ class CheckpointFolder:
         if found == self._claim:
             return
         if found.get("format") != FORMAT or not isinstance(found.get("config"), dict):
-            raise DataError(
-                f"{str(self.path / CLAIM)!r} is not of format {FORMAT}; delete {str(self.path)!r} to start over"
-            )
+            raise self._broken(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
         theirs, ours = found["config"], self._config.to_json()
         names = sorted(key for key in set(theirs) | set(ours) if theirs.get(key) != ours.get(key))
         names = names or sorted(
@@ -203,19 +193,17 @@ class CheckpointFolder:
 
     def _load(self, folder: Path, learner: Learner | Optimiser) -> Position:
         if not (folder / _TENSORS).is_file():
-            raise DataError(f"training state {str(folder)!r} lacks {_TENSORS}; delete {str(self.path)!r} to start over")
+            raise self._broken(f"training state {str(folder)!r} lacks {_TENSORS}")
         state = read_json(folder / STATE)
         if set(state) - {_PARTS} != _STATE_KEYS:
-            raise DataError(
-                f"{str(folder / STATE)!r} holds other keys than a state; delete {str(self.path)!r} to start over"
-            )
+            raise self._broken(f"{str(folder / STATE)!r} holds other keys than a state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:
-            raise DataError(
-                f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with; "
-                f"delete {str(self.path)!r} to start over"
-            )
+            raise self._broken(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
         position = self._position(state, folder)
-        learner.load(self._tensors(folder / _TENSORS), position.updates)
+        try:
+            learner.load(load_file(folder / _TENSORS), position.updates)
+        except SafetensorError as error:
+            raise self._broken(f"{str(folder / _TENSORS)!r} holds no tensors ({error})") from None
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
@@ -229,29 +217,21 @@ class CheckpointFolder:
             or updates > step * self._config.updates_per_step  # fewer where gradients were not finite
             or state["config_hash"] != self._config.hash
         ):
-            raise DataError(
+            raise self._broken(
                 f"{str(folder / STATE)!r} holds what no step of this run leaves (step, updates, telemetry_bytes or "
-                f"config_hash); delete {str(self.path)!r} to start over"
+                "config_hash)"
             )
         ledgers = own_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
-
-    def _tensors(self, path: Path) -> dict[str, torch.Tensor]:
-        try:
-            tensors: dict[str, torch.Tensor] = load_file(path)
-        except SafetensorError as error:
-            raise DataError(
-                f"{str(path)!r} holds no tensors ({error}); delete {str(self.path)!r} to start over"
-            ) from None
-        return tensors
 
     def _check_ledgers(self, position: Position) -> None:
         for name, digest in position.ledgers:
             path = self.path / LEDGERS / name
             if not path.is_file() or file_sha256(path) != digest:
-                raise DataError(
-                    f"ledger {str(path)!r} is missing or was changed; delete {str(self.path)!r} to start over"
-                )
+                raise self._broken(f"ledger {str(path)!r} is missing or was changed")
+
+    def _broken(self, what: str) -> DataError:
+        return DataError(f"{what}; delete {str(self.path)!r} to start over")
 
 
 class Resumable:
@@ -288,6 +268,16 @@ class Resumable:
         return {name: digest for part in self.ranks.gathered(own) for name, digest in part.items()}
 
 
+def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
+    """Write rollouts to ``ledgers/<stem>.safetensors`` of a folder; returns the file's name and sha256."""
+    path = folder / LEDGERS / f"{stem}.safetensors"
+    partial = path.with_name(path.name + PARTIAL)
+    with guarded(path):
+        digest = save_ledgers(partial, rollouts, policy)
+        os.replace(partial, path)  # in one step, so that a kill leaves no half ledger under this name
+    return path.name, digest
+
+
 def _part_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
@@ -301,31 +291,17 @@ def drop_state(folder: Path) -> None:
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
-def _identity(learner: LoadedModel, folder: Path) -> str:
-    """The sha256 by which whoever loads the folder knows the model."""
-    return adapter_sha256(folder, learner.origin) if isinstance(learner, AdaptedModel) else weights_sha256(folder)
-
-
 def _save_model(learner: LoadedModel, folder: Path) -> None:
     if isinstance(learner, AdaptedModel):
         save_adapter(learner, folder)
         return
-    # a bar per shard would break the progress line of the run
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with without_bars():  # a bar per shard would break the progress line of the run
         weights = whole_weights(learner.model) if is_sharded(learner.model) else None
         learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
         learner.chat.tokenizer.save_pretrained(folder)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "kvaudit": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+def versions(**hosts: str) -> dict[str, str]:
+    """What a checkpoint was trained with."""
+    ours = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**ours, **hosts, "python": platform.python_version()}

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
-from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
 from kvaudit.audit.engines.drawing import weights_of
@@ -29,13 +30,14 @@ from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.rewards.base import Pays
-from kvaudit.audit.training.rollouts import Questioner, StepRollouts
+from kvaudit.audit.training.rollouts import Questioner, StepRollouts, undiminished
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.grid import EngineSpec
 from kvaudit.core.spec_train import TrainSpec
 
+T = TypeVar("T")
 # between an engine and a replay of what it stored, nats a token, mean over a rollout: float32 comes to 1e-5
 FRESH, FRESH_ROUNDED = 5e-3, 0.1
 _TRIES = 3  # of one step's rollouts
@@ -111,15 +113,19 @@ class EngineQuestioner(Questioner):
             )
 
     def _push(self) -> None:
-        """Give the engine the learner's weights."""
-        for last in (*[False] * (_TRIES - 1), True):
+        self._tried(lambda drawer: drawer.push(weights_of(self._model.model)))
+
+    def _tried(self, work: Callable[[Drawer], T], again: Callable[[], None] = lambda: None) -> T:
+        """``work`` of the engine, which is started anew, a few times, where it is gone; ``again`` comes before more."""
+        for left in reversed(range(_TRIES)):
             try:
-                self._started().push(weights_of(self._model.model))
-                return
+                return work(self._started())
             except EngineFailed as error:
                 self.close()
-                if last:
+                if not left:
                     raise RunError(f"{error}; {_SAVED}") from None
+                again()
+        raise AssertionError
 
     def _started(self) -> Drawer:
         if self._drawer is None:
@@ -127,17 +133,6 @@ class EngineQuestioner(Questioner):
             self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
             self._use.hold(self._condition, self._drawer.described)
         return self._drawer
-
-    def _drawn(self, asked: Sequence[Asked]) -> list[Drawn]:
-        for last in (*[False] * (_TRIES - 1), True):
-            try:
-                return self._started().draw(asked, keep=self._keeps)
-            except EngineFailed as error:
-                self.close()
-                if last:
-                    raise RunError(f"{error}; {_SAVED}") from None
-                self._push()
-        raise AssertionError
 
     def _play(
         self,
@@ -154,9 +149,9 @@ class EngineQuestioner(Questioner):
             check_fits(self._model, suite, item, len(prompt.ids))
             for member in range(group):
                 rows.append((Conversation(AskedItem(suite, item, prompt, False), member, self._model), prompt))
-                seed, heat = seeds[n * group + member], self._config.temperature
-                asked.append(Asked(tuple(prompt.ids), suite.max_new_tokens, stops, heat, 1.0, seed))
-        drawn = self._drawn(asked)
+                seed, temperature = seeds[n * group + member], self._config.temperature
+                asked.append(Asked(tuple(prompt.ids), suite.max_new_tokens, stops, temperature, 1.0, seed))
+        drawn = self._tried(lambda drawer: drawer.draw(asked, keep=self._keeps), again=self._push)
         return [self._row(talk, prompt, one) for (talk, prompt), one in zip(rows, drawn, strict=True)]
 
     def _row(self, talk: Conversation, prompt: Rendered, drawn: Drawn) -> GradedRow:
@@ -191,24 +186,14 @@ def drawn_rollout(
     tokens, start = len(ids), len(prompt)
     logprobs = torch.zeros(tokens)
     logprobs[start:] = torch.tensor(drawn.logprobs[:until])
-    layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     written = None
     if drawn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
-        keys, values = (part[: tokens - 1].reshape(tokens - 1, layers, heads, -1) for part in drawn.written)
+        shape = tokens - 1, len(layer_plans(config, Dense())), kv_heads(config), -1
+        keys, values = (part[: tokens - 1].reshape(shape) for part in drawn.written)
         written = keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
-    return Rollout(
-        ids=ids,
-        prompt_length=start,
-        sampled=torch.arange(tokens) >= start,
-        sampler_logprobs=logprobs,
-        # nothing leaves, and what the engine allocated is not known
-        evicted_at=torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(layers, heads, tokens),
-        kv_bytes_peak=0,
-        kv_bytes_dense=0,
-        retention=1.0,
-        answer_start=start,
-        stored=store,
-        written=written,
+    # nothing leaves, and what the engine allocated is not known
+    return replace(
+        undiminished(config, ids, start, torch.arange(tokens) >= start, logprobs), stored=store, written=written
     )
 
 
@@ -221,12 +206,6 @@ def gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: T
     def rms(view: Tensor) -> float:
         return math.sqrt(float((sampler - view)[mask].double().square().mean()))
 
-    whole = rms(dense)
-    if replayed is None:
-        return {"engine/dense_rms": whole, "engine/replay_rms": None, "engine/explained": None}
-    own = rms(replayed)
-    return {
-        "engine/dense_rms": whole,
-        "engine/replay_rms": own,
-        "engine/explained": 1.0 - (own / whole) ** 2 if whole else None,
-    }
+    whole, own = rms(dense), None if replayed is None else rms(replayed)
+    explained = None if own is None or not whole else 1.0 - (own / whole) ** 2
+    return {"engine/dense_rms": whole, "engine/replay_rms": own, "engine/explained": explained}

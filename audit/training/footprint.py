@@ -68,15 +68,18 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
     answers = tokens * section.group * answer // question  # of these tokens, those of suffixes
     # a prompt is plain causal, and what is masked of one that was cut while it was read is left out
     kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
-    kept += min(answers * _vocabulary(model.model), PIECE) * 12  # logits, their log-softmax and its gradient
+    vocabulary = int(model.model.config.get_text_config(decoder=True).vocab_size)
+    kept += min(answers * vocabulary, PIECE) * 12  # logits, their log-softmax and its gradient
+    fewer = "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
+    recompute = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
     return (
-        MemoryUse("weights, gradients and moments", _learning(section, model), _fewer_weights(section)),
+        MemoryUse("weights, gradients and moments", _learning(section, model), fewer),
         MemoryUse(
             "the rollouts' caches" if shared else "the rollouts' caches and the weights that they are sampled from",
             cached + whole,
             "lower train.rollout_rows or train.context_tokens",
         ),
-        MemoryUse("what a learner's pass keeps", kept, _less_kept(section)),
+        MemoryUse("what a learner's pass keeps", kept, f"{recompute}lower train.microbatch_tokens"),
     )
 
 
@@ -121,16 +124,3 @@ def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
     if once:
         return int(len(plans) * tokens * config.hidden_size + linear + weights)
     return int(len(plans) * linear + sum(plan.governed for plan in plans) * weights)
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _fewer_weights(section: TrainSpec) -> str:
-    return "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
-
-
-def _less_kept(section: TrainSpec) -> str:
-    knobs = "lower train.microbatch_tokens"
-    return knobs if section.gradient_checkpointing else f"set train.gradient_checkpointing, or {knobs}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 
@@ -26,7 +27,14 @@ from torch import Tensor
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
 from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
-from kvaudit.audit.training.checkpoint import FINAL_LEDGER, CheckpointFolder, Position, Resumable, drop_state
+from kvaudit.audit.training.checkpoint import (
+    FINAL_LEDGER,
+    CheckpointFolder,
+    Position,
+    Resumable,
+    drop_state,
+    write_ledgers,
+)
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
 from kvaudit.audit.training.early_stop import EarlyStop
@@ -80,7 +88,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
     """Go on from the last saved state to the end."""
     config, out, end = run.config, folder.path, None if early_stop is None else early_stop.step
     run.resumed(out, position := folder.resume(run.learner, end))
-    rows, stop = folder.telemetry.rows(), early_stop if end is None else None
+    rows, stop, keep = folder.telemetry.rows(), early_stop if end is None else None, partial(write_ledgers, out)
     # asked at the top: a kill may have come between a saved state and its mark
     while not (ended := stop is not None and stop.ends(position.step, rows)) and position.step < (end or config.steps):
         row, sampled = run.step(position.step)
@@ -89,7 +97,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += tuple(starmap(folder.save_ledgers, ledgers_of(f"step-{done}", sampled, config)))
+            ledgers += tuple(starmap(keep, ledgers_of(f"step-{done}", sampled, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.learner.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
@@ -101,7 +109,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.keeps_ledger(config.ledger_every):
-        final = starmap(folder.save_ledgers, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
+        final = starmap(keep, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
     run.gather()
     folder.finish(run.model, position)

@@ -84,11 +84,9 @@ class Optimiser:
                 continue
             first = torch.zeros_like(total) if early is None else early.float()
             second = total - first
-            one, two, both = (
-                one + float(first.square().sum()),
-                two + float(second.square().sum()),
-                both + float((first * second).sum()),
-            )
+            one += float(first.square().sum())
+            two += float(second.square().sum())
+            both += float((first * second).sum())
         # in double, which holds a float of Python as it is
         one, two, both = self._ranks.summed(torch.tensor([one, two, both], dtype=torch.float64)).tolist()
         if not math.isfinite(one + two):
@@ -119,14 +117,11 @@ class Optimiser:
         for settings in self._adam.param_groups:
             settings["lr"] = rate
         self._adam.step()
-        self._publish()
-
-    @torch.no_grad()
-    def _publish(self) -> None:
         # rounding happens here and is forgotten: the masters go on from what they were before it
-        for name, master in self._masters.items():
-            if self._weights[name] is not master:
-                self._weights[name].copy_(master)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if self._weights[name] is not master:
+                    self._weights[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
         """Master weights and both moments, keyed ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.

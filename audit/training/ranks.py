@@ -113,17 +113,13 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            if self.count == 1 or not _of_transport(error):
+            # NCCL has a class for an exchange that failed, and gloo says by its files where it was
+            if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             # without the place in gloo's own files
             line = inline(re.sub(r"^\[[^]]*\]:? *", "", str(error)).partition("\n")[0])
             what = self._why() or f"another rank was lost or hangs ({line})"
             raise RunError(f"{what}; what is saved stays: go on with --resume") from None
-
-
-def _of_transport(error: RuntimeError) -> bool:
-    """Whether an exchange failed: NCCL has a class for it, and gloo says by its files where it was."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _packed(thing: object) -> Tensor:

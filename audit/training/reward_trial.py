@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.exchange import Exchange
@@ -19,8 +19,10 @@ def check_reward_tells(paying: Paying, questions: Sequence[tuple[Suite, Item]], 
 
     Suites without gold answers are left out, as are all where the chat template opens a thought, which gold lacks.
     """
-    asked = [(suite, item) for suite, item in questions if suite.name in paying.paid and _has_gold(suite, model)]
-    played = [_ideal(model, suite, item) for suite, item in asked]
+    if model.chat.opens_thought:
+        return
+    paid = [(suite, item) for suite, item in questions if suite.name in paying.paid]
+    played = [_ideal(model, suite, item) for suite, item in paid if type(suite).gold is not Suite.gold]
     if paying.by_grade_alone or not played:
         return
     scores = checked(paying.reward, paying.reward.rewards(played), len(played))
@@ -32,15 +34,12 @@ def check_reward_tells(paying: Paying, questions: Sequence[tuple[Suite, Item]], 
         )
 
 
-def _has_gold(suite: Suite, model: LoadedModel) -> bool:
-    return type(suite).gold is not Suite.gold and not model.chat.opens_thought
-
-
 def _ideal(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
     """An item's conversation with the answers that its suite wants, as if they had been drawn."""
     exchange, rollout = Exchange(suite, item, thinks=False), gold_rollout(model, suite, item)
-    for answer in _while_open(exchange, suite.gold(item)):
-        exchange.go_on(exchange.hear(answer, "stop"))
+    for answer in suite.gold(item):
+        if exchange.open:
+            exchange.go_on(exchange.hear(answer, "stop"))
     return GradedRow(
         item=item,
         transcript=exchange.transcript,
@@ -53,9 +52,3 @@ def _ideal(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
         sample_index=0,
         seconds=0.0,
     )
-
-
-def _while_open(exchange: Exchange, answers: Sequence[str]) -> Iterator[str]:
-    for answer in answers:
-        if exchange.open:
-            yield answer

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.policies import Policy
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
@@ -148,6 +153,22 @@ def ledgers_of(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterato
         own = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
         rows = [sampled.played[n * group + member].rollout for n in own for member in range(group)]
         yield ledger_stem(stem, policy, mixed=mixed), policy, rows
+
+
+def undiminished(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
+    """A rollout of a cache that nothing left, whose ledger takes no memory; ``config`` is the model's."""
+    layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
+    return Rollout(
+        ids=ids,
+        prompt_length=prompt_length,
+        sampled=sampled,
+        sampler_logprobs=logprobs,
+        evicted_at=torch.tensor(NEVER, dtype=torch.int32).expand(layers, heads, len(ids)),  # [L, H, T]
+        kv_bytes_peak=0,
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=prompt_length,
+    )
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from kvaudit.audit.cache.layers import kv_heads, layer_plans
-from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.policies import Dense
+from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.conversations import check_fits
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import trainable_copy
@@ -22,6 +20,7 @@ from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.rollouts import undiminished
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
@@ -98,19 +97,8 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
             f"suite {suite.name} item {item.item_id}: its gold transcript has {len(ids)} tokens, the model "
             f"{model.max_positions} positions; lower context_tokens"
         )
-    layers, heads = len(layer_plans(model.model.config, Dense())), kv_heads(model.model.config)
-    return Rollout(
-        ids=torch.tensor(ids),
-        prompt_length=len(parts[0][0]),
-        sampled=torch.tensor(learned),
-        sampler_logprobs=torch.zeros(len(ids)),  # nobody drew them
-        # [L, H, T] without memory of its own
-        evicted_at=torch.tensor(NEVER, dtype=torch.int32).expand(layers, heads, len(ids)),
-        kv_bytes_peak=0,
-        kv_bytes_dense=0,
-        retention=1.0,
-        answer_start=len(parts[0][0]),
-    )
+    nobody_drew = torch.zeros(len(ids))
+    return undiminished(model.model.config, torch.tensor(ids), len(parts[0][0]), torch.tensor(learned), nobody_drew)
 
 
 def _gold_parts(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:

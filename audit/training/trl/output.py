@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +21,15 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from kvaudit.audit.cache.attention import unwrapped
-from kvaudit.audit.cache.ledger import Rollout, save_ledgers
+from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
 from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
-from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, LEDGERS
+from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, write_ledgers
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
-from kvaudit.core.files import PARTIAL, read_json, write_json
+from kvaudit.core.files import read_json, write_json
 from kvaudit.core.options import sha256_of
 from kvaudit.core.provenance import PROVENANCE
 from kvaudit.core.recipe import RECIPE, sealed
@@ -108,6 +107,9 @@ class OutputFolder:
         base = self._claim["base_sha256"]
         weights = adapter_sha256(staged, base) if is_adapter(staged) else weights_sha256(staged)
         move_into(staged, self.path)
+        ledgers = dict[str, str]()
+        if done.policy is not None and done.rollouts:
+            ledgers.update([write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)])
         provenance = self._claim | {
             "arm": self._claim["config"]["arm"],
             "recipe": dict(done.recipe),
@@ -116,21 +118,11 @@ class OutputFolder:
             "updates": done.steps,
             "sha256": weights,
             "files": files | {TELEMETRY: file_sha256(self.path / TELEMETRY)},
-            "ledgers": self._save_ledger(done),
+            "ledgers": ledgers,
             "versions": dict(versions),
         }
         with guarded(self.path / PROVENANCE):
             write_json(self.path / PROVENANCE, provenance)
-
-    def _save_ledger(self, done: Finished) -> dict[str, str]:
-        if done.policy is None or not done.rollouts:
-            return {}
-        name = f"{FINAL_LEDGER}.safetensors"
-        path = self.path / LEDGERS / name
-        with guarded(path):
-            digest = save_ledgers(path.with_name(name + PARTIAL), done.rollouts, done.policy)
-            os.replace(path.with_name(name + PARTIAL), path)
-        return {name: digest}
 
     def _lines(self) -> list[bytes]:
         """Whole lines of telemetry; a kill may have left half of one."""
@@ -147,11 +139,6 @@ class OutputFolder:
         if names or found.get("base_sha256") != self._claim["base_sha256"]:
             what = f"with another {', '.join(sorted(names))}" if names else "from other base weights"
             raise RunError(f"folder {str(self.path)!r} was trained {what}; give another output_dir, or delete it")
-
-
-def staging(folder: Path) -> Path:
-    """Where a model is saved before it is moved into its folder, file by file."""
-    return folder / ("final" + PARTIAL)
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ equal tokens keep their own.
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +20,22 @@ from inspect import signature
 from itertools import groupby
 from math import gcd, isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from kvaudit import __version__
 from kvaudit.audit.cache.attention import unwrapped
 from kvaudit.audit.cache.ledger import Rollout, joined_ledger
 from kvaudit.audit.cache.stock import prepare
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
@@ -48,7 +47,6 @@ from kvaudit.audit.training.trl.output import (
     reward_sha256,
     sections_of,
     settings_of,
-    staging,
 )
 from kvaudit.audit.training.trl.step import COUNTS, Compared, StepNumbers
 from kvaudit.core.errors import SpecError
@@ -56,11 +54,6 @@ from kvaudit.core.errors import SpecError
 # keys of our own in TRL's batch
 _ROLLOUTS, _LEARNER, _ADVANTAGES = "rollouts", "learner_per_token_logps", "plain_advantages"
 _SAMPLER, _OLD = "sampling_per_token_logps", "old_per_token_logps"  # TRL's
-
-
-@dataclass(frozen=True)
-class _Stops:
-    stop_ids: frozenset[int]
 
 
 @dataclass
@@ -155,7 +148,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _sample(self, prompts: list[list[int]]) -> list[Rollout]:
         """One rollout per prompt; all draws are functions of (seed, step, row), the same in every arm."""
         assert self._hosted.policy is not None
-        group = _shared_by(prompts)
+        # how many consecutive rows have a prompt in common, throughout
+        group = gcd(*(len(list(same)) for _, same in groupby(prompts)))
         first = self.accelerator.process_index * len(prompts)
         split = "rollout" if self.model.training else "rollout-evaluation"
         seeds = [derive_seed(split, self.args.seed, *self._drawn, first + n) for n in range(len(prompts))]
@@ -170,9 +164,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         was_training, text = model.training, model.config.get_text_config(decoder=True)
         model.eval()
         try:
-            yield _Served(
-                model, model.device, text.max_position_embeddings, _Stops(frozenset(map(int, self.eos_token_ids)))
-            )
+            chat = SimpleNamespace(stop_ids=frozenset(map(int, self.eos_token_ids)))
+            yield _Served(model, model.device, text.max_position_embeddings, chat)
         finally:
             model.train(was_training)
 
@@ -348,7 +341,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _finish(self) -> None:
         """Make a checkpoint of the output folder that says what it is; every process takes part in saving."""
-        staged = staging(Path(self.args.output_dir))
+        staged = Path(self.args.output_dir) / STAGED
         if self._folder is not None:
             shutil.rmtree(staged, ignore_errors=True)  # of an end that was broken off
         self.accelerator.wait_for_everyone()
@@ -372,7 +365,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             policy if replayed else None,
             self._sample(self._prompts) if replayed else (),
         )
-        self._folder.finish(staged, done, _versions())
+        self._folder.finish(staged, done, versions(trl=require_trl()))
         self.accelerator.wait_for_everyone()
 
 
@@ -380,18 +373,3 @@ def _mask(batch: dict[str, Any]) -> Tensor:
     """The sampled tokens [b, T] of a batch of TRL."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
-
-
-def _shared_by(prompts: Sequence[Sequence[int]]) -> int:
-    """How many consecutive rows have a prompt in common, throughout."""
-    return gcd(*(len(list(same)) for _, same in groupby(prompts)))
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "kvaudit": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "trl": require_trl(),
-        "python": platform.python_version(),
-    }
