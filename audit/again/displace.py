@@ -15,26 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kvaudit.audit.again import teacher_forcing, trajectories
 from kvaudit.audit.again.finished import Checkpoints
 from kvaudit.audit.again.measure import Measure
-from kvaudit.audit.again.teacher_forcing import (
-    Refusal,
-    StepLogits,
-    UnitDistances,
-    again,
-    check_lengths,
-    dense_logits,
-    served_logits,
-)
-from kvaudit.audit.again.trajectories import (
-    DENSE,
-    DisplacementUnit,
-    Trajectory,
-    batches,
-    first_tokens,
-    trajectory,
-    units,
-)
+from kvaudit.audit.again.teacher_forcing import Refusal, StepLogits, UnitDistances
+from kvaudit.audit.again.trajectories import DENSE, DisplacementUnit, Trajectory
 from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit, UnitFiles
@@ -88,7 +73,7 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
     def __init__(self, run: RunFolder, *, tokens: int) -> None:
         self._run, self._spec, self._tokens = run, run.spec, tokens
         self._folder, self._checkpoints = run.path / FOLDER, Checkpoints(run)
-        self._units = units(run.spec)
+        self._units = trajectories.units(run.spec)
         self._known: dict[tuple[int, str, int], list[Trajectory]] = {}  # by reference seed, suite and length
         self._refusals: dict[tuple[str, int], Refusal] = {}
         self._weights = {pair: self._read_weights(*pair) for pair in {(unit.arm, unit.seed) for unit in self._units}}
@@ -117,17 +102,17 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
         reference, _ = self._models(piece)
         found = self._trajectories(piece, reference.chat)
         for one in (reference, model):
-            check_lengths(one, found)
+            teacher_forcing.check_lengths(one, found)
         vocabulary = reference.model.get_output_embeddings().weight.shape[0]
         limit = self._spec.evaluate.batch_tokens
-        for batch in batches(found, tokens=limit, logits=MOST_LOGITS, vocabulary=vocabulary):
+        for batch in trajectories.batches(found, tokens=limit, logits=MOST_LOGITS, vocabulary=vocabulary):
             if piece.floor:
-                seen = again(model, batch)
+                seen = teacher_forcing.again(model, batch)
             elif piece.policy == DENSE:
-                seen = dense_logits(model, batch)
+                seen = teacher_forcing.dense_logits(model, batch)
             else:
-                seen = served_logits(model, piece.policy, batch)
-            yield ForcedBatch(batch, dense_logits(reference, batch), seen)
+                seen = teacher_forcing.served_logits(model, piece.policy, batch)
+            yield ForcedBatch(batch, teacher_forcing.dense_logits(reference, batch), seen)
 
     def summed(self, piece: DisplacementUnit, model: LoadedModel, parts: Iterator[ForcedBatch]) -> dict[str, Any]:  # noqa: ARG002
         tally = UnitDistances(self.refusal(piece, self._models(piece)[0].chat))
@@ -227,8 +212,8 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
                 record = _own_record(
                     line, whose, self._weights[whose.arm, whose.seed], f"{files.records.name}:{number}"
                 )
-                found.append(trajectory(record, chat, self._spec.evaluate.seed))
-            self._known[place] = first_tokens([one for one in found if one is not None], self._tokens)
+                found.append(trajectories.trajectory(record, chat, self._spec.evaluate.seed))
+            self._known[place] = trajectories.first_tokens([one for one in found if one is not None], self._tokens)
             if not self._known[place]:
                 raise DataError(f"record file {str(files.records)!r} holds no answer with a token to predict")
         return self._known[place]

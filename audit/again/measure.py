@@ -125,7 +125,7 @@ def serve_again(
 
     waiting = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     numbers, locks = range(len(pieces)), [lock for lock in map(measure.lock, pieces) if lock is not None]
-    total = _steps(measure, pieces)
+    total = sum(map(measure.size, pieces)) if measure.by_item else len(pieces)
     with Meter(console, measure.name, total, sum(map(is_done, numbers))) as meter:
         if locks:
             at = locks.__getitem__
@@ -137,7 +137,3 @@ def serve_again(
                 finished.add(number)
         meter.at(total, "all of it")
     return [(piece, totals[number]) for number, piece in enumerate(pieces)]
-
-
-def _steps(measure: Measure[Piece, ServedBatch, Total], pieces: Sequence[Piece]) -> int:
-    return sum(map(measure.size, pieces)) if measure.by_item else len(pieces)

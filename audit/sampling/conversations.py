@@ -38,9 +38,9 @@ class GradedRow:
     finish_reason: str  # stop | length | turns | error
     prompt_tokens: int
     new_tokens: int
-    survival: dict[str, float]
-    sample_index: int
-    seconds: float  # this row's share of the batch's wall time
+    survival: dict[str, float] = field(default_factory=dict)
+    sample_index: int = 0
+    seconds: float = 0.0  # this row's share of the batch's wall time
     spans: dict[str, KeptSpan] = field(default_factory=dict)
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     roles: tuple[str, ...] = ()
@@ -165,7 +165,6 @@ def _choose(
                 new_tokens=tokens,
                 survival=survival(rollout, roles),
                 sample_index=n % group,
-                seconds=0.0,
                 spans=spans_kept(rollout, prompt.spans, item, transcript),
                 marks=prompt.spans,
                 roles=roles,
@@ -285,7 +284,6 @@ class Conversation:
             new_tokens=self.new_tokens,
             survival=survival(rollout, self._roles),
             sample_index=self.member,
-            seconds=0.0,
             spans=spans_kept(rollout, self._spans, self.exchange.item, self.exchange.transcript),
             marks=self._spans,
             roles=tuple(self._roles),

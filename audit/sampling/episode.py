@@ -237,11 +237,9 @@ class Episode:
         self._over |= {first + n for n in other._over}
         self._gone |= {first + n: rollout for n, rollout in other._gone.items()}
         self._turns |= {first + n: turn for n, turn in other._turns.items()}
-        self._rows, self._pending, self._queued = (
-            [*self._rows, *other._rows],
-            [*self._pending, *other._pending],
-            [*self._queued, *other._queued],
-        )
+        self._rows += other._rows
+        self._pending += other._pending
+        self._queued += other._queued
 
     def _let_go(self, *, at_once: bool = False) -> None:
         """Let the rows that are over leave the cache, once they are half of it or ``at_once``, while others stay."""

@@ -250,7 +250,7 @@ def _own_folder(name_or_path: str) -> Path:
 
 
 def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
-    found = headers(weight_files(folder))
+    found = list(headers(weight_files(folder)))
     check_sizes(folder, found)
     model, info = kind.from_pretrained(
         folder,

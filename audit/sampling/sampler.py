@@ -12,22 +12,12 @@ from typing import TypeVar
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.policies import Mixture, Policy
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, nucleus
+from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored
 from kvaudit.audit.sampling.episode import Ended, Episode, Heard, Pause, ServedModel
 from kvaudit.core.errors import SpecError
 
 T = TypeVar("T")
-__all__ = [
-    "Arrivals",
-    "Completion",
-    "Decoding",
-    "Episode",
-    "MixedEpisode",
-    "Sampler",
-    "Scored",
-    "ServedModel",
-    "nucleus",
-]
+__all__ = ["Arrivals", "Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "ServedModel", "admit"]
 
 
 class Sampler:

@@ -28,14 +28,9 @@ _ELSEWHERE = {  # files that would make transformers load others than those
     "shard-*-model-*.safetensors": "weights of a distributed checkpoint; save the model with save_pretrained",
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-_SIZES: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size", "head_dim")
-_SIZES += (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "n_head",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+_SIZES = (
+    *("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size", "head_dim", "num_attention_heads"),
+    *("num_key_value_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"),
 )
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -108,9 +103,13 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-def headers(files: Iterable[Path]) -> list[TensorHeader]:
+def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
     """The headers of all tensors; raises SafetensorError for a file that is none."""
-    return [header for path in files for header in _headers(path)]
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no dict
+                part = file.get_slice(name)
+                yield TensorHeader(name, part.get_dtype(), tuple(part.get_shape()))
 
 
 def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
@@ -161,13 +160,6 @@ def check_numbers(name: str, model: Any, found: Iterable[TensorHeader] = ()) -> 
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point() and tensor.element_size() > 1 and not _finite(tensor):  # fp8 has no minimum
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
-
-
-def _headers(path: Path) -> Iterator[TensorHeader]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - no dict
-            part = file.get_slice(name)
-            yield TensorHeader(name, part.get_dtype(), tuple(part.get_shape()))
 
 
 def _asked(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:

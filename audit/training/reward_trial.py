@@ -48,7 +48,4 @@ def _ideal(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
         finish_reason=exchange.finish,
         prompt_tokens=rollout.prompt_length,
         new_tokens=int(rollout.sampled.sum()),
-        survival={},
-        sample_index=0,
-        seconds=0.0,
     )

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
@@ -30,19 +28,6 @@ SAMPLED = {
 LEARNED = {"entropy": "entropy", "clip_ratio/region_mean": "clip_fraction", "kl": "kl_ref"}
 _ABSENT = (*HALVES, "frac_degenerate", "distill_kl", "value_loss")  # our own trainer has them
 COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
-
-
-class Compared(NamedTuple):
-    """Log-probs of a microbatch [b, T] in nats, from its sampler and from the weights that sampled it."""
-
-    sampler: Tensor
-    learner: Tensor
-    mask: Tensor  # 1 where a token was sampled
-    advantages: Tensor  # [b, T], before any correction
-
-    def stacked(self) -> Tensor:
-        """As one tensor [b, T, 4], to be gathered at once."""
-        return torch.stack([part.float() for part in self], dim=-1)
 
 
 class StepNumbers:
@@ -75,7 +60,11 @@ class StepNumbers:
                 self._learned[ours].append(metrics[name][-1])
 
     def compared(self, gathered: Tensor) -> None:
-        """Count log-probs [N, T, 4] of a microbatch of all processes."""
+        """Count a microbatch of all processes, [N, T, 4].
+
+        Log-probs in nats from its sampler and from the weights that sampled it, 1 where a token was sampled, and
+        advantages before any correction.
+        """
         sampler, learner, mask, advantages = gathered.unbind(-1)
         self._panel.add(sampler, learner, mask.bool(), advantages)
 

@@ -37,18 +37,10 @@ from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
-from kvaudit.audit.training.trl import require_trl
+from kvaudit.audit.training.trl import output, require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
-from kvaudit.audit.training.trl.output import (
-    Finished,
-    OutputFolder,
-    base_sha256,
-    questions_sha256,
-    reward_sha256,
-    sections_of,
-    settings_of,
-)
-from kvaudit.audit.training.trl.step import COUNTS, Compared, StepNumbers
+from kvaudit.audit.training.trl.output import Finished, OutputFolder, base_sha256
+from kvaudit.audit.training.trl.step import COUNTS, StepNumbers
 from kvaudit.core.errors import SpecError
 
 # keys of our own in TRL's batch
@@ -107,7 +99,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._numbers = StepNumbers()
         self._folder: OutputFolder | None = None
         # now: a resume loads other weights before it says so
-        self._base = base_sha256(self.accelerator.unwrap_model(self.model)) if self.is_world_process_zero() else ""
+        self._base = (
+            base_sha256(self.accelerator.unwrap_model(self.model)) if self.is_world_process_zero() else ""
+        )
         self.add_callback(_AtTheBeginning(self._begin))
         if outside is None:
             self._check_host()
@@ -175,15 +169,15 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._seen = ()
         if self.model.training:
             self._drawn = (step, self._drawn[1] + 1 if self._drawn[0] == step else 0)
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._seen:
-            output[_ROLLOUTS] = list(self._seen)
+            batch[_ROLLOUTS] = list(self._seen)
         if not self.model.training:
-            return output
-        rates = self._corrected(output)
+            return batch
+        rates = self._corrected(batch)
         self._numbers.sampled(self._metrics["train"], rates | {"frac_unscored": self._unscored()})
         self._numbers.seconds["seconds_rollout"] += time.perf_counter() - began
-        return output
+        return batch
 
     def _unscored(self) -> float:
         """The share of the batch that no reward function could pay."""
@@ -191,36 +185,36 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         flags = [all(map(isnan, row)) for row in paid]
         return sum(flags) / len(flags) if flags else 0.0
 
-    def _corrected(self, output: dict[str, Any]) -> dict[str, float]:
+    def _corrected(self, batch: dict[str, Any]) -> dict[str, float]:
         """Let the arm's correction weigh the batch; returns its rates, over all processes."""
         arm = self._hosted.arm
         if arm.correction == "none":
             return {"mismatch/masked_tokens": 0.0, "mismatch/rejected_sequences": 0.0}
-        mask = _mask(output)
-        learner = output[_OLD] if _OLD in output else self._before_update(output)
+        mask = _mask(batch)
+        learner = batch[_OLD] if _OLD in batch else self._before_update(batch)
         # vLLM leaves NaN where it could not score: a ratio of 1, as TRL has it
-        sampler = torch.where(output[_SAMPLER].isnan(), learner, output[_SAMPLER])
+        sampler = torch.where(batch[_SAMPLER].isnan(), learner, batch[_SAMPLER])
         rows, width = mask.shape
         # a rule may weigh a token by all others: [N, T, 3] of every process
         whole = self._gathered(torch.stack([learner, sampler, mask.float()], dim=-1))
         fixed = CORRECTIONS[arm.correction](whole[..., 0], whole[..., 1], whole[..., 2].bool())
         first = self.accelerator.process_index * rows
         own = fixed.of(range(first, first + rows))
-        output |= {_LEARNER: learner, _ADVANTAGES: output["advantages"]}
+        batch |= {_LEARNER: learner, _ADVANTAGES: batch["advantages"]}
         if not self._hosted.by_trl:
-            output["advantages"] = output["advantages"][:, None] * own.weights[:, :width]  # [B, T]
+            batch["advantages"] = batch["advantages"][:, None] * own.weights[:, :width]  # [B, T]
         if arm.correction == "naive-ratio":
-            output[_OLD] = own.old_logprobs[:, :width]
+            batch[_OLD] = own.old_logprobs[:, :width]
         return {f"mismatch/{name}": value for name, value in fixed.metrics.items()}
 
-    def _before_update(self, output: dict[str, Any]) -> Tensor:
+    def _before_update(self, batch: dict[str, Any]) -> Tensor:
         """The learner's log-probs [B, T] before a weight moves, where TRL can do without."""
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        real = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        real = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         size, checkpointing = self.args.per_device_train_batch_size, self.args.gradient_checkpointing_kwargs
         with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
             found, *_ = self._get_per_token_logps_and_entropies(
-                self.model, ids, real, output["completion_ids"].shape[1], batch_size=size
+                self.model, ids, real, batch["completion_ids"].shape[1], batch_size=size
             )
         assert isinstance(found, Tensor)
         return found
@@ -271,7 +265,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # the weights that sampled: what was read before the first update, or this very pass where it is that
         learner = inputs[_LEARNER] if _LEARNER in inputs else inputs.get(_OLD, self._passed)
         advantages = inputs.get(_ADVANTAGES, inputs["advantages"])[:, None].expand(mask.shape)
-        numbers.compared(self._gathered(Compared(inputs[_SAMPLER], learner, mask, advantages).stacked()))
+        # [b, T, 4], gathered at once
+        compared = torch.stack([part.float() for part in (inputs[_SAMPLER], learner, mask, advantages)], dim=-1)
+        numbers.compared(self._gathered(compared))
         numbers.learned(self._metrics["train"])
         numbers.saw(self._seen, int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()))
         numbers.loss += float(self.accelerator.reduce(loss.detach().clone(), reduction="mean"))
@@ -281,9 +277,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """TRL's own, timed."""
         began, seconds = time.perf_counter(), self._numbers.seconds
         sampling = seconds["seconds_rollout"]
-        output: Tensor = super().training_step(*args, **options)
+        loss: Tensor = super().training_step(*args, **options)
         seconds["seconds_learner"] += time.perf_counter() - began - (seconds["seconds_rollout"] - sampling)
-        return output
+        return loss
 
     def _gathered(self, values: Tensor) -> Tensor:
         """Values [b, T, ...] of all processes, filled up to the longest T."""
@@ -304,20 +300,20 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.is_world_process_zero():
             return
         model = unwrapped(self.accelerator.unwrap_model(self.model))
-        settings = settings_of(self.args) | {"seed": self.args.seed, "processes": self.accelerator.num_processes}
+        settings = output.settings_of(self.args) | {"seed": self.args.seed, "processes": self.accelerator.num_processes}
         if model is not self.accelerator.unwrap_model(self.model):
             adapter = self.accelerator.unwrap_model(self.model).active_peft_config
             settings["adapter"] = {"rank": getattr(adapter, "r", None), "alpha": getattr(adapter, "lora_alpha", None)}
         arm, base = self._hosted.arm.name, self._base
-        questions = questions_sha256(self.train_dataset)
+        questions = output.questions_sha256(self.train_dataset)
         policy = None if self._hosted.policy is None else self._hosted.policy.canonical
         config = settings | {"arm": arm, "policy": policy or self._hosted.told, "loss": self.loss_type}
         config |= {"steps": self.state.max_steps, "ledger_every": 0, "questions_sha256": questions}
         self._folder = OutputFolder(Path(self.args.output_dir), config, base)
         names = dict.fromkeys(self.reward_func_names, "function")
-        reward = {"written": names, "sha256": reward_sha256(self.reward_funcs), "graded_by": names}
+        reward = {"written": names, "sha256": output.reward_sha256(self.reward_funcs), "graded_by": names}
         origin = {"name": str(model.config._name_or_path), "sha256": base}
-        told = sections_of(arm, self._hosted.told, origin, reward, questions, settings)
+        told = output.sections_of(arm, self._hosted.told, origin, reward, questions, settings)
         self._folder.begin(self.state.global_step, told)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
@@ -359,7 +355,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             | {
                 "loss": self.loss_type,
                 "reward": ", ".join(self.reward_func_names),
-                "reward_sha256": reward_sha256(self.reward_funcs),
+                "reward_sha256": output.reward_sha256(self.reward_funcs),
                 "constitution": None,
             },
             policy if replayed else None,
