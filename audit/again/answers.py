@@ -64,9 +64,7 @@ class ServedAgain:
 
 
 class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
-    """What is measured of answers; raises SpecError for answers that no checkpoint of the run gave."""
-
-    needs = "finished units of our own cache, with transcripts"
+    """What is measured of answers with transcripts; raises SpecError where no checkpoint of the run gave them."""
 
     def __init__(self, run: RunFolder) -> None:
         check_answers(run)
@@ -108,7 +106,6 @@ class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
 
 
 def _shading(model: LoadedModel, row: GradedRow) -> Shading:
-    """What a row's cache still held when its last answer began."""
     rollout = row.rollout
     start = rollout.answer_start
     marks = {name: [token for token in tokens if token < start] for name, tokens in row.marks.items()}

@@ -67,8 +67,6 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
     """
 
     name = "displace"
-    says = "how far next-token distributions moved on the reference's own answers"
-    needs = "the reference's uncompressed answers, with transcripts, and every checkpoint"
 
     def __init__(self, run: RunFolder, *, tokens: int) -> None:
         self._run, self._spec, self._tokens = run, run.spec, tokens
@@ -169,7 +167,6 @@ class Displace(Measure[DisplacementUnit, ForcedBatch, dict[str, Any]]):
         return self._refusals.get(place)
 
     def _models(self, piece: DisplacementUnit) -> list[LoadedModel]:
-        """The reference and the candidate."""
         pairs = (self._reference(piece), (piece.arm, piece.seed))
         return self._checkpoints.load(*((*pair, self._weights[pair]) for pair in pairs))
 

@@ -42,7 +42,6 @@ class Explain(AnswersAgain[ServedAgain]):
     """
 
     name = "explain"
-    says = "one answer under its policy or any other, and what the cache still held of its prompt"
 
     def __init__(self, run: RunFolder, where: AnswerPlace, policies: Sequence[Policy]) -> None:
         super().__init__(run)
@@ -105,7 +104,6 @@ def _records_of(run: RunFolder, where: AnswerPlace) -> Mapping[str, Record]:
 
 
 def _units(run: RunFolder, where: AnswerPlace) -> list[Unit]:
-    """The units of the chosen checkpoint."""
     found = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (where.arm, where.seed)]
     if not found:
         known = ", ".join(f"{arm} {seed}" for arm, seed in run.spec.arms)
@@ -143,7 +141,6 @@ def _lines(one: ServedAgain) -> Iterator[str]:
 
 
 def _recorded(one: ServedAgain) -> str:
-    """Whether the run has this answer on record."""
     if one.record is None:
         return "no: the run did not serve this policy"
     if one.same:

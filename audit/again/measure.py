@@ -32,8 +32,6 @@ class Measure(ABC, Generic[Piece, ServedBatch, Total]):
     """
 
     name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # what is measured
-    needs: ClassVar[str] = ""  # what has to be recorded
     decides: ClassVar[bool] = False  # whether its command exits with 3 where something ``differs``
     by_item: ClassVar[bool] = False  # whether progress counts items, where no piece is kept, or pieces
 

@@ -115,8 +115,6 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
     """How far a file's sampler was from the learner's dense pass; ``temperature`` replaces the recorded one."""
 
     name = "mismatch"
-    says = "how far a sampler's log-probs were from the learner's dense pass, whatever stack sampled"
-    needs = "rollouts with log-probs, one a line, or with their ledgers"
     decides = True
 
     def __init__(self, model: LoadedModel, found: Survey, *, temperature: float | None = None) -> None:

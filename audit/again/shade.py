@@ -22,7 +22,6 @@ class Shades(AnswersAgain[Shadings]):
     """What caches held of the wanted answers of some units; what was served again before is not served once more."""
 
     name = "shade"
-    says = "what the cache still held of every token of a prompt when the answer began"
     by_item = True
 
     def __init__(self, run: RunFolder, wanted: Mapping[str, Collection[AnswerKey]]) -> None:

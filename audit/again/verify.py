@@ -133,8 +133,6 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
     """
 
     name = "verify"
-    says = "whether a policy explains the log-probs and the evictions that were recorded under it"
-    needs = "rollouts with their ledgers"
     decides = True
 
     def __init__(
@@ -301,7 +299,6 @@ def _finite(gap: Tensor) -> Tensor:
 
 
 def _choices(found: RankingAgreement | str) -> str:
-    """What ranking again said, in one line."""
     if isinstance(found, str):
         return f"not made again: {found}"
     return (

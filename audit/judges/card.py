@@ -92,5 +92,4 @@ def _line(judge: Judge, source: Source) -> CardLine:
 
 
 def _kappa(known: Sequence[tuple[bool, Reading]]) -> Kappa | None:
-    """The agreement of people with readings, None where there are none."""
     return kappa([truth for truth, _ in known], [reading.refused for _, reading in known]) if known else None

@@ -68,7 +68,6 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
 
 
 def _check_read(read: int | None, sent: int, messages: int, *, exact: bool) -> None:
-    """A context that was cut, or another one, is no question of ours."""
     share = _COUNTED if exact else _ESTIMATED
     most = sent * (1 + share) + _FRAME[0] + _FRAME[1] * messages
     if read is not None and not sent / (1 + share) <= read <= most:

@@ -33,12 +33,7 @@ _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def load_comparable(
-    name_or_path: str,
-    base: LoadedModel,
-    *,
-    dtype: DtypeName,
-    device: str,
-    chat: Mapping[str, ChatOption] | None = None,
+    name_or_path: str, base: LoadedModel, *, dtype: DtypeName, device: str, chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
     """A folder or hub id as a model that can be compared with ``base``, which an adapter is merged into.
 
@@ -51,11 +46,7 @@ def load_comparable(
 
 
 def load_named(
-    name_or_path: str,
-    *,
-    dtype: DtypeName,
-    device: str = "auto",
-    chat: Mapping[str, ChatOption] | None = None,
+    name_or_path: str, *, dtype: DtypeName, device: str = "auto", chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
     """``load_model``; an adapter's folder is merged into the model that its configuration names, itself perhaps one."""
     # from the whole model upwards: each adapter is over what is below it

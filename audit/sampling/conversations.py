@@ -250,7 +250,6 @@ class Conversation:
         return next((place for place in sorted(found) if self._holds_end(text[:place])), None)
 
     def _holds_end(self, text: str) -> bool:
-        """Whether an answer holds a text that ends it, outside of a thought."""
         answer = self.exchange.said(text)[-1].content
         return any(end in answer for end in self.suite.until)
 

@@ -295,7 +295,6 @@ class Episode:
         self._logits = torch.where(changed, logits, self._logits)
 
     def _keep(self, leaving: Sequence[int]) -> None:
-        """What rows in the cache have come to, before they leave it."""
         if self._recorded:
             self._gone |= self._rollouts(leaving)
             return
@@ -311,7 +310,6 @@ class Episode:
         return [found[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
-        """Of some of the rows in the cache."""
         wanted = set(numbers)
         places = {n: place for place, n in enumerate(self._held) if n in wanted}
         longest = max(len(self._rows[n].ids) for n in numbers)
@@ -379,10 +377,7 @@ class Episode:
         return torch.tensor([[role in pinned for role in row] + [False] * (width - len(row)) for row in roles])
 
     def _prefill(
-        self,
-        rows: Sequence[Sequence[int]],
-        roles: Sequence[Sequence[str]] | None,
-        shared: SharedPrefill | None = None,
+        self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None, shared: SharedPrefill | None = None
     ) -> Tensor:
         """Feed whole token lists chunk by chunk; logits [B, V] after each row's last token.
 

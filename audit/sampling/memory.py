@@ -63,6 +63,5 @@ def _limit(group: Path, name: str) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a whole number; {} where there is no such file."""
     lines = path.read_text(encoding="ascii").splitlines() if path.is_file() else []
     return {name: int(value) for name, value, *_ in map(str.split, lines) if value.isdigit()}

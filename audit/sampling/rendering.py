@@ -169,7 +169,6 @@ def _limit_time() -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set the soft limit, within what the process was started with."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

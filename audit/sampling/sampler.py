@@ -143,7 +143,6 @@ class MixedEpisode:
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
-        """Results of every part, in the order of the rows."""
         found: dict[int, T] = {}
         for rows, episode in self._parts.values():
             found |= dict(zip(rows, work(rows, episode), strict=True))
@@ -185,7 +184,6 @@ class Arrivals:
 
     @property
     def _room(self) -> int:
-        """Prompts that fit beside the rows that go on."""
         # rounded up: a group that lost a row still takes a prompt's room
         return self._most - -(-self._episode.going_on // self._group)
 

@@ -163,7 +163,6 @@ def check_numbers(name: str, model: Any, found: Iterable[TensorHeader] = ()) -> 
 
 
 def _asked(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """What a config, and those of its parts, say under these keys."""
     for part in (config, *config.values()) if isinstance(config, dict) else ():
         if isinstance(part, dict):
             yield from ((key, part[key]) for key in keys if isinstance(part.get(key), int))
@@ -175,7 +174,6 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _kind(key: str) -> str:
-    """A tensor's name without the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", key)
 
 

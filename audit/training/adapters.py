@@ -41,12 +41,7 @@ class AdaptedModel(LoadedModel):
 
 
 def trainable_copy(
-    start: LoadedModel,
-    adapter: AdapterSpec | None,
-    seed: int,
-    *,
-    checkpointing: bool = False,
-    ranks: RankGroup = ALONE,
+    start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False, ranks: RankGroup = ALONE
 ) -> LoadedModel:
     """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
 

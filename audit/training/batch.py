@@ -274,6 +274,5 @@ def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int,
 
 
 def _group_size(members: Sequence[Rollout], *, apart: bool) -> tuple[int, int]:
-    """Prompt tokens that one group shares, and the longest row behind them."""
     prompt = 0 if apart else members[0].prompt_length
     return prompt, max(len(rollout.ids) for rollout in members) - prompt

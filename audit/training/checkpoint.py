@@ -159,19 +159,8 @@ class CheckpointFolder:
             # the sha256 by which whoever loads the folder knows the model
             weights = adapter_sha256(staged, learner.origin) if adapted else weights_sha256(staged)
         move_into(staged, self.path)  # file by file, each in one step
-        provenance = self._claim | {
-            "arm": self._config.arm,
-            "recipe": self._config.disclosed(),
-            "seed": self._config.seed,
-            "steps": position.step,
-            "updates": position.updates,
-            "sha256": weights,
-            "files": files | {self.telemetry.path.name: file_sha256(self.telemetry.path)},
-            "ledgers": dict(position.ledgers),
-            "versions": versions(),
-        }
-        with guarded(self.path / PROVENANCE):
-            write_json(self.path / PROVENANCE, provenance)
+        said = {"sha256": weights, "files": files, "versions": versions()}
+        mark_whole(self.path, self._claim, self._config.disclosed(), position, said)
         drop_state(self.path)
 
     def _check_claim(self, found: dict[str, Any]) -> None:
@@ -207,7 +196,6 @@ class CheckpointFolder:
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
-        """Where a state says that it stands; raises DataError for what no step of this run leaves."""
         step, updates, size = (state[key] for key in ("step", "updates", "telemetry_bytes"))
         numbers = all(type(number) is int and number >= 0 for number in (step, updates, size))
         if (
@@ -266,6 +254,21 @@ class Resumable:
                 sync(path)
             own[path.name] = file_sha256(path)
         return {name: digest for part in self.ranks.gathered(own) for name, digest in part.items()}
+
+
+def mark_whole(
+    folder: Path, claim: Mapping[str, Any], disclosed: Mapping[str, Any], done: Position, said: Mapping[str, Any]
+) -> None:
+    """Write provenance.json, which comes last and marks a checkpoint whole; ``said`` are sha256, files and versions."""
+    config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
+    provenance = {
+        **claim,
+        **{"arm": config["arm"], "recipe": dict(disclosed), "seed": config["seed"]},
+        **{"steps": done.step, "updates": done.updates, "sha256": said["sha256"]},
+        **{"files": said["files"] | telemetry, "ledgers": dict(done.ledgers), "versions": said["versions"]},
+    }
+    with guarded(folder / PROVENANCE):
+        write_json(folder / PROVENANCE, provenance)
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:

@@ -144,7 +144,6 @@ class TrainConfig(Hashed, Training):
         return self
 
     def _check_engine(self) -> None:
-        """Raise SpecError for what cannot be drawn from an engine, or not be learnt from what it draws."""
         drawn_by = self.drawn_by
         if drawn_by is None:
             return

@@ -140,7 +140,6 @@ class EngineQuestioner(Questioner):
         policies: Sequence[Policy],  # noqa: ARG002 - the engine's setting is one
         seeds: Sequence[int],
     ) -> list[GradedRow]:
-        """Rollouts of every question, item-major, group members consecutive."""
         group, chat = self._config.group, self._model.chat
         rows, asked = list[tuple[Conversation, Rendered]](), list[Asked]()
         stops = tuple(sorted(chat.stop_ids))

@@ -130,7 +130,6 @@ def _clean(value: Any) -> Any:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; raises DataError for a missing file or a line that is no JSON object."""
     if not path.is_file():
         raise DataError(f"telemetry {str(path)!r} does not exist; was this folder trained?")
     try:

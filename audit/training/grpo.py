@@ -85,7 +85,6 @@ def train(
 
 
 def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
-    """Go on from the last saved state to the end."""
     config, out, end = run.config, folder.path, None if early_stop is None else early_stop.step
     run.resumed(out, position := folder.resume(run.learner, end))
     rows, stop, keep = folder.telemetry.rows(), early_stop if end is None else None, partial(write_ledgers, out)
@@ -120,12 +119,7 @@ class TrainingRun(Resumable):
     """One arm under way, in one rank: the learner's model, its optimiser, and what asks the questions of every step."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        base: LoadedModel,
-        kept: Path,
-        ranks: RankGroup,
-        engine: EngineUse = EngineUse(),
+        self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
     ) -> None:
         self.config = config
         keeps = config.gradient_checkpointing
@@ -135,17 +129,12 @@ class TrainingRun(Resumable):
             self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        pays = config.paying.kept_in(kept)
-        self._questioner = (
-            Questioner(config, self.model, questions, pays, ranks)
-            if config.drawn_by is None
-            else EngineQuestioner(
-                *(config, self.model, questions, pays),
-                base=base,
-                use=engine,
-                logs=kept / "logs" / "engines",
-            )
-        )
+        asked = (config, self.model, questions, config.paying.kept_in(kept))
+        self._questioner: Questioner
+        if config.drawn_by is None:
+            self._questioner = Questioner(*asked, ranks)
+        else:
+            self._questioner = EngineQuestioner(*asked, base=base, use=engine, logs=kept / "logs" / "engines")
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
     @everywhere

@@ -45,7 +45,10 @@ class Optimiser:
         named = model.named_parameters()
         self._given: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
         self._weights = {name: local(weight) for name, weight in self._given.items()}
-        self._masters, self._ranks = {name: _master(own) for name, own in self._weights.items()}, ranks
+        self._masters, self._ranks = dict[str, Tensor](), ranks
+        for name, own in self._weights.items():
+            wide = own.dtype == torch.float32
+            self._masters[name] = own if wide else own.detach().float().requires_grad_()
         self._adam = torch.optim.AdamW(self._masters.values(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._learning_rate, self._warmup, self._max_norm = learning_rate, warmup_steps, max_grad_norm
         self._marks, self._first = 0, dict[str, Tensor]()  # halves that have ended; gradients of the first, by name
@@ -149,10 +152,6 @@ class Optimiser:
                 moments = {moment: _fitting(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
                 # fused AdamW keeps its count as a tensor beside the weights
                 self._adam.state[master] = moments | {"step": torch.tensor(float(updates), device=master.device)}
-
-
-def _master(weight: Tensor) -> Tensor:
-    return weight if weight.dtype == torch.float32 else weight.detach().float().requires_grad_()
 
 
 def _fitting(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -79,7 +79,6 @@ class Questioner:
 
     @property
     def _own(self) -> slice:
-        """The groups of a step that are this rank's."""
         own = self._ranks.share(self._config.prompts_per_step)
         return slice(own.start, own.stop)
 
@@ -134,7 +133,6 @@ class Questioner:
 
 
 def _joined(parts: Sequence[StepRollouts]) -> StepRollouts:
-    """What all ranks sampled, in their order."""
     played, rewards = [row for part in parts for row in part.played], [one for part in parts for one in part.rewards]
     policies = [policy for part in parts for policy in part.policies]
     return StepRollouts(played, rewards, policies, sum(part.again for part in parts))

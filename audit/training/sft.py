@@ -62,7 +62,6 @@ def warm_start(
 
 
 def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> TelemetryRow:
-    """One supervised step on some transcripts; its telemetry."""
     clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
     # groups of one: no two transcripts share a prompt
     for rows in microbatches(shown, 1, limit):

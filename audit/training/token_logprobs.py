@@ -69,13 +69,7 @@ class TokenPredictions(NamedTuple):
 
 
 def read_tokens(
-    model: Any,
-    rollouts: Sequence[Rollout],
-    group: int,
-    kind: LearnerPass,
-    temperature: float,
-    *,
-    apart: bool = False,
+    model: Any, rollouts: Sequence[Rollout], group: int, kind: LearnerPass, temperature: float, *, apart: bool = False
 ) -> TokenPredictions:
     """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with.
 

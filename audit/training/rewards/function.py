@@ -104,7 +104,6 @@ class Function(Reward):
 
     @cached_property
     def _source(self) -> str:
-        """sha256 of the file that the function stands in."""
         try:
             path = inspect.getsourcefile(inspect.unwrap(self._called))
         except TypeError:

@@ -25,7 +25,7 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
 from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
-from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, write_ledgers
+from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, mark_whole, write_ledgers
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
@@ -51,7 +51,7 @@ class Finished(NamedTuple):
     """What a run came to."""
 
     steps: int
-    recipe: Mapping[str, Any]  # what a reader of the checkpoint has to know
+    disclosed: Mapping[str, Any]  # what a reader of the checkpoint has to know
     policy: Policy | None
     rollouts: Sequence[Rollout]  # of the finished weights, perhaps none
 
@@ -107,22 +107,12 @@ class OutputFolder:
         base = self._claim["base_sha256"]
         weights = adapter_sha256(staged, base) if is_adapter(staged) else weights_sha256(staged)
         move_into(staged, self.path)
-        ledgers = dict[str, str]()
+        position = Position(done.steps, done.steps)
         if done.policy is not None and done.rollouts:
-            ledgers.update([write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)])
-        provenance = self._claim | {
-            "arm": self._claim["config"]["arm"],
-            "recipe": dict(done.recipe),
-            "seed": self._claim["config"]["seed"],
-            "steps": done.steps,
-            "updates": done.steps,
-            "sha256": weights,
-            "files": files | {TELEMETRY: file_sha256(self.path / TELEMETRY)},
-            "ledgers": ledgers,
-            "versions": dict(versions),
-        }
-        with guarded(self.path / PROVENANCE):
-            write_json(self.path / PROVENANCE, provenance)
+            ledger = write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)
+            position = Position(done.steps, done.steps, ledgers=(ledger,))
+        said = {"sha256": weights, "files": files, "versions": dict(versions)}
+        mark_whole(self.path, self._claim, done.disclosed, position, said)
 
     def _lines(self) -> list[bytes]:
         """Whole lines of telemetry; a kill may have left half of one."""

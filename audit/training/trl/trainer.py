@@ -99,9 +99,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._numbers = StepNumbers()
         self._folder: OutputFolder | None = None
         # now: a resume loads other weights before it says so
-        self._base = (
-            base_sha256(self.accelerator.unwrap_model(self.model)) if self.is_world_process_zero() else ""
-        )
+        self._base = base_sha256(self.accelerator.unwrap_model(self.model)) if self.is_world_process_zero() else ""
         self.add_callback(_AtTheBeginning(self._begin))
         if outside is None:
             self._check_host()
@@ -255,7 +253,6 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's own, counted."""
         self._seen = inputs.get(_ROLLOUTS, ())
         loss: Tensor = super()._compute_loss(model, inputs)
         if not self.model.training:
@@ -366,6 +363,5 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 def _mask(batch: dict[str, Any]) -> Tensor:
-    """The sampled tokens [b, T] of a batch of TRL."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
