@@ -7,6 +7,7 @@ still asked about the same tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
@@ -23,6 +24,7 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.thoughts import drawn
 
 DENSE = Dense()
+_HALF = re.compile("[\ud800-\udfff]")
 NOTHING = Rendered((), ())
 
 
@@ -98,7 +100,8 @@ def _is_answer(message: Message) -> bool:
 
 def _check(record: Record) -> None:
     texts = [record.item_id, record.cluster_id, *(message.content for message in record.transcript)]
-    readable = all(map(_is_text, texts))
+    # text that can be written: JSON can spell half of a surrogate pair, no file can hold it
+    readable = all(isinstance(text, str) and not _HALF.search(text) for text in texts)
     roles = [_is_answer(message) for message in drawn(record.transcript)] if readable else []
     doubled = any(one and other for one, other in pairwise(roles))
     if not roles or roles[0] or not roles[-1] or doubled:
@@ -106,11 +109,6 @@ def _check(record: Record) -> None:
             f"record of item {str(record.item_id)[:80]!r} holds no conversation of questions and answers in turn; "
             "evaluate its unit again"
         )
-
-
-def _is_text(value: object) -> bool:
-    """Text that can be written: JSON can spell half of a surrogate pair, no file can hold it."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def first_tokens(found: Iterable[Trajectory], most: int) -> list[Trajectory]:

@@ -59,19 +59,16 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
     if finish is None:
         raise _broken(f"it ended by {completion.finish_reason[:40]!r}, which is no end of an answer")
     read, drawn = (_number(completion.usage, key) for key in ("prompt_tokens", "completion_tokens"))
-    _check_read(read, sent, messages, exact=exact)
+    share = _COUNTED if exact else _ESTIMATED
+    most = sent * (1 + share) + _FRAME[0] + _FRAME[1] * messages
+    # a context that was cut, or another one, is no question of ours
+    if read is not None and not sent / (1 + share) <= read <= most:
+        raise _broken(f"it claims to have read {read} tokens where about {sent} were sent")
     if drawn is not None and drawn > limit + _SPARE:
         raise _broken(f"it claims {drawn} tokens where at most {limit} were asked for")
     if drawn is not None and finish == "length" and drawn < limit / 2:
         raise _broken(f"it was cut after {drawn} tokens where {limit} were free")
     return Answer(completion.text, finish, read, drawn, completion.model[:200], seconds)  # type: ignore[arg-type]
-
-
-def _check_read(read: int | None, sent: int, messages: int, *, exact: bool) -> None:
-    share = _COUNTED if exact else _ESTIMATED
-    most = sent * (1 + share) + _FRAME[0] + _FRAME[1] * messages
-    if read is not None and not sent / (1 + share) <= read <= most:
-        raise _broken(f"it claims to have read {read} tokens where about {sent} were sent")
 
 
 def _number(usage: Any, key: str) -> int | None:

@@ -66,16 +66,15 @@ def checkpoint_sha256(folder: Path) -> str:
     if not is_adapter(folder):
         return weights_sha256(folder)
     base, *adapters = reversed(_stack(str(folder.resolve()))[1:])
-    digest = _gguf_sha256(base) if base.endswith(".gguf") else weights_sha256(locate(base))
+    if not base.endswith(".gguf"):
+        digest = weights_sha256(locate(base))
+    elif (path := own_path(base)).is_file():
+        digest = file_sha256(path)
+    else:
+        raise DataError(f"model {shown(base)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
     for adapter in (*map(locate, adapters), folder):
         digest = adapter_sha256(adapter, digest)
     return digest
-
-
-def _gguf_sha256(name: str) -> str:
-    if not (path := own_path(name)).is_file():
-        raise DataError(f"model {shown(name)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
-    return file_sha256(path)
 
 
 def chat_named(name_or_path: str) -> Chat:

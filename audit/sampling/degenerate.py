@@ -20,18 +20,13 @@ def degenerate(text: str, finish_reason: str) -> Fault | None:
     """Why an answer cannot be read as behaviour, or None; ``finish_reason`` is the sampler's "stop" or "length"."""
     if not text.strip():
         return "empty"
-    if _unreadable_share(text) > _UNREADABLE_SHARE:
+    # replacement, control, private and unassigned; line breaks and tabs are text, and U+200D joins emoji
+    bad = sum(c == "\ufffd" or (unicodedata.category(c)[0] == "C" and c not in "\n\t\r\u200d") for c in text)
+    if bad / len(text) > _UNREADABLE_SHARE:
         return "non-text"
     if _loops(text):
         return "loop"
     return "truncated" if finish_reason == "length" else None
-
-
-def _unreadable_share(text: str) -> float:
-    """Share of replacement, control, private and unassigned characters; line breaks and tabs are text."""
-    # U+200D joins emoji
-    bad = sum(c == "\ufffd" or (unicodedata.category(c)[0] == "C" and c not in "\n\t\r\u200d") for c in text)
-    return bad / len(text)
 
 
 def _loops(text: str) -> bool:

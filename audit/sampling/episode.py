@@ -137,7 +137,7 @@ class Episode:
             return draw(logits, self._seeds, torch.tensor(index, device=logits.device), decoding)
 
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
-            stopped = ids[-1] in self._stops or (ended is not None and ended(n, ids))
+            stopped = ids[-1] in self._model.chat.stop_ids or (ended is not None and ended(n, ids))
             if not stopped and len(ids) < most[n]:
                 return False
             found[n] = done = Completion(tuple(ids), tuple(logprobs), "stop" if stopped else "length")
@@ -337,11 +337,6 @@ class Episode:
             )
             for n, row in rows.items()
         }
-
-    @property
-    def _stops(self) -> frozenset[int]:
-        stops: frozenset[int] = self._model.chat.stop_ids
-        return stops
 
     def _rollout(self, row: _Row, ledger: Tensor, peak: int, coded: tuple[Tensor, Tensor] | None) -> Rollout:
         length = len(row.ids)

@@ -135,7 +135,9 @@ def _serve() -> None:
 
     _limit_memory()
     for line in sys.stdin.buffer:
-        _limit_time()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # counted from the start of the process, in whole seconds: set anew for every conversation
+        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
         _send(sys.stdout.buffer, _rendered(render_jinja_template, json.loads(line)))
 
 
@@ -160,12 +162,6 @@ def _limit_memory() -> None:
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY)
-
-
-def _limit_time() -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    # counted from the start of the process, in whole seconds: set anew for every conversation
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
 
 
 def _limit(kind: int, value: int) -> None:

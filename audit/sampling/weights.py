@@ -158,7 +158,10 @@ def check_numbers(name: str, model: Any, found: Iterable[TensorHeader] = ()) -> 
             if header.name.endswith(".weight") and header.dtype not in _FLOATS:
                 raise DataError(f"model {name!r}: {header.name} is of type {header.dtype}, weights are floats")
     for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and tensor.element_size() > 1 and not _finite(tensor):  # fp8 has no minimum
+        if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():  # fp8 has no minimum
+            continue
+        # the extremes are NaN or infinite if any number is, and no mask of all is made
+        if not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
 
 
@@ -166,11 +169,6 @@ def _asked(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     for part in (config, *config.values()) if isinstance(config, dict) else ():
         if isinstance(part, dict):
             yield from ((key, part[key]) for key in keys if isinstance(part.get(key), int))
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    # the extremes are NaN or infinite if any number is, and no mask of all is made
-    return not tensor.numel() or all(torch.isfinite(bound) for bound in torch.aminmax(tensor))
 
 
 def _kind(key: str) -> str:

@@ -98,7 +98,10 @@ class CheckpointFolder:
         """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
-        self._check_ledgers(position)
+        for name, digest in position.ledgers:
+            path = self.path / LEDGERS / name
+            if not path.is_file() or file_sha256(path) != digest:
+                raise self._broken(f"ledger {str(path)!r} is missing or was changed")
         self.telemetry.truncate(position.telemetry_bytes)
         self.telemetry.check_steps(position.step)
         return position
@@ -211,12 +214,6 @@ class CheckpointFolder:
             )
         ledgers = own_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
-
-    def _check_ledgers(self, position: Position) -> None:
-        for name, digest in position.ledgers:
-            path = self.path / LEDGERS / name
-            if not path.is_file() or file_sha256(path) != digest:
-                raise self._broken(f"ledger {str(path)!r} is missing or was changed")
 
     def _broken(self, what: str) -> DataError:
         return DataError(f"{what}; delete {str(self.path)!r} to start over")

@@ -99,7 +99,11 @@ def step_row(
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
     row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
-    return row | {"groups_sampled_again": sampled.again} | drawn_policies(sampled, config)
+    row["groups_sampled_again"] = sampled.again
+    draws = config.rollout_policy.draws
+    if len(draws) > 1:  # of a mixture, which of its policies every group drew, by their places in it
+        row["group_policies"] = [draws.index(policy) for policy in sampled.policies]
+    return row
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
@@ -168,12 +172,6 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     # queries from an entry's own to its eviction [L, H, T]: mean over layers and heads, sum over entries
     kept = (before[rollout.evicted_at.long().clamp(max=length)] - own).double().mean((0, 1)).sum()
     return float(kept), float((before[-1] - own).sum())  # a dense cache keeps every entry to the end
-
-
-def drawn_policies(sampled: StepRollouts, config: TrainConfig) -> TelemetryRow:
-    """Of a mixture, which of its policies every group drew, by their places in it; nothing else."""
-    draws = config.rollout_policy.draws
-    return {"group_policies": [draws.index(policy) for policy in sampled.policies]} if len(draws) > 1 else {}
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:

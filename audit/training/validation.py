@@ -49,7 +49,12 @@ class Validation:
         if named == Dense():
             return row
         played = self._answers(named)
-        return row | self._scores("compressed", played) | self._mismatch(played)
+        # how far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from
+        batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
+        dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
+        panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
+        mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
+        return row | self._scores("compressed", played) | mismatch
 
     def _answers(self, policy: Policy) -> list[GradedRow]:
         """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
@@ -68,13 +73,6 @@ class Validation:
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
         lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
         return row | {f"validation/{view}/degenerate": lost / len(played)}
-
-    def _mismatch(self, played: Sequence[GradedRow]) -> TelemetryRow:
-        """How far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from."""
-        batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
-        dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
-        panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
-        return {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
 
 
 def held_out(

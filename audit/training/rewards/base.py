@@ -126,7 +126,8 @@ class Paying:
     @property
     def judges(self) -> dict[str, str]:
         """By suite, who pays for its answers."""
-        return {name: self._of(name).paid_by(SUITES.get(name)()) for name in self.suites}
+        payers = {name: self.reward if name in self.paid else self.grade for name in self.suites}
+        return {name: payer.paid_by(SUITES.get(name)()) for name, payer in payers.items()}
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -157,9 +158,6 @@ class Paying:
             return found
 
         return pays
-
-    def _of(self, suite: str) -> Reward:
-        return self.reward if suite in self.paid else self.grade
 
 
 def checked(reward: Reward, scores: Any, wanted: int) -> list[float | None]:

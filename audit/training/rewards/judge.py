@@ -64,7 +64,8 @@ class Judged(Reward):
     @cached_property
     def constitution(self) -> str | None:
         """Read once, whatever becomes of the file."""
-        return read_constitution(self._file) if self.constitution_file else None
+        file = self.constitution_file
+        return read_constitution(Path(expand("train.reward.constitution", file))) if file else None
 
     @property
     def identity(self) -> str:
@@ -79,11 +80,9 @@ class Judged(Reward):
     @property
     def inputs(self) -> Mapping[str, str]:
         own = {f"judge {self.judge.name}": self.judge.identity}
-        return (
-            own
-            if self.constitution is None
-            else {**own, "constitution": hashlib.sha256(self.constitution.encode()).hexdigest()}
-        )
+        if self.constitution is not None:
+            own["constitution"] = hashlib.sha256(self.constitution.encode()).hexdigest()
+        return own
 
     def check(self, suites: Sequence[Suite]) -> None:
         _ = self.constitution  # read before a model is loaded
@@ -107,10 +106,6 @@ class Judged(Reward):
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
         return partial(self._settled, Answers(path, Judge.key_of, self._words, field, kinds).answers)
-
-    @property
-    def _file(self) -> Path:
-        return Path(expand("train.reward.constitution", self.constitution_file))
 
     def _settled(self, ask: Ask, played: Sequence[GradedRow]) -> Scores:
         asked = [self._question(row) for row in played]
@@ -142,7 +137,13 @@ class Judged(Reward):
         return settled(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
 
     def _words(self, questions: Sequence[Question]) -> Sequence[JudgeWord]:
-        said: Sequence[JudgeWord] = self._scores(questions) if self.constitution_file else self.judge.refused(questions)
+        said: Sequence[JudgeWord]
+        if self.constitution is None:
+            said = self.judge.refused(questions)
+        else:
+            assert isinstance(self.judge, RubricJudge)
+            replies = self.judge.replies(rubric_of(self.constitution), questions)
+            said = [None if reply is None else score_of(reply) for reply in replies]
         failed = sum(word is None for word in said)
         if len(said) >= _FEW and failed > len(said) / 2:
             raise RunError(
@@ -150,9 +151,3 @@ class Judged(Reward):
                 "was trained is kept: go on when it replies with the word that it is asked for, or take another judge"
             )
         return said
-
-    def _scores(self, questions: Sequence[Question]) -> list[float | None]:
-        assert isinstance(self.judge, RubricJudge)
-        assert self.constitution is not None
-        replies = self.judge.replies(rubric_of(self.constitution), questions)
-        return [None if reply is None else score_of(reply) for reply in replies]

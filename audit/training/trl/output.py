@@ -84,8 +84,9 @@ class OutputFolder:
                 f"folder {str(self.path)!r} holds {self.telemetry.count} steps of this run; go on with "
                 "train(resume_from_checkpoint=True), give another output_dir, or delete it"
             )
-        # a kill may have come between a saved state and later rows
-        self.telemetry.truncate(sum(map(len, self._lines()[:done])))
+        # a kill may have come between a saved state and later rows, and have left half of a line
+        lines = self.telemetry.path.read_bytes().splitlines(keepends=True) if self.telemetry.size else []
+        self.telemetry.truncate(sum(map(len, [line for line in lines if line.endswith(b"\n")][:done])))
         self.telemetry.check_steps(done)
         self._first = next(iter(self.telemetry.rows()), None)
         with guarded(self.path):
@@ -113,13 +114,6 @@ class OutputFolder:
             position = Position(done.steps, done.steps, ledgers=(ledger,))
         said = {"sha256": weights, "files": files, "versions": dict(versions)}
         mark_whole(self.path, self._claim, done.disclosed, position, said)
-
-    def _lines(self) -> list[bytes]:
-        """Whole lines of telemetry; a kill may have left half of one."""
-        if not self.telemetry.size:
-            return []
-        lines = self.telemetry.path.read_bytes().splitlines(keepends=True)
-        return [line for line in lines if line.endswith(b"\n")]
 
     def _check_claim(self, found: Mapping[str, Any]) -> None:
         theirs, ours = found.get("config"), self._claim["config"]
