@@ -13,7 +13,7 @@ from kvaudit.core.spec_train import DENSE_ARM
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training recipe. Everything else (items, seeds, optimiser, updates) is equal between arms.
+    """How one arm trains. Everything else (items, seeds, optimiser, updates) is equal between arms.
 
     ``rollout`` is the cache the sampler uses, ``learner`` the attention of the pass that takes the gradient,
     ``correction`` a name in ``kvaudit.audit.training.corrections``, ``distill`` whether the dense view is pulled

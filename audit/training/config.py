@@ -55,14 +55,14 @@ class TrainConfig(Hashed, Training):
         return cls(**(shared | {"arm": own.recipe, "seed": seed, "policy": own.policy}))
 
     @property
-    def recipe(self) -> Arm:
+    def design(self) -> Arm:
         """The arm as data."""
         return get_arm(self.arm)
 
     @property
     def rollout_policy(self) -> Policy:
         """The policy that the arm's rollouts are sampled under."""
-        return parse_policy(self.policy if self.recipe.rollout == "compressed" else "none")
+        return parse_policy(self.policy if self.design.rollout == "compressed" else "none")
 
     @cached_property
     def drawn_by(self) -> Condition | None:
@@ -70,7 +70,7 @@ class TrainConfig(Hashed, Training):
         if self.rollouts is None:
             return None
         condition = parse_condition(self.rollouts)
-        return condition if self.recipe.rollout == "compressed" else condition.reference
+        return condition if self.design.rollout == "compressed" else condition.reference
 
     @cached_property
     def store(self) -> EngineStore | None:
@@ -80,7 +80,7 @@ class TrainConfig(Hashed, Training):
 
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
-        arm, policy = self.recipe, self.drawn_by or self.rollout_policy
+        arm, policy = self.design, self.drawn_by or self.rollout_policy
         return {
             "rollouts": policy.canonical,
             "rollouts_hash": policy.hash,
@@ -148,7 +148,7 @@ class TrainConfig(Hashed, Training):
         if drawn_by is None:
             return
         ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
-        if self.recipe.learner == "shadow" and self.store is None:
+        if self.design.learner == "shadow" and self.store is None:
             raise SpecError(
                 f"arm {self.arm} has the learner see what the sampler saw, and how {drawn_by.canonical} stores keys "
                 "and values is not known (no ledger, no quantiser); take naive, tis or mis, or other settings"

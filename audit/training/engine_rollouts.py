@@ -79,7 +79,7 @@ class EngineQuestioner(Questioner):
     def sample(self, step: int) -> StepRollouts:
         """See ``Questioner.sample``; what the engine wrote is kept where the arm, or its certificate, reads it."""
         config = self._config
-        every = config.recipe.learner == "shadow" or config.certifies(step + 1)
+        every = config.design.learner == "shadow" or config.certifies(step + 1)
         self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
         self._push()
         found = super().sample(step)

@@ -189,7 +189,7 @@ def learn(
     it is that pass, detached; otherwise a pass without gradient comes first. A rollout can sample ``max_tokens`` at
     most, or as many as ``allowed`` says of it.
     """
-    config, arm = learner.config, learner.config.recipe
+    config, arm = learner.config, learner.config.design
     loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
     plan, ranks = gradient_steps(batch, config, step, learner.ranks), learner.ranks
     before: BeforeUpdate | None = None  # where pi_old must be known before a weight moves, or over the whole batch

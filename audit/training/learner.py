@@ -119,7 +119,7 @@ class Learner:
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
         """What the arm's view says of a microbatch, and the critic's values [b, R] of the same states."""
         # dense or shadow: the one place where arms differ in what is learned from
-        kind = self.config.recipe.learner
+        kind = self.config.design.learner
         if self._critic is None:
             return self._tokens(part, kind), None
         return self._critic.read(self.model, part, lambda: self._tokens(part, kind))
@@ -157,11 +157,11 @@ class Learner:
         """Reference log-probs [B, R] under the arm's view: beta pulls to what it says of what the policy sees."""
         if self._reference is None:
             return None
-        return self._pass(self._reference, batch, self.config.recipe.learner)
+        return self._pass(self._reference, batch, self.config.design.learner)
 
     def replayed(self, batch: Batch) -> Tensor:
         """Log-probs [B, R] of what the sampler saw, whatever the arm's learner sees."""
-        kind: LearnerPass = "shadow" if self.config.recipe.rollout == "compressed" else "dense"
+        kind: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
         return self._pass(self.model, batch, kind)
 
     def dense(self, batch: Batch) -> Tensor:
@@ -182,7 +182,7 @@ class Learner:
         0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm
         that does not distil.
         """
-        if not self.config.recipe.distill:
+        if not self.config.design.distill:
             return None
         dense = self._tokens(part, "dense")
         learner, teacher = (dense, shadow) if self.config.distill_towards == "shadow" else (shadow, dense)

@@ -33,29 +33,29 @@ _WHOLE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class HostedArm:
-    """An arm and its sampler: our cache under ``policy``, or somebody else (``outside``) under what ``told`` says."""
+    """An arm and its sampler: our cache under ``policy``, or somebody else, ``outside``; ``sampled_under`` in words."""
 
     arm: Arm
     policy: Policy | None
     outside: str | None
-    told: str
+    sampled_under: str
 
     @classmethod
     def of(cls, arm: str, policy: str | None, outside: str | None) -> HostedArm:
         """Raises UnknownName and SpecError for what cannot be trained in this way."""
-        recipe = get_arm(arm)
-        if recipe.distill:
+        chosen = get_arm(arm)
+        if chosen.distill:
             raise SpecError(
                 f"arm {arm!r} pulls whole distributions together, and TRL's loss has the sampled tokens alone; "
                 "take arm 'smd', or train it by kvaudit run"
             )
         if outside is not None:
-            return cls(recipe, None, outside, _told(recipe, policy, outside))
-        if policy is None and recipe.rollout == "compressed":
+            return cls(chosen, None, outside, _sampled_under(chosen, policy, outside))
+        if policy is None and chosen.rollout == "compressed":
             raise SpecError(f"arm {arm!r} samples under a policy; give one, such as policy='snapkv:budget=512'")
         asked = parse_policy(policy or "none")
-        own = asked if recipe.rollout == "compressed" else parse_policy("none")
-        if recipe.learner == "shadow" and not own.replayable:
+        own = asked if chosen.rollout == "compressed" else parse_policy("none")
+        if chosen.learner == "shadow" and not own.replayable:
             raise SpecError(
                 f"policy {own.canonical!r} leaves no ledger that a learner could replay, which arm {arm!r} needs; "
                 "take another policy, or arm 'tis'"
@@ -64,7 +64,7 @@ class HostedArm:
             raise SpecError(
                 f"policy {own.canonical!r} pins roles, and TRL hands over tokens without them; leave pin out"
             )
-        return cls(recipe, own, None, own.canonical)
+        return cls(chosen, own, None, own.canonical)
 
     @property
     def by_trl(self) -> bool:
@@ -104,7 +104,7 @@ class HostedArm:
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know, without this project's table of arms."""
         return {
-            "rollouts": self.told,
+            "rollouts": self.sampled_under,
             "rollouts_hash": None if self.policy is None else self.policy.hash,
             "learner": self.arm.learner,
             "correction": self.arm.correction,
@@ -131,7 +131,7 @@ def check_logprobs(
         raise DataError(f"{outside} gave log-probs of {len(logprobs)} rollouts for {len(completions)}")
 
 
-def _told(arm: Arm, policy: str | None, outside: str) -> str:
+def _sampled_under(arm: Arm, policy: str | None, outside: str) -> str:
     """What rollouts of somebody else were sampled under, in the words of whoever trains; nobody can verify it."""
     if arm.learner == "shadow":
         raise SpecError(

@@ -184,7 +184,12 @@ def questions_sha256(dataset: Any) -> str:
 
 
 def sections_of(
-    arm: str, told: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
+    arm: str,
+    sampled_under: str,
+    model: Mapping[str, Any],
+    reward: Mapping[str, Any],
+    data: str,
+    training: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The sections of ``recipe.json``: a data set is no suite of ours, and its prompts are as long as they are."""
     return {
@@ -197,7 +202,7 @@ def sections_of(
             "context_tokens": 0,
             "items_sha256_by_seed": {str(training["seed"]): data},
         },
-        "policy": {arm: told},
+        "policy": {arm: sampled_under},
         "refusal_set": {},
         "training": dict(training),
     }

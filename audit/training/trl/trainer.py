@@ -304,14 +304,14 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         arm, base = self._hosted.arm.name, self._base
         questions = output.questions_sha256(self.train_dataset)
         policy = None if self._hosted.policy is None else self._hosted.policy.canonical
-        config = settings | {"arm": arm, "policy": policy or self._hosted.told, "loss": self.loss_type}
+        config = settings | {"arm": arm, "policy": policy or self._hosted.sampled_under, "loss": self.loss_type}
         config |= {"steps": self.state.max_steps, "ledger_every": 0, "questions_sha256": questions}
         self._folder = OutputFolder(Path(self.args.output_dir), config, base)
         names = dict.fromkeys(self.reward_func_names, "function")
         reward = {"written": names, "sha256": output.reward_sha256(self.reward_funcs), "graded_by": names}
         origin = {"name": str(model.config._name_or_path), "sha256": base}
-        told = output.sections_of(arm, self._hosted.told, origin, reward, questions, settings)
-        self._folder.begin(self.state.global_step, told)
+        sections = output.sections_of(arm, self._hosted.sampled_under, origin, reward, questions, settings)
+        self._folder.begin(self.state.global_step, sections)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
         """TRL's own, after every optimiser step: the row is on disk before a state is saved that counts it."""
