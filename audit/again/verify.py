@@ -105,12 +105,7 @@ class Verification:
     @property
     def mean_explained(self) -> bool:
         """Whether the mean size of the gaps is within its own, narrower tolerance."""
-        return self.shadow.mean <= self.mean_tolerance
-
-    @property
-    def mean_tolerance(self) -> float:
-        """Nats."""
-        return self.tolerance / MEAN_SHARE
+        return self.shadow.mean <= self.tolerance / MEAN_SHARE
 
 
 class Replayed(NamedTuple):
@@ -221,15 +216,14 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
         ``strays`` grows by the row and layer of every recorded code that is at no border in the replay.
         """
         logits, _ = suffix_logits(net, rollouts, group=1, kind=which, reroute=_reroutes(piece), strays=strays)
-        temperatures = (self._temperature, piece.temperature)
-        temperature = next((value for value in temperatures if value is not None), 1.0)
+        told = piece.temperature if self._temperature is None else self._temperature
+        temperature = told or 1.0  # greedy draws are recorded with the log-probs of temperature 1
         found = []
         for row, rollout in enumerate(rollouts):
             suffix = slice(rollout.prompt_length, None)
             drawn = rollout.sampled[suffix].nonzero()[:, 0]
             chosen, ids = logits[row, drawn.to(logits.device)], rollout.ids[suffix][drawn].to(logits.device)
-            # greedy draws are recorded with the log-probs of temperature 1
-            found.append(_of(chosen, ids, temperature or 1.0).cpu())
+            found.append(_of(chosen, ids, temperature).cpu())
         return found
 
 
@@ -324,7 +318,7 @@ def _verdict(found: Verification) -> Iterator[str]:
     elif not found.mean_explained:
         yield (
             f"not explained: tokens are off by {scientific(found.shadow.mean)} nats in the mean, at most "
-            f"{found.mean_tolerance:g} is rounding; the worst is rollout {worst.rollout}, token {worst.token}"
+            f"{found.tolerance / MEAN_SHARE:g} is rounding; the worst is rollout {worst.rollout}, token {worst.token}"
         )
     if found.breach is not None:
         yield f"not explained: {inline(found.breach)}"

@@ -6,7 +6,6 @@ Batches are right-padded, so that the chunk a token falls into depends on its ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -310,51 +309,38 @@ class Episode:
         return [found[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
-        wanted = set(numbers)
-        places = {n: place for place, n in enumerate(self._held) if n in wanted}
+        wanted, cache = set(numbers), self._cache
         longest = max(len(self._rows[n].ids) for n in numbers)
         # [b, L, H, T]; times [b, T] of keys and of values, None without codes
-        ledger, times = self._cache.ledger(longest), self._cache.quantised_at(longest)
-        codec, experts = quantiser_of(self._cache.policy), self._cache.experts(longest)
-        peaks = self._cache.bytes_peaks
-        coded = [None] * len(ledger) if times is None else list(zip(*times, strict=True))
-        rows = {n: self._rollout(self._rows[n], ledger[p], peaks[p], coded[p]) for n, p in places.items()}
-        if experts is not None:
-            rows = {n: replace(row, experts=experts[places[n], : len(row.ids)].clone()) for n, row in rows.items()}
-        selections = self._cache.selections()
-        if selections is not None:
-            rows = {n: replace(row, selection=selections[places[n]]) for n, row in rows.items()}
-        if codec is None or times is None:
-            return rows
-        hints = self._cache.hints()
-        return {
-            n: replace(
-                row,
-                codec=codec,
-                keys_quantised_at=times[0][places[n], : len(row.ids)].clone(),
-                values_quantised_at=times[1][places[n], : len(row.ids)].clone(),
-                hints=hints[places[n]],
-            )
-            for n, row in rows.items()
-        }
+        ledger, times = cache.ledger(longest), cache.quantised_at(longest)
+        experts, selections = cache.experts(longest), cache.selections()
+        peaks, hints = cache.bytes_peaks, None if times is None else cache.hints()
 
-    def _rollout(self, row: _Row, ledger: Tensor, peak: int, coded: tuple[Tensor, Tensor] | None) -> Rollout:
-        length = len(row.ids)
-        evicted_at, sampled = ledger[:, :, :length].clone(), torch.tensor(row.sampled)
-        times = None if coded is None else (coded[0][:length], coded[1][:length])
-        return Rollout(
-            ids=torch.tensor(row.ids),
-            prompt_length=row.prompt_length,
-            sampled=sampled,
-            sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
-            evicted_at=evicted_at,
-            kv_bytes_peak=peak,
-            kv_bytes_dense=self._cache.dense_bytes(length),
-            kv_bytes_live=self._cache.live_bytes(evicted_at, times, sampled),
-            retention=row.retention,
-            answer_start=row.answer_start,
-            row_keys=row.keys if evictor_of(self._cache.policy).seeded else None,
-        )
+        def rollout(row: _Row, place: int) -> Rollout:
+            own = slice(len(row.ids))
+            evicted_at, sampled = ledger[place, :, :, own].clone(), torch.tensor(row.sampled)
+            codes = None if times is None else (times[0][place, own].clone(), times[1][place, own].clone())
+            return Rollout(
+                ids=torch.tensor(row.ids),
+                prompt_length=row.prompt_length,
+                sampled=sampled,
+                sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
+                evicted_at=evicted_at,
+                kv_bytes_peak=peaks[place],
+                kv_bytes_dense=cache.dense_bytes(len(row.ids)),
+                kv_bytes_live=cache.live_bytes(evicted_at, codes, sampled),
+                retention=row.retention,
+                answer_start=row.answer_start,
+                row_keys=row.keys if evictor_of(cache.policy).seeded else None,
+                codec=None if codes is None else quantiser_of(cache.policy),
+                keys_quantised_at=None if codes is None else codes[0],
+                values_quantised_at=None if codes is None else codes[1],
+                hints=None if hints is None else hints[place],
+                experts=None if experts is None else experts[place, own].clone(),
+                selection=None if selections is None else selections[place],
+            )
+
+        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._held) if n in wanted}
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""

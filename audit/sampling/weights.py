@@ -118,11 +118,12 @@ def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
     Only what would take for ever is caught here; what is merely wrong is a missing or mismatched tensor later.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     # largest size of any dimension of any tensor
     widest = max((size for header in found for size in header.shape), default=0)
     for keys, bound, what in ((_LAYERS, len(found), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
-        for key, value in _asked(config, keys):
-            if value > bound:
+        for key, value in ((key, part.get(key)) for part in parts for key in keys):
+            if isinstance(value, int) and value > bound:
                 raise DataError(
                     f"checkpoint {str(folder)!r}: config.json asks for {key} {value}, its weights have {bound} {what}; "
                     "copy both from one model"
@@ -163,12 +164,6 @@ def check_numbers(name: str, model: Any, found: Iterable[TensorHeader] = ()) -> 
         # the extremes are NaN or infinite if any number is, and no mask of all is made
         if not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
-
-
-def _asked(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    for part in (config, *config.values()) if isinstance(config, dict) else ():
-        if isinstance(part, dict):
-            yield from ((key, part[key]) for key in keys if isinstance(part.get(key), int))
 
 
 def _kind(key: str) -> str:

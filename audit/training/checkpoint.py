@@ -158,9 +158,9 @@ class CheckpointFolder:
             shutil.rmtree(staged, ignore_errors=True)
             _save_model(learner, staged)
             files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
-            adapted = isinstance(learner, AdaptedModel)
             # the sha256 by which whoever loads the folder knows the model
-            weights = adapter_sha256(staged, learner.origin) if adapted else weights_sha256(staged)
+            base = learner.origin if isinstance(learner, AdaptedModel) else None
+            weights = weights_sha256(staged) if base is None else adapter_sha256(staged, base)
         move_into(staged, self.path)  # file by file, each in one step
         said = {"sha256": weights, "files": files, "versions": versions()}
         mark_whole(self.path, self._claim, self._config.disclosed(), position, said)

@@ -138,11 +138,8 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
         "update_skipped": learned.grad_norm is None,
         "entropy": metrics.get("entropy"),
         "clip_fraction": metrics.get("clipped"),
-        "kl_ref": metrics.get("kl_ref"),
-        "distill_kl": metrics.get("distill_kl"),
-        "value_loss": metrics.get("value_loss"),
-        "mismatch/masked_tokens": metrics["masked_tokens"],
-        "mismatch/rejected_sequences": metrics["rejected_sequences"],
+        **{name: metrics.get(name) for name in ("kl_ref", "distill_kl", "value_loss")},
+        **{f"mismatch/{name}": metrics[name] for name in ("masked_tokens", "rejected_sequences")},
     }
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -145,19 +144,15 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * len(prompts)
         split = "rollout" if self.model.training else "rollout-evaluation"
         seeds = [derive_seed(split, self.args.seed, *self._drawn, first + n) for n in range(len(prompts))]
-        with self._served() as served:
+        model, chat = unwrapped(self.accelerator.unwrap_model(self.model)), SimpleNamespace()
+        chat.stop_ids = frozenset(map(int, self.eos_token_ids))
+        was_training, text = model.training, model.config.get_text_config(decoder=True)
+        served = _Served(model, model.device, text.max_position_embeddings, chat)
+        model.eval()
+        try:
             episode = Sampler(served, self._hosted.policy).open(prompts[::group], seeds, group=group)
             episode.decode(Decoding(self.max_completion_length, temperature=self.temperature))
             return episode.rollouts()
-
-    @contextmanager
-    def _served(self) -> Iterator[_Served]:
-        model = unwrapped(self.accelerator.unwrap_model(self.model))
-        was_training, text = model.training, model.config.get_text_config(decoder=True)
-        model.eval()
-        try:
-            chat = SimpleNamespace(stop_ids=frozenset(map(int, self.eos_token_ids)))
-            yield _Served(model, model.device, text.max_position_embeddings, chat)
         finally:
             model.train(was_training)
 
