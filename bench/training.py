@@ -161,7 +161,7 @@ def ours(asked: Asked, arm: str) -> Found:
     learner, sampler = Learner(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
 
     def step() -> None:
-        number = learner.updates
+        number = learner.optimiser.updates
         episode = sampler.open(prompts, [number * 1000 + row for row in range(rows_in_all)], group=GROUP)
         episode.decode(Decoding(NEW))
         rows: list[Rollout] = episode.rollouts()

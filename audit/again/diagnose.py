@@ -260,6 +260,7 @@ def diagnosis_of(
         everywhere(f"last {EXACT_LAST} tokens exact", setting, cost, window=EXACT_LAST),
     ]
     remedies = tuple(map(harm, cases))
+    by_layer = next(one for one in remedies if one.case.name.startswith("layers"))
     return Diagnosis(
         bits=bits,
         group=group,
@@ -273,7 +274,7 @@ def diagnosis_of(
         remedies=remedies,
         worst=worst,
         along_refusals=_along_refusals(model, asked, plain, ByChannel(bits)),
-        mode=_mode(whole.nats, by_channel=remedies[0].nats, by_layer=_named(remedies, "layers").nats),
+        mode=_mode(whole.nats, by_channel=remedies[0].nats, by_layer=by_layer.nats),
     )
 
 
@@ -283,10 +284,6 @@ def _mode(whole: float, *, by_channel: float, by_layer: float) -> str:
     if by_channel <= MENDS * whole:
         return "outlier-crushes-safety"
     return "outlier-as-safety" if by_layer <= MENDS * whole else "multi-layer dilution"
-
-
-def _named(remedies: Sequence[Harm], start: str) -> Harm:
-    return next(one for one in remedies if one.case.name.startswith(start))
 
 
 def _harm(model: LoadedModel, asked: Sequence[Request], case: Case) -> Harm:

@@ -98,7 +98,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
         if config.keeps_ledger(done):
             ledgers += tuple(starmap(keep, ledgers_of(f"step-{done}", sampled, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
-        position = Position(done, run.learner.updates, folder.telemetry.size, ledgers)
+        position = Position(done, run.learner.optimiser.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
             own = run.learner.tensors()
             folder.save_state(position, own, others=run.save_part, keep_older=early_stop is not None)

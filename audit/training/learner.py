@@ -197,11 +197,6 @@ class Learner:
             self._critic.step()
         return result
 
-    @property
-    def updates(self) -> int:
-        """Gradient steps of the policy so far."""
-        return self.optimiser.updates
-
     def tensors(self) -> dict[str, Tensor]:
         """All that the next step needs, by name."""
         return self.optimiser.tensors() | ({} if self._critic is None else self._critic.tensors())

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
 MOST = 1e6  # of a reward, so that its square is a number in float32
+Played = Sequence["GradedRow"]
 Scores = Sequence[float | None]
-Pays = Callable[[Sequence["GradedRow"]], Scores]
+Pays = Callable[[Played], Scores]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Reward:
         """Who decides what an answer of this suite earns."""
         return self.label
 
-    def rewards(self, played: Sequence[GradedRow]) -> Scores:
+    def rewards(self, played: Played) -> Scores:
         """A number each, higher for what is wanted; None where nobody can tell, and no gradient is taken.
 
         What one earns does not depend on the others. Raises RunError where going on is of no use.
@@ -148,7 +149,7 @@ class Paying:
         """What pays a step's rollouts, each held to be a number; see ``Reward.kept_in``."""
         parts = [(reward, reward.kept_in(folder), own) for reward, own in ((self.reward, True), (self.grade, False))]
 
-        def pays(played: Sequence[GradedRow]) -> list[float | None]:
+        def pays(played: Played) -> list[float | None]:
             found: list[float | None] = [None] * len(played)
             for reward, scored, own in parts:
                 rows = [n for n, row in enumerate(played) if (row.item.suite in self.paid) is own]

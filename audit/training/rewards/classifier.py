@@ -6,16 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kvaudit.audit.judges.guards.classifier import Classifier
-from kvaudit.audit.training.rewards.base import Reward, Scores
+from kvaudit.audit.training.rewards.base import Played, Reward, Scores
 from kvaudit.core.errors import SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import SUITES
-
-if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Classified(Reward):
     def identity(self) -> str:
         return sha256_of(self._model.identity, bool(self.pays))
 
-    def rewards(self, played: Sequence[GradedRow]) -> Scores:
+    def rewards(self, played: Played) -> Scores:
         from kvaudit.audit.sampling.exchange import said_nothing
 
         broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]

@@ -17,16 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from kvaudit.audit.training.rewards.base import Reward, Scores
+from kvaudit.audit.training.rewards.base import Played, Reward, Scores
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.core.text import reason, shown
 from kvaudit.suites.base import Suite
-
-if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Function(Reward):
             ) from None
         super().check(suites)
 
-    def rewards(self, played: Sequence[GradedRow]) -> Scores:
+    def rewards(self, played: Played) -> Scores:
         try:
             scores: Scores = self._called(list(played), **self.options)
         except AuditError:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Reward, Scores, asks_a_judge
+from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Played, Reward, Scores, asks_a_judge
 from kvaudit.core.options import sha256_of
 from kvaudit.suites.base import Suite
-
-if TYPE_CHECKING:
-    from kvaudit.audit.sampling.conversations import GradedRow
 
 
 @dataclass(frozen=True)
@@ -29,5 +24,5 @@ class SuiteGrade(Reward):
         """The suite itself, or the phrase rules where it leaves answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Sequence[GradedRow]) -> Scores:
+    def rewards(self, played: Played) -> Scores:
         return [row.grade.score for row in played]

@@ -184,25 +184,16 @@ def questions_sha256(dataset: Any) -> str:
 
 
 def sections_of(
-    arm: str,
-    sampled_under: str,
-    model: Mapping[str, Any],
-    reward: Mapping[str, Any],
-    data: str,
-    training: Mapping[str, Any],
+    arm: str, policy: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The sections of ``recipe.json``: a data set is no suite of ours, and its prompts are as long as they are."""
+    training_seed = str(training["seed"])
     return {
         "model": dict(model),
         "reward": dict(reward),
         "constitution": None,
-        "data": {
-            "suites": {},
-            "weights": [],
-            "context_tokens": 0,
-            "items_sha256_by_seed": {str(training["seed"]): data},
-        },
-        "policy": {arm: sampled_under},
+        "data": {"suites": {}, "weights": [], "context_tokens": 0, "items_sha256_by_seed": {training_seed: data}},
+        "policy": {arm: policy},
         "refusal_set": {},
         "training": dict(training),
     }
