@@ -31,11 +31,12 @@ def degenerate(text: str, finish_reason: str) -> Fault | None:
 
 def _loops(text: str) -> bool:
     words, characters = text.split(), "".join(text.split())
+    grams = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
     return (
         _longest_run(words, _LONGEST_UNIT, _WORD_REPEATS) >= max(_WORDS_IN_LOOP, len(words) / 2)
         or _longest_run(characters, _LONGEST_CHARACTER_UNIT, _CHARACTER_REPEATS)
         >= max(_CHARACTERS_IN_LOOP, len(characters) / 2)
-        or _few_ngrams(words)
+        or (len(words) >= _NGRAM_WORDS and len(set(grams)) / len(grams) < _DISTINCT_SHARE)
     )
 
 
@@ -49,10 +50,3 @@ def _longest_run(units: Sequence[str], longest_unit: int, repeats: int) -> int:
             if run >= period * (repeats - 1):
                 best = max(best, run + period)
     return best
-
-
-def _few_ngrams(words: Sequence[str]) -> bool:
-    if len(words) < _NGRAM_WORDS:
-        return False
-    grams = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
-    return len(set(grams)) / len(grams) < _DISTINCT_SHARE

@@ -100,11 +100,6 @@ class Batch:
         return values.new_zeros(self.sampled.shape).masked_scatter(self.sampled, values)
 
     @property
-    def graded_tokens(self) -> Tensor:
-        """Which of the n sampled tokens are of graded rollouts, bool [n]."""
-        return self.mask[self.sampled]
-
-    @property
     def idle(self) -> Batch:
         """Its shortest row as a batch in which nothing was sampled, so that nothing is learned from it."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))

@@ -234,7 +234,7 @@ def learn(
                 # now, so that the activations of one microbatch are held at a time
                 torch.autograd.backward(outputs.loss)
                 total += float(outputs.loss.detach())
-                entropy = float(read.entropy[part.graded_tokens].sum())  # nats, over tokens of graded rollouts
+                entropy = float(read.entropy[part.mask[part.sampled]].sum())  # nats, of graded rollouts
                 tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
                 if update is plan[0]:  # later ones read weights that have moved
                     first[rows] = logprobs.detach()
