@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected and imported stays to the end, so no search for garbage goes through it, then or in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     import torch
@@ -56,9 +68,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Weights that tests convert for engines are not kept with the user's."""
+    """Weights that tests convert for engines are not kept with the user's; one is made once for all processes."""
+    base = tmp_path_factory.getbasetemp()
+    home = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVAUDIT_CACHE", str(tmp_path_factory.mktemp("conversions")))
+        patch.setenv("KVAUDIT_CACHE", str(home / "conversions"))
         yield
 
 
