@@ -7,16 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from suite_world import play
 from typer.testing import CliRunner
 
+from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
 from kvaudit.audit.runs import evaluate
@@ -84,10 +87,36 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return run
 
 
+Memory = dict[tuple[Any, ...], list[GradedRow]]
+
+
+def played_once(memory: Memory) -> Callable[..., list[GradedRow]]:
+    """``play`` that says to the same batch under the same policy what it said before; any other batch is played."""
+    plain = evaluate.play
+
+    def remembered(
+        sampler: Any, asked: Sequence[tuple[Suite, Item]], decoding: Any, seeds: Sequence[int], **more: Any
+    ) -> list[GradedRow]:
+        key = (sampler.policy.canonical, tuple(item.item_id for _, item in asked), tuple(seeds), decoding)
+        if key not in memory:
+            memory[key] = plain(sampler, asked, decoding, seeds, **more)
+        return memory[key]
+
+    return remembered
+
+
 @pytest.fixture(scope="module")
-def with_pilot(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def memory() -> Memory:
+    """What was played in the run with a pilot."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def with_pilot(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder:
     run = open_run(tmp_path_factory.mktemp("with") / "run", spec_of(), resume=False)
-    worked(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "play", played_once(memory))
+        worked(run)
     return run
 
 
@@ -146,10 +175,24 @@ class Killed(BaseException):
     """What ends a process at once."""
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 5, 6, 8, 11])
+@pytest.mark.parametrize("after", [0, 1, 3, 5, 6, 11])
 def test_a_kill_at_any_batch_changes_nothing(
+    with_pilot: RunFolder, memory: Memory, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "play", played_once(memory))
+    assert_a_kill_changes_nothing(with_pilot, tmp_path, after, monkeypatch)
+
+
+def test_what_a_model_says_after_a_kill_is_what_it_said(
+    with_pilot: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_a_kill_changes_nothing(with_pilot, tmp_path, 8, monkeypatch)
+
+
+def assert_a_kill_changes_nothing(
     with_pilot: RunFolder, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that is killed after so many batches goes on to the same records."""
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     left, plain = [after], Evaluator._play
 
@@ -191,13 +234,18 @@ def test_a_run_that_was_begun_without_a_pilot_goes_on_without(without: RunFolder
 
 
 def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_path: Path) -> None:
+    """Another process, and this one once that has its model and begins to answer."""
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    join = [sys.executable, "-m", "kvaudit.audit.cli", "run", "--join", str(run.path), "--threads", "1"]
-    both = [subprocess.Popen(join, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [one.communicate()[0] for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    assert all("refusal: measurable" in text for text in said)
+    words_ = ["run", "--join", str(run.path), "--threads", "1"]
+    join = [sys.executable, "-u", "-m", "kvaudit.audit.cli", *words_]
+    with subprocess.Popen(join, env=environment, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        begun = next((line for line in other.stdout if line.startswith("model: ")), "")
+        code, own, err = kvaudit(*words_)
+        theirs = begun + other.stdout.read()
+    assert (code, other.returncode) == (0, 0), own + err + theirs
+    assert all("refusal: measurable" in text for text in (own, theirs))
     assert files_of(run) == files_of(with_pilot)
     assert run.provenance()["pilot"] == with_pilot.provenance()["pilot"]
 
@@ -332,10 +380,28 @@ gate: {margins: {math: 5, refusal: 5}}
 """
 
 
+NOTHING = Rollout(torch.zeros(9), 5, torch.zeros(9), torch.zeros(9), torch.zeros(1, 1, 9), 0, 0, 1.0, answer_start=5)
+
+
+def in_gold(_: Any, asked: Sequence[tuple[Suite, Item]], *__: Any, **___: Any) -> list[GradedRow]:
+    """``play`` of a model that answers everything right, and at once."""
+    said = [(item, play(suite, item, suite.gold(item))) for suite, item in asked]
+    grades = [suite.grade(item, transcript) for (suite, _), (item, transcript) in zip(asked, said, strict=True)]
+    return [
+        GradedRow(item, transcript, grade, NOTHING, "stop", 5, 4, {}, 0, 0.1)
+        for (item, transcript), grade in zip(said, grades, strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def sized(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The embedded model answers the pilot, which the sizes follow from; what it would say to hundreds is all one."""
     run = open_run(tmp_path_factory.mktemp("auto") / "run", parse_spec(AUTO, "spec", NAMES), resume=False)
-    worked(run)
+    pipeline = Pipeline(run, Console(quiet=True), 1)
+    pipeline.pilot()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "play", in_gold)
+        pipeline.evaluate()
     return run
 
 
