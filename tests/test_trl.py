@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason='the extra is not installed: pip install "kvaudit[trl]"')
 
-from conform.policies import small_policies
+from conform.policies import asked_by, one_of_each, small_policies
 from transformers import AutoTokenizer
 from trl_world import POLICY, config, model, questions, rows, trainer
 
@@ -42,7 +42,10 @@ def gaps(out: Path) -> list[float]:
     return [row["mismatch/max_abs_gap"] for row in rows(out)]
 
 
-EVERY = [policy.canonical for policy in small_policies()]
+ASKING = one_of_each(small_policies(), asked_by)  # the others rank by the same of a model, and are replayed alike
+EVERY = [
+    pytest.param(policy.canonical, marks=[pytest.mark.slow] * (policy not in ASKING)) for policy in small_policies()
+]
 
 
 @pytest.mark.parametrize("policy", [*EVERY, POLICY, "fp8:write=true", "snapkv:budget=40,window=8+fp8:write=true"])
