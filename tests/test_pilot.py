@@ -14,12 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from suite_world import play
 from typer.testing import CliRunner
 
-from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
 from kvaudit.audit.runs import evaluate
@@ -380,28 +377,10 @@ gate: {margins: {math: 5, refusal: 5}}
 """
 
 
-NOTHING = Rollout(torch.zeros(9), 5, torch.zeros(9), torch.zeros(9), torch.zeros(1, 1, 9), 0, 0, 1.0, answer_start=5)
-
-
-def in_gold(_: Any, asked: Sequence[tuple[Suite, Item]], *__: Any, **___: Any) -> list[GradedRow]:
-    """``play`` of a model that answers everything right, and at once."""
-    said = [(item, play(suite, item, suite.gold(item))) for suite, item in asked]
-    grades = [suite.grade(item, transcript) for (suite, _), (item, transcript) in zip(asked, said, strict=True)]
-    return [
-        GradedRow(item, transcript, grade, NOTHING, "stop", 5, 4, {}, 0, 0.1)
-        for (item, transcript), grade in zip(said, grades, strict=True)
-    ]
-
-
 @pytest.fixture(scope="module")
 def sized(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The embedded model answers the pilot, which the sizes follow from; what it would say to hundreds is all one."""
     run = open_run(tmp_path_factory.mktemp("auto") / "run", parse_spec(AUTO, "spec", NAMES), resume=False)
-    pipeline = Pipeline(run, Console(quiet=True), 1)
-    pipeline.pilot()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "play", in_gold)
-        pipeline.evaluate()
+    worked(run)
     return run
 
 
