@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
-from kvaudit.core.grid import SuiteSpec
+from kvaudit.core.spec_evaluate import SuiteSpec
 from kvaudit.reports.gate.sizes import Design, chance
 from kvaudit.reports.gate.verdict import Decision, Status, Verdict
 from kvaudit.reports.records.load import RunData

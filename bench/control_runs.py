@@ -21,9 +21,9 @@ from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.files import write_json
-from kvaudit.core.grid import EvaluateSpec
 from kvaudit.core.records import Item, Outcome, Record
 from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.core.spec_evaluate import EvaluateSpec
 from kvaudit.suites.base import SUITES, Suite
 
 SUITE_NAMES = ("refusal", "agent", "math")

@@ -33,8 +33,8 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import AuditError
-from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Item
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.suites.base import SUITES, Suite
 
 IN_FLIGHT = 16

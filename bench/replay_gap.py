@@ -34,7 +34,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.engine_rollouts import drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import AuditError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.suites.base import SUITES
 
 SETTINGS = (

@@ -37,8 +37,8 @@ from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
-from kvaudit.core.grid import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
 from kvaudit.core.spec_parts import (
     Alpha,
     ContextLength,

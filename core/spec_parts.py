@@ -68,7 +68,7 @@ Rate = Annotated[Number, Field(ge=1e-12, le=1)]
 Norm = Annotated[Number, Field(ge=1e-6, le=1e9)]
 Factor = Annotated[Number, Field(ge=0, le=1000)]
 Temperature = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
-HeatOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
+TemperatureOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 ShareOrZero = Annotated[Number, Field(ge=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]

@@ -13,7 +13,7 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Sampler
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 NEW = 32
 PROMPTS = ("hello there", "what is 3 + 4", "the code is 7 " * 12, "tell me a story")

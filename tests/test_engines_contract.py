@@ -20,7 +20,7 @@ from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.conditions import ENGINE, engine_in, settings_in
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 Check = Callable[[type[Engine], Settings], None]
 OF_OURS = {"openvino", "transformers"}  # that the environment of the tests holds; the others have one of their own

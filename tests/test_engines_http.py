@@ -27,8 +27,8 @@ from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.endpoint import Endpoint, Unanswered
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.grid import EngineSpec, EvaluateSpec
 from kvaudit.core.records import Message, Outcome, Role
+from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec
 from kvaudit.suites.base import SUITES
 
 STANDIN = Path(__file__).with_name("engine_standin.py")

@@ -16,7 +16,7 @@ from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 PYTHON = os.environ.get("KVAUDIT_PYTHON_LLAMA_CPP")
 needs_it = pytest.mark.skipif(PYTHON is None, reason="KVAUDIT_PYTHON_LLAMA_CPP names no python that has llama_cpp")

@@ -15,7 +15,7 @@ from kvaudit.audit.engines.openvino import OpenVino
 from kvaudit.audit.engines.weights import CONVERSION, converted
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
@@ -303,7 +303,7 @@ def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch
 
 
 def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Path) -> None:
-    from kvaudit.core.grid import EngineSpec
+    from kvaudit.core.spec_evaluate import EngineSpec
 
     with pytest.raises(SpecError, match=r"wanted a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from engine_world import World, world
 from kvaudit.audit.engines import parse_condition
 from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 PYTHON = os.environ.get("KVAUDIT_PYTHON_TRANSFORMERS")
 PART = EngineSpec(at_once=4, start=300.0)

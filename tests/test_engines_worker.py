@@ -22,7 +22,7 @@ from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 INSIDE = Path(__file__).with_name("engine_inside.py")
 ASKED = Asked((5, 6), 4, (1,), 0.0, 1.0, 7)

@@ -21,7 +21,7 @@ from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 

@@ -16,7 +16,7 @@ from kvaudit.audit.engines.base import Drawer, Drawn, Work
 from kvaudit.audit.engines.drawing import weights_of
 from kvaudit.audit.training.engine_rollouts import drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 HEAT = 0.7
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]

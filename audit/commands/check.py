@@ -181,7 +181,7 @@ def _check_there(asking: Asking, way: Way) -> None:
     """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED
-    from kvaudit.core.grid import EngineSpec
+    from kvaudit.core.spec_evaluate import EngineSpec
 
     if asking.model != EMBEDDED and not os.path.exists(asking.model):
         raise DataError(f"model {asking.model!r} is no folder and no file; give where it lies, or {EMBEDDED}")

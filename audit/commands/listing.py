@@ -46,7 +46,7 @@ def list_engines(plugin: Plugins = None) -> None:
     with _knowing(plugin):
         from kvaudit.audit.engines import ENGINES
         from kvaudit.core.errors import SpecError
-        from kvaudit.core.grid import EngineSpec
+        from kvaudit.core.spec_evaluate import EngineSpec
 
         def there(name: str) -> str:
             try:

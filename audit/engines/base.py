@@ -20,9 +20,9 @@ from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.files import LONGEST_VALUE
-from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message
 from kvaudit.core.registry import Registry
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import is_text, shown
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Sessi
 from kvaudit.audit.engines.served import all_at_once, first_difference
 from kvaudit.core.endpoint import Endpoint, RefusedRequest, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.grid import EngineSpec
 from kvaudit.core.records import Message, Role
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:

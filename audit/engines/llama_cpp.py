@@ -13,7 +13,7 @@ from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, 
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 _UNCOMPRESSED = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)

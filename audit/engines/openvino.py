@@ -15,7 +15,7 @@ from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore

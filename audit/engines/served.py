@@ -22,7 +22,7 @@ from kvaudit.audit.engines.weights import served_folder
 from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import clipped, inline, one_line
 
 _PORTS = 3  # tried, where somebody takes one before the engine does

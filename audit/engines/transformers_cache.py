@@ -13,7 +13,7 @@ from kvaudit.audit.engines.base import Engine, Session, Settings, Work
 from kvaudit.audit.engines.weights import converted
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 
 _OF_A_CODE = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
 _BACKENDS = {"quanto": ("optimum.quanto",), "hqq": ("hqq",)}

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import EngineSpec
 from kvaudit.core.spec import expand
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import clip, inline, is_text, one_line, shown
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.routing import NOBODY
 from kvaudit.audit.cache.selection import NONE, Selection
 from kvaudit.audit.replay.recorded import LOGPROB_ROUNDING
-from kvaudit.core.spec_parts import HeatOrGreedy
+from kvaudit.core.spec_parts import TemperatureOrGreedy
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
@@ -86,7 +86,7 @@ class FileHeader(Form):
     layers: AxisSize
     kv_heads: AxisSize
     policy: str | None = None
-    temperature: HeatOrGreedy | None = None
+    temperature: TemperatureOrGreedy | None = None
 
 
 class JsonFile(FileHeader):

@@ -20,7 +20,7 @@ from kvaudit.audit.replay.interchange import first_mistake, read_rollouts
 from kvaudit.audit.replay.interchange_form import Form, Index, Length
 from kvaudit.audit.replay.recorded import unsound
 from kvaudit.core.errors import DataError
-from kvaudit.core.spec_parts import HeatOrGreedy
+from kvaudit.core.spec_parts import TemperatureOrGreedy
 from kvaudit.core.text import clip, guide
 
 PAGE = guide("rollout-files.md")
@@ -75,7 +75,7 @@ class OwnLine(Form):
     reward: ToldNumber | None = None
     advantage: ToldNumber | list[ToldNumber] | None = None
     group: str | int | None = None
-    temperature: HeatOrGreedy | None = None
+    temperature: TemperatureOrGreedy | None = None
     tokenizer_sha256: str | None = None
     info: Any = None
 

@@ -18,10 +18,10 @@ from kvaudit.audit.runs.units import Unit
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.errors import CannotPass, NotMeasurable
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
-from kvaudit.core.grid import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.core.options import parse_named
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
+from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.core.text import at_length
 from kvaudit.reports.gate.controls import Control, Standing, controls_of
 from kvaudit.reports.gate.enough import (

@@ -34,7 +34,7 @@ from kvaudit.audit.training.rollouts import Questioner, StepRollouts, undiminish
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
-from kvaudit.core.grid import EngineSpec
+from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.spec_train import TrainSpec
 
 T = TypeVar("T")

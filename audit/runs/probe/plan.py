@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import SpecError
-from kvaudit.core.grid import ProbeSpec
 from kvaudit.core.provenance import Digests
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec, expand
+from kvaudit.core.spec_evaluate import ProbeSpec
 from kvaudit.core.text import at_length
 from kvaudit.suites.base import CountTokens, Suite
 from kvaudit.suites.sources import watched

@@ -17,13 +17,13 @@ from kvaudit.core.spec_parts import (
     ContextLength,
     Count,
     Group,
-    HeatOrGreedy,
     Names,
     Number,
     Seed,
     Share,
     SpecSection,
     Steps,
+    TemperatureOrGreedy,
     Text,
     canonical_policy,
     unique,
@@ -137,7 +137,7 @@ class EvaluateSpec(SpecSection):
     context_tokens: Annotated[tuple[ContextLength, ...], BeforeValidator(_no_lengths)] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
-    temperature: HeatOrGreedy = 0.0
+    temperature: TemperatureOrGreedy = 0.0
     top_p: Share = 1.0
     seed: Seed = 1000
     batch_tokens: BatchTokens = 16384
