@@ -58,24 +58,10 @@ UNKNOWN = "unknown"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {"safety": 5.0, "capability": 5.0}  # what 59 templates can decide; few suites have the 99 of 3 points
 _ALPHA, _PROFILE_ALPHA = 0.05, {"pr": 0.05, "release": 0.025}
-# left out of the written spec where nothing is declared, so that specs from before they existed keep their hash
-_OPTIONAL = (
-    "profile",
-    "arms",
-    "estimand_margins",
-    "contexts",
-    "deployable",
-    "on_inconclusive",
-    "not_measurable",
-    "worst_seed",
-    "pin",
-    "gate_file",
-)
-
 _ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
-# pydantic's words for what YAML users call otherwise, by its type of mistake
-_WORDS = {
+# what YAML users call otherwise than pydantic does, by its type of mistake
+_WANTED = {
     "tuple_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a mapping",
@@ -117,6 +103,11 @@ class GateSpec(SpecSection):
 
     ``gate_file`` names a file that declares instead; it is kept with the run when the run begins, as ``pin`` is.
     """
+
+    later = (
+        *("profile", "arms", "estimand_margins", "contexts", "deployable", "on_inconclusive", "not_measurable"),
+        *("worst_seed", "pin", "gate_file"),
+    )
 
     reference: str | None = None
     arms: tuple[str, ...] = ()  # the candidates that decide; all of them where none is named
@@ -168,10 +159,6 @@ class ExternalArm(SpecSection):
     def _short(cls, value: Any) -> Any:
         return {"seeds": {0: value}} if isinstance(value, str) else value
 
-    def written(self) -> dict[str, Any]:
-        """The part as plain values, seeds as numbers."""
-        return {**self.model_dump(mode="json"), "seeds": dict(self.seeds)}
-
 
 @dataclass(frozen=True)
 class _LeftOpen:
@@ -190,6 +177,8 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 class RunSpec(SpecSection):
     """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
+
+    later = ("chat", "checkpoints", "probe", "engines", "guard", "judge", "remedies")
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -259,20 +248,6 @@ class RunSpec(SpecSection):
         if self.engines:
             row["engines"] = {name: part.measured() for name, part in self.engines.items()}
         return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-    def written(self) -> dict[str, Any]:
-        """The complete spec as plain values, all defaults but those of suites, ``_OPTIONAL`` and ``_LATER``."""
-        row, default = self.model_dump(mode="json"), GateSpec().model_dump(mode="json")
-        row["evaluate"] = self.evaluate.written()
-        if self.train is not None:
-            row["train"] = self.train.written()
-        row["checkpoints"] = {arm: part.written() for arm, part in self.checkpoints.items()}
-        # specs from before they existed keep their hash
-        for key in ("chat", "checkpoints", "probe", "engines", "guard", "judge", "remedies"):
-            if not row[key]:
-                del row[key]
-        row["gate"] = {k: v for k, v in row["gate"].items() if k not in _OPTIONAL or v != default[k]}
-        return row
 
     @property
     def model_path(self) -> str:
@@ -575,7 +550,7 @@ def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     name = f"{inside}.{last}" if inside else str(last)
     if mistake["type"] == "missing":
         return f"{name} is missing"
-    problem = _WORDS.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
+    problem = _WANTED.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
     return f"{name} is {shown(mistake['input'])}, wanted {problem}"
 
 

@@ -31,10 +31,8 @@ from kvaudit.core.spec_parts import (
 from kvaudit.core.text import shown
 
 STRIP = "strip"
-AUTO_ITEMS, ALL_ITEMS = (
-    "auto",
-    "all",
-)  # items: what the margins need, by the pilot; every template with each of its twins once
+# items: what the margins need, by the pilot; every template with each of its twins once
+AUTO_ITEMS, ALL_ITEMS = "auto", "all"
 FLOOR_ITEMS = 64
 PILOT_ITEMS = 32  # items at each length, where a spec does not say
 LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
@@ -57,16 +55,11 @@ def _pilot(value: Any) -> Any:
     raise PydanticCustomError("pilot", f"0 for none, or a whole number from {LEAST_PILOT} to {MOST_PILOT}")
 
 
-def _parted(policy: Any) -> tuple[Any, Any]:
-    """A policy, and the reference that is written beside an engine's settings, None where none is."""
+def _without_reference(policy: Any) -> tuple[Any, Any]:
+    """A policy, and the reference that is written next to an engine's settings, None where none is."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
-
-
-def _no_lengths(value: Any) -> Any:
-    """The word for rows as published stands for no length at all."""
-    return () if value == PUBLISHED else value
 
 
 class SuiteSpec(SpecSection):
@@ -79,15 +72,13 @@ class SuiteSpec(SpecSection):
     suite names a context: SUITE@CONTEXT, or ``context:`` with one or several of them, which stands for such suites.
     """
 
+    later = ("max_new_tokens", "samples", "context_tokens", "placement")
+
     items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
     max_new_tokens: Count | None = None
     samples: Group | None = None
     context_tokens: Annotated[tuple[ContextLength, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
     placement: Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
-
-    def written(self) -> dict[str, Any]:
-        """Plain values, without what is left to grid and suite, so that specs from before keep their hash."""
-        return {name: value for name, value in self.model_dump(mode="json").items() if value is not None}
 
 
 class Thinking(SpecSection):
@@ -132,9 +123,11 @@ class EvaluateSpec(SpecSection):
     ``own_policy_only`` what was trained under a policy is served under that one and none.
     """
 
+    later = ("think", "own_policy_only", "references", "floor", "pilot")
+
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
-    context_tokens: Annotated[tuple[ContextLength, ...], BeforeValidator(_no_lengths)] = ()
+    context_tokens: Annotated[tuple[ContextLength, ...], BeforeValidator(lambda one: () if one == PUBLISHED else one)] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
     temperature: TemperatureOrGreedy = 0.0
@@ -171,19 +164,11 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """Plain values, without what is not asked for, so that specs from before keep their hash."""
-        row = {**self.model_dump(mode="json"), "suites": {name: part.written() for name, part in self.suites.items()}}
-        thinking = row.pop("think")
+        """As of any section, with the word for thoughts that have no budget."""
+        row = super().written()
+        thinking = row.pop("think", None)
         if thinking is not None:
             row["think"] = thinking if thinking["budget"] else STRIP
-        if not self.own_policy_only:
-            del row["own_policy_only"]
-        if self.pilot is None:
-            del row["pilot"]
-        if not self.references:
-            del row["references"]
-        if self.floor == FLOOR_ITEMS:
-            del row["floor"]
         return row
 
     @property
@@ -197,7 +182,7 @@ class EvaluateSpec(SpecSection):
         """Policies in their one spelling, and behind them what each engine's condition is compared with."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
-        written = [_parted(policy) for policy in value["policies"]]
+        written = [_without_reference(policy) for policy in value["policies"]]
         texts = [canonical_policy(policy, info.context) for policy, _ in written]
         if info.context is None:
             return {**value, "policies": texts}
@@ -230,13 +215,18 @@ class EvaluateSpec(SpecSection):
     def _known(self, info: ValidationInfo) -> Self:
         unique("evaluate.context_tokens", self.context_tokens)
         for suite, part in self.suites.items():
-            self._check_suite(f"evaluate.suites.{suite}", part)
+            unique(f"evaluate.suites.{suite}.context_tokens", part.context_tokens or ())
+            unique(f"evaluate.suites.{suite}.placement", part.placement or ())
             self._check_pilot(suite, part)
             if info.context is not None:
                 info.context.kind(suite)
-                _check_placements(suite, part, info.context)
+                known = info.context.placements(suite)
+                for placement in part.placement or ():
+                    if placement not in known:
+                        raise UnknownName(f"placement of suite {suite}", placement, known)
                 self._fill_lengths(suite, info.context)
-        if info.context is not None and self.context_tokens and not self._made_to_length(info.context):
+        asked = info.context and {info.context.lengths(suite) for suite in self.suites}
+        if asked == {"none"} and self.context_tokens:
             raise SpecError(
                 f"evaluate.context_tokens is {', '.join(map(str, self.context_tokens))}, but every suite asks its rows "
                 f"as published; leave it out, or put rows into a context (context: [{PUBLISHED}, book])"
@@ -245,9 +235,6 @@ class EvaluateSpec(SpecSection):
         if DENSE_POLICY not in unique("evaluate.policies", self.policies) and not set(self.policies) <= engines:
             raise SpecError("evaluate.policies lacks 'none'; drift is measured against the uncompressed reference")
         return self
-
-    def _made_to_length(self, names: Names) -> bool:
-        return any(names.lengths(suite) != "none" for suite in self.suites)
 
     def _fill_lengths(self, suite: str, names: Names) -> None:
         """Write the length 0 where none can be asked for; raises SpecError where one is lacking, or none fits."""
@@ -270,10 +257,6 @@ class EvaluateSpec(SpecSection):
             filled = part.model_copy(update={"context_tokens": (0,)})
             object.__setattr__(self, "suites", {**self.suites, suite: filled})  # frozen, but still in the making
 
-    def _check_suite(self, key: str, part: SuiteSpec) -> None:
-        unique(f"{key}.context_tokens", part.context_tokens or ())
-        unique(f"{key}.placement", part.placement or ())
-
     def _check_pilot(self, suite: str, part: SuiteSpec) -> None:
         if self.pilot == 0 and part.items == AUTO_ITEMS:
             raise SpecError(
@@ -287,16 +270,13 @@ class EvaluateSpec(SpecSection):
 
     def check_draws(self) -> None:
         """Raise SpecError where a checkpoint would be asked for the same greedy answer again."""
-        self._check_samples("evaluate.samples", self.samples)
-        for suite, part in self.suites.items():
-            self._check_samples(f"evaluate.suites.{suite}.samples", part.samples or 1)
-
-    def _check_samples(self, key: str, samples: int) -> None:
-        if self.temperature == 0 and samples > 1:
-            raise SpecError(
-                f"{key} is {samples} at temperature 0: greedy answers are all the same; "
-                "set samples: 1 or a temperature above 0"
-            )
+        asked = {f"evaluate.suites.{suite}.samples": part.samples or 1 for suite, part in self.suites.items()}
+        for key, samples in {"evaluate.samples": self.samples, **asked}.items():
+            if self.temperature == 0 and samples > 1:
+                raise SpecError(
+                    f"{key} is {samples} at temperature 0: greedy answers are all the same; "
+                    "set samples: 1 or a temperature above 0"
+                )
 
 
 _Price = Annotated[Number, Field(ge=0, le=1e6)]
@@ -387,10 +367,3 @@ def check_probed(grid: EvaluateSpec) -> None:
                 f"a probe asks every item at a short length too; suite {suite} has {grid.contexts_of(suite)[0]} tokens "
                 "alone, give evaluate.context_tokens another one"
             )
-
-
-def _check_placements(suite: str, part: SuiteSpec, names: Names) -> None:
-    known = names.placements(suite)
-    for placement in part.placement or ():
-        if placement not in known:
-            raise UnknownName(f"placement of suite {suite}", placement, known)

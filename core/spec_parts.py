@@ -6,9 +6,9 @@ Every number is bounded, so that no file can ask for more than a machine has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -26,11 +26,9 @@ Tokens = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # of one conte
 PUBLISHED = "published"  # what a spec calls the length of a row that is asked as it is, which is noted as 0
 
 
-def _length(value: Any) -> Any:
-    return 0 if value == PUBLISHED else value
-
-
-ContextLength = Annotated[int, BeforeValidator(_length), Field(strict=True, ge=0, le=10_000_000)]  # of one context
+ContextLength = Annotated[
+    int, BeforeValidator(lambda value: 0 if value == PUBLISHED else value), Field(strict=True, ge=0, le=10_000_000)
+]
 BatchTokens = Annotated[int, Field(strict=True, ge=1, le=1_000_000_000)]
 Group = Annotated[int, Field(strict=True, ge=1, le=1024)]  # rows of one prompt
 Rank = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of an adapter
@@ -104,9 +102,31 @@ class Names:
 
 
 class SpecSection(BaseModel):
-    """A mapping of the spec: frozen, and any key it does not know is an error."""
+    """A mapping of the spec: frozen, and any key it does not know is an error.
+
+    ``later`` are fields that came after the first specs: they are written only where they are not as by default, so
+    that specs from before keep their hash.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    later: ClassVar[Collection[str]] = ()
+
+    def written(self) -> dict[str, Any]:
+        """The section as plain values, every default spelled out but those of ``later``."""
+        every = {name: (getattr(self, name), about) for name, about in type(self).model_fields.items()}
+        return {
+            name: _plain(value)
+            for name, (value, about) in every.items()
+            if name not in self.later or value != about.get_default(call_default_factory=True)
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SpecSection):
+        return value.written()
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def canonical_policy(value: Any, names: Names | None) -> Any:

@@ -37,25 +37,6 @@ from kvaudit.core.spec_parts import (
 
 BASE_ARM = "base"  # the model before any training
 DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed
-# fields of ``train`` that came later: left out of the written spec and of its hash where they have their default
-_LATER = (
-    "sft",
-    "adapter",
-    "gradient_checkpointing",
-    "rollout_rows",
-    "minibatches",
-    "resample",
-    "overlong",
-    "critic",
-    "distill_towards",
-    "distill_where",
-    "policies",
-    "only",
-    "watch",
-    "reward",
-    "ranks",
-    "rollouts",
-)
 
 
 class SftSpec(SpecSection):
@@ -126,6 +107,11 @@ class Training(SpecSection):
     its file.
     """
 
+    later = (
+        *("sft", "adapter", "gradient_checkpointing", "rollout_rows", "minibatches", "resample", "overlong", "critic"),
+        *("distill_towards", "distill_where", "policies", "only", "watch", "reward", "ranks", "rollouts"),
+    )
+
     policy: str
     suites: tuple[str, ...]
     weights: tuple[Number, ...] = ()
@@ -184,15 +170,6 @@ class Training(SpecSection):
         for key, value in defaults.items():
             if key not in self.model_fields_set or getattr(self, key) is None:
                 object.__setattr__(self, key, value)
-
-    def written(self) -> dict[str, Any]:
-        """The section as plain values, every default spelled out but those of fields that came later."""
-        row, fields = self.model_dump(mode="json"), type(self).model_fields
-        return {
-            k: v
-            for k, v in row.items()
-            if k not in _LATER or getattr(self, k) != fields[k].get_default(call_default_factory=True)
-        }
 
     @field_validator("policy", "rollouts", mode="before")
     @classmethod
@@ -269,7 +246,7 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         return tuple((arm.name, seed) for arm in self.trained for seed in self.seeds)
 
     def written(self) -> dict[str, Any]:
-        """See ``Training.written``; of a sweep without the one policy that it has not."""
+        """Of a sweep without the one policy that it has not."""
         row = super().written()
         if self.policies:
             del row["policy"]
