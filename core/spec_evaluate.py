@@ -127,7 +127,9 @@ class EvaluateSpec(SpecSection):
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
-    context_tokens: Annotated[tuple[ContextLength, ...], BeforeValidator(lambda one: () if one == PUBLISHED else one)] = ()
+    context_tokens: Annotated[
+        tuple[ContextLength, ...], BeforeValidator(lambda one: () if one == PUBLISHED else one)
+    ] = ()
     base: bool = False  # evaluate the model before training too, as arm "base"
     samples: Group = 1
     temperature: TemperatureOrGreedy = 0.0

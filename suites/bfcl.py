@@ -94,9 +94,7 @@ class Bfcl(Published):
         accepted, ordered = item.payload["accepted"], item.payload["ordered"]
         (facet,) = self.facets(item)
         return grade_calls(
-            transcript[-1].content,
-            facet,
-            lambda calls: _begins(accepted, calls) if ordered else _are(accepted, calls),
+            transcript[-1].content, facet, lambda calls: _begins(accepted, calls) if ordered else _are(accepted, calls)
         )
 
     def gold(self, item: Item) -> tuple[str, ...]:

@@ -92,11 +92,7 @@ def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Message
     def wrap(row: Messages, fit: Fit) -> Messages:
         roles = [message.role for message in place(row, "")]
         texts = fit_prose(
-            fit.suite,
-            lambda prose: [message.content for message in place(row, prose)],
-            fit.draw,
-            fit.tokens,
-            fit.count,
+            fit.suite, lambda prose: [message.content for message in place(row, prose)], fit.draw, fit.tokens, fit.count
         )
         return tuple(map(Message, roles, texts))
 
@@ -271,13 +267,7 @@ def bare_name(suite: str) -> str:
 
 
 def in_conversation(
-    suite: str,
-    context: str,
-    before: Sequence[Message],
-    last: str,
-    draw: random.Random,
-    *,
-    fit: tuple[int, CountTokens],
+    suite: str, context: str, before: Sequence[Message], last: str, draw: random.Random, *, fit: tuple[int, CountTokens]
 ) -> tuple[Message, ...]:
     """``before``, one of PROCEDURAL, and the user's message ``last``, together as many tokens as ``fit``.
 

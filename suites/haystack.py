@@ -79,10 +79,7 @@ def put(lines: Sequence[str], needle: str, placement: str) -> list[str]:
 
 
 def fit(
-    build: Callable[[Sequence[str]], Sequence[str]],
-    draw: random.Random,
-    context_tokens: int,
-    count_tokens: CountTokens,
+    build: Callable[[Sequence[str]], Sequence[str]], draw: random.Random, context_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
     """The texts that ``build(filler lines)`` gives when the filler makes them take ``context_tokens`` together.
 

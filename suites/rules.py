@@ -232,8 +232,7 @@ RULES: Mapping[str, Rule] = {
         lambda text, _: _is_json(text), _wrapper(lambda text: json.dumps({"reply": text}, ensure_ascii=False))
     ),
     "detectable_format:constrained_response": Rule(
-        lambda text, _: any(choice in text for choice in _CHOICES),
-        _adder("after", lambda _: ["My answer is no."]),
+        lambda text, _: any(choice in text for choice in _CHOICES), _adder("after", lambda _: ["My answer is no."])
     ),
     "detectable_content:number_placeholders": Rule(
         lambda text, a: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= a["num_placeholders"],
