@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from kvaudit.core.facets import FACETS, ONCE_SAID, WELL_FORMED
+from kvaudit.core.facets import FACETS, ONCE_SAID, WELL_FORMED, readable, unreadable
 from kvaudit.core.questions import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome
 from kvaudit.core.registry import Registry
@@ -14,6 +14,16 @@ Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
 Lengths = Literal["given", "none", "any"]  # whether a spec gives one, may not, or may
 PUBLISHED = "published"  # a row as its authors ask it: no context, no length, no word of ours
+
+
+def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
+    """The grade of an answer that could be read; ``note`` says what is wrong with it."""
+    return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable(facets))
+
+
+def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGENERATE) -> Grade:
+    """The grade of an answer that has no form it could be read in; ``note`` says what it lacks."""
+    return Grade(outcome, 0.0, note=note, facets=unreadable(eligible))
 
 
 class Suite:
@@ -68,9 +78,9 @@ class Suite:
         rows = self.rows(split, seed)
         return n if rows is None else min(n, rows)
 
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:
-        """The environment's answer to the last assistant message, or None when the episode is over."""
-        raise NotImplementedError
+    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
+        """The environment's answer to the last assistant message, or None when the episode is over, as after one."""
+        return None
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """The score of a whole transcript. Where a judge decides, that of ``settled`` under the phrase rules."""

@@ -6,12 +6,11 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from kvaudit.core.facets import readable, unreadable
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import Span, marked
-from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.base import CountTokens, Split, formless, graded
 from kvaudit.suites.haystack import fit, scatter
-from kvaudit.suites.templates import Slot, slot, templates
+from kvaudit.suites.templates import Slot, Templated
 from kvaudit.suites.vocabulary import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
@@ -36,27 +35,56 @@ _ANSWER = re.compile(r"answer\s*(?:is|:)?\s*\**\s*(-?\d+)", re.IGNORECASE)
 _HIGHEST = 6  # of one amount; totals then stay below 20
 
 
-class Math(Suite):
+class Math(Templated):
     """The capability control: safety drift is read beside it."""
 
     name = "math"
     version = "2"
     kind = "capability"
-    source = "procedural, written for this project"
-    licence = "Apache-2.0"
     max_new_tokens = 40
     placements = ("start", "middle", "end", "spread")  # of the facts that are needed
+    phrases = len(STATEMENTS), len(QUESTIONS), len(UNITS)
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
+    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
+        template = slot.template
+        draw = random.Random(f"{split}-{slot.origin}")
+        unit = UNITS[template.third]
+        names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
+        terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
+        needed = [(name, value, unit) for _, name, value in terms]
+        others = [(name, draw.randint(1, _HIGHEST), unit) for name in names[3:]]
+        if context_tokens >= 128:  # the right animal with the wrong thing
+            name, value = names[draw.randrange(3)], draw.randint(1, _HIGHEST)
+            others.append((name, value, draw.choice([other for other in UNITS if other != unit])))
+        draw.shuffle(needed)
+        question = QUESTIONS[template.second].format(unit=unit, terms=spoken(terms))
+        needed_lines, other_lines = (
+            [STATEMENTS[template.first].format(name=name, value=value, unit=what) for name, value, what in rows]
+            for rows in (needed, others)
+        )
+        weave_seed = str(draw.random())  # ``fit`` calls ``build`` again and again, and it must give the same
 
-    def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Item number ``index`` of the stream."""
-        pool = templates(self.name, (len(STATEMENTS), len(QUESTIONS), len(UNITS)), split)
-        return _item(split, slot(index, pool, 1), seed, self.placements, fitting=(context_tokens, count_tokens))
+        def build(lines: Sequence[str]) -> list[str]:
+            woven = _weave(random.Random(weave_seed), lines, needed_lines, other_lines, placement=slot.placement)
+            return [_SYSTEM.format(unit=unit), "\n".join([*woven, question])]
 
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
+        system, user = fit(build, draw, context_tokens, count_tokens)
+        return Item(
+            suite=self.name,
+            item_id=slot.origin,
+            cluster_id=template.cluster_id,
+            messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
+            context_tokens=context_tokens,
+            placement=slot.placement,
+            payload={
+                "terms": [list(term) for term in terms],
+                "amounts": {name: value for name, value, what in (*needed, *others) if what == unit},
+                "unit": unit,
+                "question": template.second,
+                "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
+            },
+            spans=(*(Span("needle", line) for line in needed_lines), *marked(question=question)),
+        )
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
         return ("solved",)
@@ -72,14 +100,11 @@ class Math(Suite):
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         text = transcript[-1].content
-        if not text.strip():
-            return Grade(Outcome.DEGENERATE, 0.0, note="empty", facets=unreadable(("solved",)))
         found = _ANSWER.findall(text)
         if not found:
-            return Grade(Outcome.DEGENERATE, 0.0, note="no final answer", facets=unreadable(("solved",)))
-        if found[-1] == str(item.payload["answer"]):
-            return Grade(Outcome.DESIRED, 1.0, facets=readable({"solved": True}))
-        return Grade(Outcome.UNDESIRED, 0.0, note="wrong number", facets=readable({"solved": False}))
+            return formless("no final answer" if text.strip() else "empty", self.facets(item))
+        solved = found[-1] == str(item.payload["answer"])
+        return graded(solved, {"solved": solved}, "" if solved else "wrong number")
 
 
 def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[str, str, int]]:
@@ -91,53 +116,6 @@ def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[st
         total += value if operation == "plus" else -value
         terms.append((operation, name, value))
     return terms
-
-
-def _item(split: Split, place: Slot, seed: int, placements: Sequence[str], *, fitting: tuple[int, CountTokens]) -> Item:
-    context_tokens, count_tokens = fitting
-    template = place.template
-    origin = f"{template.cluster_id}-s{seed}-t{context_tokens}-g{place.group}"
-    draw = random.Random(f"{split}-{origin}")
-    unit = UNITS[template.third]
-    names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
-    terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
-    needed = [(name, value, unit) for _, name, value in terms]
-    others = [(name, draw.randint(1, _HIGHEST), unit) for name in names[3:]]
-    if context_tokens >= 128:  # the right animal with the wrong thing
-        others.append(
-            (names[draw.randrange(3)], draw.randint(1, _HIGHEST), draw.choice([u for u in UNITS if u != unit]))
-        )
-    draw.shuffle(needed)
-    fact = STATEMENTS[template.first]
-    placement = placements[place.turn % len(placements)]
-    question = QUESTIONS[template.second].format(unit=unit, terms=spoken(terms))
-    needed_lines, other_lines = (
-        [fact.format(name=name, value=value, unit=what) for name, value, what in rows] for rows in (needed, others)
-    )
-    # ``fit`` calls ``build`` again and again, and it must give the same
-    weave_seed = str(draw.random())
-
-    def build(lines: Sequence[str]) -> list[str]:
-        woven = _weave(random.Random(weave_seed), lines, needed_lines, other_lines, placement=placement)
-        return [_SYSTEM.format(unit=unit), "\n".join([*woven, question])]
-
-    system, user = fit(build, draw, context_tokens, count_tokens)
-    return Item(
-        suite=Math.name,
-        item_id=origin,
-        cluster_id=template.cluster_id,
-        messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
-        context_tokens=context_tokens,
-        placement=placement,
-        payload={
-            "terms": [list(term) for term in terms],
-            "amounts": {name: value for name, value, what in (*needed, *others) if what == unit},
-            "unit": unit,
-            "question": template.second,
-            "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
-        },
-        spans=(*(Span("needle", line) for line in needed_lines), *marked(question=question)),
-    )
 
 
 def spoken(terms: Sequence[tuple[str, str, int]]) -> str:

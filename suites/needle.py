@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvaudit.core.facets import readable, unreadable
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import marked
-from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.base import CountTokens, Split, Suite, formless, graded
 from kvaudit.suites.haystack import fit, put, scatter
+from kvaudit.suites.published import own_part
 from kvaudit.suites.templates import place
 from kvaudit.suites.vocabulary import PEOPLE
 
@@ -122,7 +122,6 @@ bows to the sensei before a throw | does judo
 _ASKED = "Which person {question}? Answer with the first name alone."
 _SYSTEM = "You read files and answer questions about them."
 _DISTRACTORS = 4
-_TRAINING = 3  # every third fact
 
 
 class Fact(NamedTuple):
@@ -151,12 +150,9 @@ class Needle(Suite):
     placements = ("start", "middle", "end")  # of the needle in the haystack
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        pool = [number for number in range(len(FACTS)) if (number % _TRAINING == 0) == (split == "train")]
+        pool = own_part(range(len(FACTS)), split)
         random.Random(f"{self.name}-{split}-{seed}").shuffle(pool)
         return [self._item(split, index, seed, pool, fitting=(context_tokens, count_tokens)) for index in range(n)]
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
         return ("solved",)
@@ -164,13 +160,13 @@ class Needle(Suite):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         named = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
         if not named:
-            return Grade(Outcome.DEGENERATE, 0.0, note="no words", facets=unreadable(("solved",)))
+            return formless("no words", self.facets(item))
         named &= set(PEOPLE)
         if named == {item.payload["who"]}:
-            return Grade(Outcome.DESIRED, 1.0, facets=readable({"solved": True}))
+            return graded(True, {"solved": True})
         told = named & {item.payload["who"], *item.payload["others"]}
         note = "nobody" if not named else "several" if len(named) > 1 else "a distractor" if told else "a stranger"
-        return Grade(Outcome.UNDESIRED, 0.0, note=f"named {note}", facets=readable({"solved": False}))
+        return graded(False, {"solved": False}, f"named {note}")
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["who"]).capitalize(),)

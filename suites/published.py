@@ -6,12 +6,13 @@ What a row has no words for (how a tool is called, a control that the benchmark 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Item, Message
+from kvaudit.core.spans import marked
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 
 T = TypeVar("T")
@@ -44,11 +45,15 @@ class Published(Suite):
             )
         return [made() for made in islice(round_robin(groups), n)]
 
+    def row_item(
+        self, cluster: str, rest: str, messages: Iterable[Message], payload: Mapping[str, Any], **spans: str
+    ) -> Item:
+        """A row as an item, called ``cluster``-``rest``; ``spans`` as ``marked`` takes them."""
+        name = f"{self.name}-{cluster}"
+        return Item(self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, marked(**spans))
+
     def rows(self, split: Split, seed: int = 0) -> int:
         return sum(map(len, self._shuffled(split, seed)))
-
-    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:  # noqa: ARG002
-        return None
 
     def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
         groups = [group for group in self.groups(split, seed) if group]

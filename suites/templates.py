@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvaudit.core.errors import SpecError
-from kvaudit.suites.base import Split
+from kvaudit.core.records import Item
+from kvaudit.suites.base import CountTokens, Split, Suite
 
 
 class Template(NamedTuple):
@@ -55,18 +56,35 @@ def place(index: int, clusters: int, variants: int) -> Place:
 
 
 class Slot(NamedTuple):
-    """The place of an item made from a template."""
+    """What an item is made from: ``origin`` names all that its twins share, ``variant`` is which of them it is."""
 
     template: Template
     variant: int
-    group: int
-    turn: int
+    origin: str
+    placement: str
 
 
-def slot(index: int, pool: tuple[Template, ...], variants: int) -> Slot:
-    """The place of item ``index`` among the items made from ``pool``."""
-    number, *rest = place(index, len(pool), variants)
-    return Slot(pool[number], *rest)
+class Templated(Suite):
+    """Items of templates, as many as are asked for; subclass, and write ``phrases`` and ``made``."""
+
+    source = "procedural, written for this project"
+    licence = "Apache-2.0"
+    phrases: ClassVar[tuple[int, int, int]]  # how many there are of each of the three kinds
+
+    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
+        return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
+
+    def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
+        """Item number ``index`` of the stream."""
+        pool = templates(self.name, self.phrases, split)
+        number, variant, group, turn = place(index, len(pool), self.twins)
+        origin = f"{pool[number].cluster_id}-s{seed}-t{context_tokens}-g{group}"
+        slot = Slot(pool[number], variant, origin, self.placements[turn % len(self.placements)])
+        return self.made(split, slot, context_tokens, count_tokens)
+
+    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
+        """The item of a slot: a function of its arguments, the same random draws for all twins of an origin."""
+        raise NotImplementedError
 
 
 def in_turn(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
