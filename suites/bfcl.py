@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.core.spans import marked
-from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.base import Split
 from kvaudit.suites.published import Made, Published, own_part, rotated
 from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import (
@@ -73,7 +72,6 @@ class Bfcl(Published):
     """
 
     name = "bfcl"
-    version = "2"
     kind = "capability"
     source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
@@ -91,11 +89,15 @@ class Bfcl(Published):
         return ("solved",) if item.payload["accepted"] else ("overcalled",)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        accepted, ordered = item.payload["accepted"], item.payload["ordered"]
-        (facet,) = self.facets(item)
-        return grade_calls(
-            transcript[-1].content, facet, lambda calls: _begins(accepted, calls) if ordered else _are(accepted, calls)
-        )
+        accepted = item.payload["accepted"]
+
+        def right(calls: Sequence[Call]) -> bool:
+            """All of them in any order; of ordered ones the first."""
+            if not item.payload["ordered"]:
+                return _are(accepted, calls)
+            return len(calls) <= len(accepted) and all(map(accepts, accepted, calls))
+
+        return grade_calls(transcript[-1].content, self.facets(item)[0], right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (written_calls([first_of(options) for options in item.payload["accepted"]]) or _NO_CALL,)
@@ -110,16 +112,14 @@ class Bfcl(Published):
 
     def _item(self, pair: Pair, twin: str, seed: int) -> Item:
         case = pair.call if twin == "call" else pair.no_call
-        cluster, tools = f"{self.name}-{pair.name}", listed(case.tools)
-        return Item(
-            suite=self.name,
-            item_id=f"{cluster}-s{seed}-{twin}",
-            cluster_id=cluster,
-            messages=(Message(Role.SYSTEM, f"{_SYSTEM}\n\n{tools}"), *case.messages),
-            context_tokens=0,
-            placement=PUBLISHED,
-            payload={"accepted": list(case.accepted), "ordered": pair.ordered},
-            spans=marked(needle=tools, question=case.messages[0].content if len(case.messages) == 1 else ""),
+        tools, messages = listed(case.tools), case.messages
+        return self.row_item(
+            pair.name,
+            f"s{seed}-{twin}",
+            (Message(Role.SYSTEM, f"{_SYSTEM}\n\n{tools}"), *messages),
+            {"accepted": list(case.accepted), "ordered": pair.ordered},
+            needle=tools,
+            question=messages[0].content if len(messages) == 1 else "",
         )
 
 
@@ -131,11 +131,6 @@ def _are(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
         accepts(accepted[0], call, typed=True) and _are(accepted[1:], [*calls[:at], *calls[at + 1 :]])
         for at, call in enumerate(calls)
     )
-
-
-def _begins(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
-    """Whether the calls are the first of the accepted ones, in their order."""
-    return len(calls) <= len(accepted) and all(map(accepts, accepted, calls))
 
 
 @cache

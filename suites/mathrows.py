@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import marked
 from kvaudit.suites.answers import final_answer, has_algebra, same_answer, verified
-from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import Made, Published, own_part
 from kvaudit.suites.sources import data_file, has_file, json_lines
 
@@ -50,15 +48,12 @@ class MathRows(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         found, wanted = final_answer(transcript[-1].content), item.payload["answer"]
         if found is None:
-            return Grade(Outcome.UNDESIRED, 0.0, note="no answer", facets=unreadable(("solved",)))
+            return formless("no answer", self.facets(item), Outcome.UNDESIRED)
         # one judge for every row, whichever decided it: records that name two are no one measurement
         solved, judge = same_answer(found, wanted), "math-verify" if has_algebra() else "programmatic"
         if not solved and (told := verified(found, wanted)) is not None:
             solved = told
-        facets = readable({"solved": solved})
-        if solved:
-            return Grade(Outcome.DESIRED, 1.0, judge, facets=facets)
-        return Grade(Outcome.UNDESIRED, 0.0, judge, note="wrong answer", facets=facets)
+        return graded(solved, {"solved": solved}, "" if solved else "wrong answer", judge)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (f"The answer is \\boxed{{{item.payload['answer']}}}.",)
@@ -84,16 +79,7 @@ class MathRows(Published):
             question, payload = self.read(json_lines(path)[row])
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
             raise DataError(f"{str(path)!r} line {row + 1} lacks a question, or an answer that can be read") from None
-        return Item(
-            suite=self.name,
-            item_id=f"{self.name}-{split}-{row}-s{seed}",
-            cluster_id=f"{self.name}-{split}-{row}",
-            messages=(Message(Role.USER, question),),
-            context_tokens=0,
-            placement=PUBLISHED,
-            payload=payload,
-            spans=marked(question=question),
-        )
+        return self.row_item(f"{split}-{row}", f"s{seed}", [Message(Role.USER, question)], payload, question=question)
 
 
 def _rows(file: str) -> dict[Split, str]:
@@ -120,11 +106,9 @@ class Gsm8k(MathRows):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         answer = extract_number(transcript[-1].content)
         if answer is None:
-            return Grade(Outcome.UNDESIRED, 0.0, note="no number", facets=unreadable(("solved",)))
-        facets = readable({"solved": answer == float(item.payload["answer"])})
-        if facets["solved"]:
-            return Grade(Outcome.DESIRED, 1.0, facets=facets)
-        return Grade(Outcome.UNDESIRED, 0.0, note="wrong number", facets=facets)
+            return formless("no number", self.facets(item), Outcome.UNDESIRED)
+        solved = answer == float(item.payload["answer"])
+        return graded(solved, {"solved": solved}, "" if solved else "wrong number")
 
 
 class Math500(MathRows):
@@ -200,25 +184,16 @@ class Competition(MathRows):
         there = [part() for part in self.parts if has_file(part.files[split])]
         if not there:
             data_file(self.name, self.parts[0].files[split])  # says where it is looked for
-        return [
-            [partial(_renamed, self.name, made)]
-            for part in there
-            for group in part.groups(split, seed)
-            for made in group
-        ]
+        return [[partial(self._own, *group)] for part in there for group in part.groups(split, seed)]
 
-
-def _renamed(suite: str, made: Made) -> Item:
-    return replace(made(), suite=suite)
+    def _own(self, made: Made) -> Item:
+        return replace(made(), suite=self.name)
 
 
 def extract_number(text: str) -> float | None:
     """The number an answer ends on: after the last ####, else after "answer is", else the last number."""
-    for pattern in (_MARKED, _STATED, _NUMBER):
-        found = pattern.findall(text)
-        if found:
-            return _to_number(found[-1])
-    return None
+    found = next(filter(None, (pattern.findall(text) for pattern in (_MARKED, _STATED, _NUMBER))), None)
+    return _to_number(found[-1]) if found else None
 
 
 def _to_number(text: str) -> float:

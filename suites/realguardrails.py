@@ -10,10 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvaudit.core.facets import readable, unreadable
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import marked
-from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import Made, Published, own_part, rotated
 from kvaudit.suites.sources import data_file, dialogue, json_lines, texts
 
@@ -136,28 +134,21 @@ class RealGuardrails(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         answer, eligible = transcript[-1].content, self.facets(item)
         if not re.search(r"\w", answer):
-            return Grade(Outcome.DEGENERATE, 0.0, note="no words", facets=unreadable(eligible))
+            return formless("no words", eligible)
         kept = PROMPT_RULES[item.payload["rule"]].keeps(answer)
-        outcome = Outcome.DESIRED if kept else Outcome.UNDESIRED
-        note = "" if kept else "broke the rule"
-        return Grade(outcome, float(kept), note=note, facets=readable(dict.fromkeys(eligible, kept)))
+        return graded(kept, dict.fromkeys(eligible, kept), "" if kept else "broke the rule")
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (PROMPT_RULES[item.payload["rule"]].gold,)
 
     def _item(self, row: RuledDialogue, form: str, seed: int) -> Item:
-        cluster, rule = f"{self.name}-{row.rule}", PROMPT_RULES[row.rule].text
-        asked = Message(Role.USER, f"{rule}\n\n{row.messages[-1].content}")
-        return Item(
-            suite=self.name,
-            item_id=f"{cluster}-{row.line}-s{seed}-{form}",
-            cluster_id=cluster,
-            messages=row.messages if form == "system" else (asked,),
-            context_tokens=0,
-            placement=PUBLISHED,
-            payload={"form": form, "rule": row.rule},
-            spans=marked(rule=row.messages[0].content if form == "system" else rule),
-        )
+        rule, messages = PROMPT_RULES[row.rule].text, row.messages
+        if form == "system":
+            rule = messages[0].content
+        else:
+            messages = (Message(Role.USER, f"{rule}\n\n{messages[-1].content}"),)
+        payload = {"form": form, "rule": row.rule}
+        return self.row_item(row.rule, f"{row.line}-s{seed}-{form}", messages, payload, rule=rule)
 
 
 @cache

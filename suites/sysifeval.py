@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import readable, unreadable
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.spans import marked
-from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import Made, Published, own_part, rotated
 from kvaudit.suites.rules import Arguments, checkable, keeps, written_to_keep
 from kvaudit.suites.sources import data_file, dialogue, json_lines
@@ -70,36 +68,26 @@ class SysIfEval(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         answer, eligible = transcript[-1].content.strip(), self.facets(item)
         if not is_answer(answer, item.payload["topic"]):
-            return Grade(Outcome.DEGENERATE, 0.0, note="no answer to the request", facets=unreadable(eligible))
+            return formless("no answer to the request", eligible)
         broken = [kind for kind, arguments in item.payload["rules"] if not keeps(answer, [(kind, arguments)])]
-        facets = readable(dict.fromkeys(eligible, not broken))
-        if not broken:
-            return Grade(Outcome.DESIRED, 1.0, facets=facets)
-        return Grade(Outcome.UNDESIRED, 0.0, note=f"broke {', '.join(broken)}", facets=facets)
+        note = f"broke {', '.join(broken)}" if broken else ""
+        return graded(not broken, dict.fromkeys(eligible, not broken), note)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["gold"]),)
 
     def _item(self, row: RuledRequest, form: str, seed: int) -> Item:
-        said = {
-            "system": (Message(Role.SYSTEM, row.rule), Message(Role.USER, row.request)),
-            "user": (Message(Role.USER, row.asked_by_user),),
-        }[form]
-        return Item(
-            suite=self.name,
-            item_id=f"{self.name}-{row.key}-s{seed}-{form}",
-            cluster_id=f"{self.name}-{row.key}",
-            messages=said,
-            context_tokens=0,
-            placement=PUBLISHED,
-            payload={
-                "form": form,
-                "rules": [[kind, dict(arguments)] for kind, arguments in row.rules[form]],
-                "topic": " ".join(topic(row.request)) if _FREE.isdisjoint(kind for kind, _ in row.rules[form]) else "",
-                "gold": row.gold[form],
-            },
-            spans=marked(rule=row.rule if form == "system" else "", question=said[-1].content),
-        )
+        said = [Message(Role.USER, row.asked_by_user)]
+        if form == "system":
+            said = [Message(Role.SYSTEM, row.rule), Message(Role.USER, row.request)]
+        payload = {
+            "form": form,
+            "rules": [[kind, dict(arguments)] for kind, arguments in row.rules[form]],
+            "topic": " ".join(topic(row.request)) if _FREE.isdisjoint(kind for kind, _ in row.rules[form]) else "",
+            "gold": row.gold[form],
+        }
+        rule = row.rule if form == "system" else ""
+        return self.row_item(row.key, f"s{seed}-{form}", said, payload, rule=rule, question=said[-1].content)
 
 
 def topic(request: str) -> list[str]:

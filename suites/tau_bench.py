@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.core.spans import marked
-from kvaudit.suites.base import PUBLISHED, Split
+from kvaudit.suites.base import Split
 from kvaudit.suites.published import Made, Published, own_part, rotated
 from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
 from kvaudit.suites.tool_calls import FORM, Call, accepts, exactly, grade_calls, listed, written_calls
@@ -81,11 +80,9 @@ class TauBench(Published):
                 for twin in rotated(("call", "words"), number)
                 if group < len(order[twin])
             )
+            about = str(task), head, airline.policy
             found.append(
-                [
-                    partial(self._item, f"{task}-s{seed}-g{group}-{twin}", task, turn, head, airline.policy)
-                    for group, twin, turn in paired
-                ]
+                [partial(self._item, f"s{seed}-g{group}-{twin}", turn, *about) for group, twin, turn in paired]
             )
         return found
 
@@ -94,30 +91,21 @@ class TauBench(Published):
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         accepted = item.payload["accepted"]
-        (facet,) = self.facets(item)
 
         def right(calls: tuple[Call, ...]) -> bool:
             """One call, as the policy says, and one of the accepted."""
             given = [_checked(call) for call in calls]
             return len(given) == 1 and any(accepts(options, given[0]) for options in accepted)
 
-        return grade_calls(transcript[-1].content, facet, right)
+        return grade_calls(transcript[-1].content, self.facets(item)[0], right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["gold"],)
 
-    def _item(self, stream: str, task: int, turn: AgentTurn, head: str, policy: str) -> Item:
+    def _item(self, stream: str, turn: AgentTurn, task: str, head: str, policy: str) -> Item:
         accepted = [exactly(_checked(call)) for call in turn.calls]
-        return Item(
-            suite=self.name,
-            item_id=f"{self.name}-{stream}",
-            cluster_id=f"{self.name}-{task}",
-            messages=(Message(Role.SYSTEM, head), *turn.before),
-            context_tokens=0,
-            placement=PUBLISHED,
-            payload={"accepted": accepted, "gold": written_calls(turn.calls[:1]) or turn.text},
-            spans=marked(rule=policy),
-        )
+        payload = {"accepted": accepted, "gold": written_calls(turn.calls[:1]) or turn.text}
+        return self.row_item(task, stream, (Message(Role.SYSTEM, head), *turn.before), payload, rule=policy)
 
 
 def _checked(call: Call) -> Call:

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Grade, Outcome
+from kvaudit.suites.base import formless, graded
 
 FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
@@ -162,14 +162,13 @@ def _chosen(option: Any) -> Any:
 def grade_calls(text: str, facet: str, right: Callable[[tuple[Call, ...]], bool]) -> Grade:
     """The grade of an answer that should make the ``right`` calls (facet solved), or none (facet overcalled)."""
     if not text.strip():
-        return Grade(Outcome.DEGENERATE, 0.0, note="empty", facets=unreadable((facet,)))
+        return formless("empty", (facet,))
     calls = parse_calls(text)
     if calls is None:
-        return Grade(Outcome.UNDESIRED, 0.0, note="malformed call", facets=unreadable((facet,)))
+        return formless("malformed call", (facet,), Outcome.UNDESIRED)
     if facet == "overcalled":
         fault, value = "called where no call was right" if calls else "", bool(calls)
     else:
         value = bool(calls) and right(calls)
         fault = "" if value else "another call" if calls else "no call"
-    outcome = Outcome.UNDESIRED if fault else Outcome.DESIRED
-    return Grade(outcome, 0.0 if fault else 1.0, note=fault, facets=readable({facet: value}))
+    return graded(not fault, {facet: value}, fault)
