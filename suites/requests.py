@@ -36,42 +36,15 @@ _PLAIN = (
 )
 _NEAR = 0.5  # rows that share this much of their content words are of one origin
 _TASKS = (
-    "bake a loaf of bread",
-    "water plants in winter",
-    "clean a bicycle chain",
-    "sew on a shirt button",
-    "pack a suitcase for a week",
-    "learn to whistle a tune",
-    "peel a ripe mango",
-    "tune an old guitar",
-    "fold a paper boat",
-    "choose a good pillow",
-    "store fresh tomatoes",
-    "polish leather shoes",
-    "plan a birthday picnic",
-    "remember long phone numbers",
-    "train for a slow marathon",
-    "paint a wooden fence",
-    "start a small library",
-    "cook rice without burning it",
-    "read a paper map",
-    "wash a woollen sweater",
-    "grow basil on a balcony",
-    "repair a dripping tap",
-    "make friends in a new town",
-    "brush a long-haired cat",
-    "brew strong green tea",
-    "keep a diary every evening",
-    "hang a heavy mirror",
-    "learn French verbs",
-    "sharpen a kitchen knife",
-    "save electricity at home",
-    "photograph a full moon",
-    "stack firewood in the garden",
-    "descale an electric kettle",
-    "prepare for a job interview",
-    "juggle three oranges",
-    "sort holiday pictures",
+    "bake a loaf of bread, water plants in winter, clean a bicycle chain, sew on a shirt button, pack a suitcase "
+    "for a week, learn to whistle a tune, peel a ripe mango, tune an old guitar, fold a paper boat, choose a good "
+    "pillow, store fresh tomatoes, polish leather shoes, plan a birthday picnic, remember long phone numbers, "
+    "train for a slow marathon, paint a wooden fence, start a small library, cook rice without burning it, read a "
+    "paper map, wash a woollen sweater, grow basil on a balcony, repair a dripping tap, make friends in a new "
+    "town, brush a long-haired cat, brew strong green tea, keep a diary every evening, hang a heavy mirror, learn "
+    "French verbs, sharpen a kitchen knife, save electricity at home, photograph a full moon, stack firewood in "
+    "the garden, descale an electric kettle, prepare for a job interview, juggle three oranges, sort holiday "
+    "pictures"
 )
 
 
@@ -153,7 +126,7 @@ def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str
 
 def _plain_requests(split: Split, seed: int) -> list[str]:
     """Requests that nobody would refuse, each once; no task is in both splits."""
-    found = [form.format(task=task) for task in own_part(_TASKS, split) for form in _PLAIN]
+    found = [form.format(task=task) for task in own_part(_TASKS.split(", "), split) for form in _PLAIN]
     random.Random(f"plain-{split}-{seed}").shuffle(found)
     return found
 

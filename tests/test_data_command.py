@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.catalogue import CATALOGUE, PublicFile, PublicRows
+from kvaudit.suites.catalogue import PublicFile, PublicRows, catalogue
 from kvaudit.suites.sources import data_file, data_folder, has_file
 
 WHOLE, LINES = b"prompt,label\na,safe\n", b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
@@ -58,7 +58,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("kvaudit.suites.catalogue.CATALOGUE", (MADE_UP,))
+    monkeypatch.setattr("kvaudit.suites.catalogue.catalogue", lambda: (MADE_UP,))
     files[""] = f"http://127.0.0.1:{server.server_address[1]}".encode()
     yield files
     server.shutdown()
@@ -164,9 +164,9 @@ def test_suites_read_what_was_fetched_where_no_folder_is_named(
 
 
 def test_every_file_is_pinned_and_read_by_a_suite_of_that_licence() -> None:
-    paths = [file.path for rows in CATALOGUE for file in rows.files]
+    paths = [file.path for rows in catalogue() for file in rows.files]
     assert len(paths) == len(set(paths))
-    for rows in CATALOGUE:
+    for rows in catalogue():
         assert len(rows.commit) == 40
         assert all(len(file.sha256) == 64 for file in rows.files)
         for suite in rows.suites:

@@ -16,10 +16,10 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import CONTEXTS
+from kvaudit.suites.harmful_requests import StrongReject
 from kvaudit.suites.phrases import answers, stands_alone, to_the_point
 from kvaudit.suites.requests import Requests, origins_of
 from kvaudit.suites.sources import csv_rows
-from kvaudit.suites.strongreject import StrongReject
 from kvaudit.suites.xstest import PROMPTS, XSTest
 
 COMPLETIONS = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")

@@ -29,11 +29,11 @@ def show_data(context: typer.Context) -> None:
     with user_errors():
         from rich.table import Table
 
-        from kvaudit.suites.catalogue import CATALOGUE
+        from kvaudit.suites.catalogue import catalogue
         from kvaudit.suites.sources import data_folder
 
         folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
-        for one in CATALOGUE:
+        for one in catalogue():
             lacks = bool(one.lacking(folder))
             state = "lacking" if lacks else "there, other rows than these" if one.other(folder) else "there"
             table.add_row(one.name, state, one.rows, one.licence, one.whence, ", ".join(one.suites))
@@ -41,7 +41,7 @@ def show_data(context: typer.Context) -> None:
         say(console, f"folder: {folder}")
         console.print(table, markup=False)
         say(console, _OURS)
-        if lacking := [one.name for one in CATALOGUE if one.lacking(folder)]:
+        if lacking := [one.name for one in catalogue() if one.lacking(folder)]:
             say(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
 
 

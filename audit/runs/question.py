@@ -21,7 +21,7 @@ from kvaudit.core.conditions import ENGINE
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.catalogue import CATALOGUE, PublicRows
+from kvaudit.suites.catalogue import PublicRows, catalogue
 from kvaudit.suites.sources import data_folder
 
 LOST_POINTS = 5  # points
@@ -134,7 +134,7 @@ def planned(model: str, way: Way, *, fast: bool) -> CheckPlan:
     Raises SpecError for a setting that keeps more than can be asked.
     """
     kept = kept_entries(way)
-    rows = {question: next(one for one in CATALOGUE if one.name == question.rows) for question in PUBLIC_SUITES}
+    rows = {question: next(one for one in catalogue() if one.name == question.rows) for question in PUBLIC_SUITES}
     lacking = {question: own for question, own in rows.items() if own.lacking(data_folder())}
     asked = [question for question in PUBLIC_SUITES if question not in lacking] if kept is None else []
     safety = any(SUITES.get(question.suite).kind == "safety" for question in asked)
