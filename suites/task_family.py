@@ -1,0 +1,75 @@
+"""Tasks of other harnesses as suites: what all families have in common whose members are tasks that somebody names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Item, Message
+from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
+from kvaudit.suites.templates import in_turn
+
+RIGHT = 0.5  # of a score that gives parts of a point
+_FEWEST_CLUSTERS = 59  # that can decide a margin of five points
+
+
+class TaskRow(NamedTuple):
+    """A row of a task as it is asked; ``shown`` is how an error names it."""
+
+    item_id: str
+    cluster_id: str
+    messages: tuple[Message, ...]
+    payload: Mapping[str, Any]
+    shown: str
+
+
+class TaskFamily(Suite):
+    """Subclass and write ``task_rows`` and ``stream``; ``of_task`` makes a member."""
+
+    kind = "capability"
+    licence = "that of the task's data"
+    published, lengths = True, "any"
+    row_word: ClassVar[str]  # what the harness calls a row
+
+    @classmethod
+    def of_task(cls, clusters: Collection[str], **attributes: Any) -> type[Suite]:
+        """The suite of one task, with the class attributes that it gives."""
+        few = len(clusters) if len(clusters) < _FEWEST_CLUSTERS else None
+        return type(f"{cls.__name__}Task", (cls,), {"__doc__": cls.__doc__, "clusters": few, **attributes})
+
+    def task_rows(self, split: Split) -> Sequence[TaskRow]:
+        """Every row of a split, in the task's order."""
+        raise NotImplementedError
+
+    def stream(self, split: Split, seed: int) -> str:
+        """What the order of the rows is drawn from."""
+        raise NotImplementedError
+
+    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
+        rows = self.task_rows(split)
+        if n > len(rows):
+            raise SpecError(
+                f"suite {self.name}: {n} items are asked for, the task has {len(rows)} {self.row_word}s to "
+                f"{'train on' if split == 'train' else 'evaluate'}; ask for no more"
+            )
+        order = list(range(len(rows)))
+        random.Random(self.stream(split, seed)).shuffle(order)
+        chosen = [rows[number] for number in in_turn(order, [row.cluster_id for row in rows])[:n]]
+        for row in chosen if context_tokens else ():
+            length = sum(count_tokens(message.content) for message in row.messages)
+            if length > context_tokens:
+                raise SpecError(
+                    f"suite {self.name}: context_tokens {context_tokens} is too short, {self.row_word} {row.shown} "
+                    f"takes {length}"
+                )
+        placement = "none" if context_tokens else PUBLISHED
+        return [
+            Item(self.name, row.item_id, row.cluster_id, row.messages, context_tokens, placement, row.payload)
+            for row in chosen
+        ]
+
+    def until_stop(self, text: str) -> str:
+        """An answer up to the first text that ends it."""
+        return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]
