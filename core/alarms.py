@@ -17,9 +17,8 @@ class Bound(NamedTuple):
 
     def rings(self, value: float | None) -> bool:
         """Whether the number has passed it; what nothing supports rings no alarm."""
-        if value is None:
-            return False
-        return (self.least is not None and value < self.least) or (self.most is not None and value > self.most)
+        least, most = self.least, self.most
+        return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
     @property
     def limit(self) -> str:
@@ -32,62 +31,40 @@ class Bound(NamedTuple):
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 
-# of a mismatch panel (``kvaudit.audit.training.mismatch``)
 _LESS = "compress rollouts less, or train smd, whose learner sees what the sampler saw"
-MISMATCH = (
-    Bound(
-        "overlap_p5", 0.86, None, "one sampled token in twenty is hardly one that the learner would have drawn", _LESS
-    ),
-    Bound("ess", 0.3, None, "reweighted by the learner, most of the tokens count for nothing", _LESS),
-    Bound(
-        "frac_sequences_vetoed",
-        None,
-        0.2,
-        "so many rollouts hold a token that the learner gives next to no chance",
-        _LESS,
-    ),
-    Bound(
-        "frac_not_finite",
-        None,
-        0.0,
-        "the learner gives log-probs that are no numbers",
-        "train in float32 or with a lower learning rate",
-    ),
+_FLOATS = "train in float32 or with a lower learning rate"
+_RARE = "one sampled token in twenty is hardly one that the learner would have drawn"
+_WEIGHTLESS = "reweighted by the learner, most of the tokens count for nothing"
+_VETOED = "so many rollouts hold a token that the learner gives next to no chance"
+_FLAT = "a share of groups that earned the same in every rollout and teach nothing"
+_EASIER = "train on items that the model solves now and then, or draw larger groups"
+_ALIKE = "a share of the first step's, so that rollouts of a group grow alike"
+MISMATCH = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
+    Bound("overlap_p5", 0.86, None, _RARE, _LESS),
+    Bound("ess", 0.3, None, _WEIGHTLESS, _LESS),
+    Bound("frac_sequences_vetoed", None, 0.2, _VETOED, _LESS),
+    Bound("frac_not_finite", None, 0.0, "the learner gives log-probs that are no numbers", _FLOATS),
 )
-# of a step besides
-FLAT = Bound(
-    "flat_rewards",
-    None,
-    0.5,
-    "a share of groups that earned the same in every rollout and teach nothing",
-    "train on items that the model solves now and then, or draw larger groups",
-)
-ENTROPY = Bound(
-    "entropy",
-    0.1,
-    None,
-    "a share of the first step's, so that rollouts of a group grow alike",
-    "lower the learning rate, or stop earlier",
-)
+FLAT = Bound("flat_rewards", None, 0.5, _FLAT, _EASIER)
+ENTROPY = Bound("entropy", 0.1, None, _ALIKE, "lower the learning rate, or stop earlier")
 ALARMS = {bound.name: bound for bound in (*MISMATCH, FLAT, ENTROPY)}
-_PREFIX = "alarm/"
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
     """``alarm/*`` of a telemetry row, 1 where one rings; ``first`` is the run's first row."""
     values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH}
     values |= {FLAT.name: row["frac_reward_zero_std"], ENTROPY.name: _share(row["entropy"], first["entropy"])}
-    return {_PREFIX + name: int(ALARMS[name].rings(value)) for name, value in values.items()}
+    return {alarm_key(name): int(ALARMS[name].rings(value)) for name, value in values.items()}
 
 
 def alarm_key(name: str) -> str:
     """Where telemetry says whether an alarm rings."""
-    return _PREFIX + name
+    return f"alarm/{name}"
 
 
 def ringing(row: Mapping[str, Any]) -> list[Bound]:
     """The alarms that ring in a telemetry row."""
-    return [bound for name, bound in ALARMS.items() if row.get(_PREFIX + name) == 1]
+    return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]
 
 
 def _share(value: float | None, of: float | None) -> float | None:
