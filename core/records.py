@@ -20,6 +20,8 @@ from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
+# fields that came later, as they are where a row has none; left out of a row where they say nothing
+_LATER: Mapping[str, Any] = {"spans": {}, "unsure": False, "kv_bytes_live": None, "logprob": None, "unanswered": ""}
 
 
 class Role(StrEnum):
@@ -199,17 +201,14 @@ class Record:
 
     def to_json(self) -> str:
         """One JSON line, keys in field order, no NaN."""
-        row = {
-            name: getattr(self, name) for name in self.__slots__
-        }  # asdict copies every value, which takes four times as long
+        # asdict copies every value, which takes four times as long
+        row = {name: getattr(self, name) for name in self.__slots__}
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
-        for name in ("spans", "kv_bytes_live", "unsure", "unanswered"):
-            if not row[name]:  # as before there were any
+        for name in _LATER:
+            if row[name] is None or (name != "logprob" and not row[name]):
                 del row[name]
-        if self.logprob is None:
-            del row["logprob"]
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -226,11 +225,7 @@ class Record:
             )
         if row["format"] < RECORD_FORMAT:
             row.setdefault("facets", {})
-        row.setdefault("spans", {})
-        row.setdefault("unsure", False)
-        row.setdefault("kv_bytes_live", None)
-        row.setdefault("logprob", None)
-        row.setdefault("unanswered", "")
+        row = {**_LATER, **row}
         names = {f.name for f in fields(cls)}
         if set(row) != names:
             raise DataError(
@@ -267,27 +262,21 @@ class Record:
 
 
 def _check_score(row: Mapping[str, Any]) -> None:
-    score = row["score"]
-    if (score is None) != (row["outcome"] is Outcome.UNSCORED):
-        raise DataError(f"record scores {score!r} with outcome {row['outcome']}")
+    score, outcome = row["score"], row["outcome"]
+    if (score is None) != (outcome is Outcome.UNSCORED):
+        raise DataError(f"record scores {score!r} with outcome {outcome}")
     if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
         raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
     if score is not None and not 0 <= score <= 1:
         raise OffScale(score)
-    if score is not None and score == CONTRADICTED.get(row["outcome"]):
-        raise DataError(f"record scores {score!r} with outcome {row['outcome']}, which contradict each other")
+    if score is not None and score == CONTRADICTED.get(outcome):
+        raise DataError(f"record scores {score!r} with outcome {outcome}, which contradict each other")
 
 
 def _graded(item: Item, grade: Grade) -> dict[str, Any]:
     """What an item and the grade of an answer to it say in a record."""
-    return {
-        "cluster_id": item.cluster_id,
-        "placement": item.placement,
-        "outcome": grade.outcome,
-        "score": grade.score,
-        "judge": grade.judge,
-        "facets": grade.facets,
-    }
+    said = {name: getattr(grade, name) for name in ("outcome", "score", "judge", "facets")}
+    return {"cluster_id": item.cluster_id, "placement": item.placement, **said}
 
 
 def spans_fit(table: Any) -> bool:

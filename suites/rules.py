@@ -24,7 +24,8 @@ _SAMPLES = {
     "fa": "این پاسخ من است", "ko": "이것이 나의 대답이다", "ru": "это мой ответ", "bg": "това е моят отговор",
 }  # fmt: skip
 _CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_DIVIDER, _SPLITTER, _BREAK = "***", "******", "\n\n"
+_BREAK = "\n\n"
+_HIGHLIGHT = re.compile(r"\*\*[^*\n]+\*\*|\*[^*\n]+\*")
 _FILLER = "here is a short and calm reply on this"  # words to write with, where no letter is forbidden
 
 
@@ -56,11 +57,14 @@ class Draft:
         return whole
 
 
+Writer = Callable[[Draft, Arguments], None]
+
+
 class Rule(NamedTuple):
     """One kind of rule."""
 
     check: Callable[[str, Arguments], bool]
-    write: Callable[[Draft, Arguments], None]
+    write: Writer
 
 
 def _holds(count: int, relation: str, bound: int) -> bool:
@@ -78,8 +82,8 @@ def _parts(text: str, divider: str) -> list[str]:
     return [part.strip() for part in re.split(divider, text) if part.strip()]
 
 
-def _highlights(text: str) -> int:
-    return sum(bool(found.strip("* ")) for found in re.findall(r"\*\*[^*\n]+\*\*|\*[^*\n]+\*", text))
+def _says_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def _is_json(text: str) -> bool:
@@ -98,15 +102,6 @@ def _paragraph_starts(text: str, wanted: Arguments) -> bool:
     return word is not None and word[1].casefold() == str(wanted["first_word"]).casefold()
 
 
-def _two_answers(text: str) -> bool:
-    parts = _parts(text, r"\*{6}")
-    return len(parts) == 2 and parts[0] != parts[1]
-
-
-def _whole(word: str) -> str:
-    return rf"(?<!\w){re.escape(word)}(?!\w)"
-
-
 def _marker(written: str) -> str:
     """P.S. with a space inside or none; its points are wanted, or the end of "help. So" would be one."""
     return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", written)))
@@ -117,18 +112,6 @@ def _in_script(text: str, code: str) -> bool:
     return bool(letters) and sum(bool(re.match(_SCRIPTS[code], mark)) for mark in letters) > 0.5 * len(letters)
 
 
-def _write_sentences(draft: Draft, wanted: Arguments) -> None:
-    draft.lines += ["so it is."] * (wanted["num_sentences"] if wanted["relation"] == "at least" else 0)
-
-
-def _write_words(draft: Draft, wanted: Arguments) -> None:
-    draft.extra += ["well"] * (wanted["num_words"] if wanted["relation"] == "at least" else 0)
-
-
-def _write_often(draft: Draft, wanted: Arguments) -> None:
-    draft.extra += [wanted["keyword"]] * (wanted["frequency"] if wanted["relation"] == "at least" else 0)
-
-
 def _write_letters(draft: Draft, wanted: Arguments) -> None:
     if wanted["let_relation"] == "at least":
         draft.extra += [wanted["letter"]] * wanted["let_frequency"]
@@ -136,32 +119,32 @@ def _write_letters(draft: Draft, wanted: Arguments) -> None:
         draft.banned += wanted["letter"].lower()
 
 
-def _write_capitals(draft: Draft, wanted: Arguments) -> None:
-    draft.extra += ["WELL"] * (wanted["capital_frequency"] if wanted["capital_relation"] == "at least" else 0)
-
-
-def _write_paragraphs(draft: Draft, wanted: Arguments) -> None:
-    draft.between, draft.blocks = f"{_BREAK}{_DIVIDER}{_BREAK}", [""] * wanted["num_paragraphs"]
-
-
 def _write_first_word(draft: Draft, wanted: Arguments) -> None:
     draft.blocks = ["well"] * wanted["num_paragraphs"]
     draft.blocks[wanted["nth_paragraph"] - 1] = wanted["first_word"]
-
-
-def _write_two(draft: Draft, _: Arguments) -> None:
-    draft.between, draft.blocks = f"{_BREAK}{_SPLITTER}{_BREAK}", ["one", "two"]
 
 
 def _write_language(draft: Draft, wanted: Arguments) -> None:
     draft.shape = lambda _: f"{_SAMPLES[wanted['language']]} {_SAMPLES[wanted['language']]}"
 
 
-def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Callable[[Draft, Arguments], None]:
+def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
     return lambda draft, wanted: getattr(draft, part).extend(wording(wanted))
 
 
-def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Callable[[Draft, Arguments], None]:
+def _repeater(part: str, words: str, number: str, relation: str = "relation") -> Writer:
+    """Says words, which may be an argument, as often as they are wanted at least."""
+    return _adder(part, lambda a: [words.format(**a)] * (a[number] if a[relation] == "at least" else 0))
+
+
+def _divider(mark: str, blocks: Callable[[Arguments], list[str]]) -> Writer:
+    def write(draft: Draft, wanted: Arguments) -> None:
+        draft.between, draft.blocks = f"{_BREAK}{mark}{_BREAK}", blocks(wanted)
+
+    return write
+
+
+def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
     return lambda draft, _: draft.wraps.insert(len(draft.wraps) if outermost else 0, wrap)
 
 
@@ -176,13 +159,16 @@ def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
 RULES: Mapping[str, Rule] = {
     "punctuation:no_comma": Rule(lambda text, _: "," not in text, _nothing),
     "length_constraints:number_words": Rule(
-        lambda text, a: _holds(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]), _write_words
+        lambda text, a: _holds(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]),
+        _repeater("extra", "well", "num_words"),
     ),
     "length_constraints:number_sentences": Rule(
-        lambda text, a: _holds(_sentences(text), a["relation"], a["num_sentences"]), _write_sentences
+        lambda text, a: _holds(_sentences(text), a["relation"], a["num_sentences"]),
+        _repeater("lines", "so it is.", "num_sentences"),
     ),
     "length_constraints:number_paragraphs": Rule(
-        lambda text, a: len(_parts(text, r"(?<!\*)\*{3}(?!\*)")) == a["num_paragraphs"], _write_paragraphs
+        lambda text, a: len(_parts(text, r"(?<!\*)\*{3}(?!\*)")) == a["num_paragraphs"],
+        _divider("***", lambda a: [""] * a["num_paragraphs"]),
     ),
     "length_constraints:nth_paragraph_first_word": Rule(_paragraph_starts, _write_first_word),
     "keywords:existence": Rule(
@@ -190,13 +176,14 @@ RULES: Mapping[str, Rule] = {
         _adder("extra", lambda a: list(a["keywords"])),
     ),
     "keywords:forbidden_words": Rule(
-        lambda text, a: not any(re.search(_whole(word), text, re.IGNORECASE) for word in a["forbidden_words"]),
+        lambda text, a: not any(_says_word(text, word) for word in a["forbidden_words"]),
         lambda draft, a: draft.topic.__setitem__(
             slice(None), [word for word in draft.topic if not any(word in ban.lower() for ban in a["forbidden_words"])]
         ),
     ),
     "keywords:frequency": Rule(
-        lambda text, a: _holds(text.lower().count(a["keyword"].lower()), a["relation"], a["frequency"]), _write_often
+        lambda text, a: _holds(text.lower().count(a["keyword"].lower()), a["relation"], a["frequency"]),
+        _repeater("extra", "{keyword}", "frequency"),
     ),
     "keywords:letter_frequency": Rule(
         lambda text, a: _holds(text.lower().count(a["letter"].lower()), a["let_relation"], a["let_frequency"]),
@@ -210,10 +197,10 @@ RULES: Mapping[str, Rule] = {
             a["capital_relation"],
             a["capital_frequency"],
         ),
-        _write_capitals,
+        _repeater("extra", "WELL", "capital_frequency", "capital_relation"),
     ),
     "detectable_format:number_highlighted_sections": Rule(
-        lambda text, a: _highlights(text) >= a["num_highlights"],
+        lambda text, a: len([part for part in _HIGHLIGHT.findall(text) if part.strip("* ")]) >= a["num_highlights"],
         _adder("extra", _numbered("*part {n}*", "num_highlights")),
     ),
     "detectable_format:number_bullet_lists": Rule(
@@ -242,7 +229,10 @@ RULES: Mapping[str, Rule] = {
         lambda text, a: re.search(_marker(a["postscript_marker"]), text, re.IGNORECASE) is not None,
         _adder("after", lambda a: [f"{a['postscript_marker']} so it is"]),
     ),
-    "combination:two_responses": Rule(lambda text, _: _two_answers(text), _write_two),
+    "combination:two_responses": Rule(
+        lambda text, _: len(parts := _parts(text, r"\*{6}")) == 2 and parts[0] != parts[1],
+        _divider("******", lambda _: ["one", "two"]),
+    ),
     "combination:repeat_prompt": Rule(
         lambda text, a: text.strip().lower().startswith(a["prompt_to_repeat"].strip().lower()),
         lambda draft, a: setattr(draft, "before", a["prompt_to_repeat"].strip()),

@@ -32,27 +32,36 @@ DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_watched: ContextVar[dict[str, str] | None] = ContextVar("watched", default=None)
+_read_files: ContextVar[dict[str, str] | None] = ContextVar("read_files", default=None)
 
 
 @contextmanager
-def watched() -> Iterator[dict[str, str]]:
+def files_read() -> Iterator[dict[str, str]]:
     """Collect the sha256 of every file whose rows or prose are asked for inside, by its path in the folder.
 
     The hash is of the bytes that this process parsed, at whatever time it read them.
     """
     found: dict[str, str] = {}
-    token = _watched.set(found)
+    token = _read_files.set(found)
     try:
         yield found
     finally:
-        _watched.reset(token)
+        _read_files.reset(token)
 
 
-def _noted(path: Path, digest: str) -> None:
-    found = _watched.get()
+@cache
+def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
+    raw = path.read_bytes()
+    return parse(path, raw), hashlib.sha256(raw).hexdigest()
+
+
+def _noted(path: Path, parse: Callable[[Path, bytes], T]) -> T:
+    """What a file holds, which is read once; its hash is collected where somebody collects them."""
+    held, digest = _parsed(path, parse)
+    found = _read_files.get()
     if found is not None:
         found[os.path.relpath(path, data_folder())] = digest
+    return held
 
 
 def data_folder() -> Path:
@@ -83,9 +92,7 @@ def has_file(name: str) -> bool:
 
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The rows of a JSON Lines file; raises DataError with the line that cannot be read."""
-    rows, digest = _rows(path)
-    _noted(path, digest)
-    return rows
+    return _noted(path, _rows)
 
 
 def texts(path: Path, number: int, row: Mapping[str, Any], *keys: str) -> list[str]:
@@ -113,9 +120,8 @@ def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | Non
     return found
 
 
-@cache
-def _rows(path: Path) -> tuple[tuple[dict[str, Any], ...], str]:
-    rows, raw = [], path.read_bytes()
+def _rows(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
+    rows = []
     for number, line in enumerate(raw.splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -124,19 +130,15 @@ def _rows(path: Path) -> tuple[tuple[dict[str, Any], ...], str]:
         if not isinstance(row, dict):
             raise DataError(f"{str(path)!r} line {number} holds a {type(row).__name__}, wanted an object")
         rows.append(row)
-    return tuple(rows), hashlib.sha256(raw).hexdigest()
+    return tuple(rows)
 
 
 def json_array(path: Path) -> tuple[dict[str, Any], ...]:
     """The objects of a file that is one JSON array; raises DataError with the number of what is none, from 1."""
-    rows, digest = _array(path)
-    _noted(path, digest)
-    return rows
+    return _noted(path, _array)
 
 
-@cache
-def _array(path: Path) -> tuple[tuple[dict[str, Any], ...], str]:
-    raw = path.read_bytes()
+def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     try:
         rows = json.loads(raw)
     except (ValueError, RecursionError) as error:  # a JSON error names its line
@@ -146,7 +148,7 @@ def _array(path: Path) -> tuple[tuple[dict[str, Any], ...], str]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise DataError(f"{str(path)!r} entry {number} holds a {type(row).__name__}, wanted an object")
-    return tuple(rows), hashlib.sha256(raw).hexdigest()
+    return tuple(rows)
 
 
 def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: type[T]) -> T:
@@ -176,8 +178,7 @@ def csv_rows(
     Raises DataError that names the line that cannot be read or holds what is not ``known`` of its column, or the column
     that is missing.
     """
-    table, digest = _table(path)
-    _noted(path, digest)
+    table = _noted(path, _table)
     held = list(table[0][1]) if table else []
     for column in columns:
         if column not in held:
@@ -191,10 +192,9 @@ def csv_rows(
     return tuple(row for _, row in table)
 
 
-@cache
-def _table(path: Path) -> tuple[tuple[tuple[int, dict[str, str]], ...], str]:
-    """Each row with the line that it ends on, and the sha256 of the file."""
-    raw, header, rows = path.read_bytes(), list[str](), list[tuple[int, dict[str, str]]]()
+def _table(path: Path, raw: bytes) -> tuple[tuple[int, dict[str, str]], ...]:
+    """Each row with the line that it ends on."""
+    header, rows = list[str](), list[tuple[int, dict[str, str]]]()
     lines = raw.splitlines(keepends=True)
     comments = next((n for n, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
     reader = csv.reader((line.decode("utf-8") for line in lines[comments:]), strict=True)
@@ -207,7 +207,7 @@ def _table(path: Path) -> tuple[tuple[tuple[int, dict[str, str]], ...], str]:
     except (csv.Error, UnicodeDecodeError) as error:
         line = comments + reader.line_num + isinstance(error, UnicodeDecodeError)  # which fails before it is counted
         raise DataError(f"{str(path)!r} line {line} is no row of a CSV file ({error})") from None
-    return tuple(rows), hashlib.sha256(raw).hexdigest()
+    return tuple(rows)
 
 
 def fit_prose(
@@ -251,22 +251,18 @@ def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
 
 def _books(suite: str) -> list[tuple[str, ...]]:
     """The sentences of every book; raises DataError where there is none."""
-    books = []
-    for path in sorted(data_file(suite, BOOKS).rglob("*.txt")):
-        sentences, digest = _sentences(path)
-        _noted(path, digest)
-        books.append(sentences)  # all of them, since how many there are decides which one is drawn
+    # all of them, since how many there are decides which one is drawn
+    books = [_noted(path, _sentences) for path in sorted(data_file(suite, BOOKS).rglob("*.txt"))]
     if not any(books):
         raise DataError(f"suite {suite}: {str(data_folder())!r} holds no prose in {BOOKS}/*.txt")
     return books
 
 
-@cache
-def _sentences(path: Path) -> tuple[tuple[str, ...], str]:
-    """Sentences of a book, each with the space or line break that follows it; and the sha256 of its file."""
-    found, raw = [], path.read_bytes()
+def _sentences(_: Path, raw: bytes) -> tuple[str, ...]:
+    """Sentences of a book, each with the space or line break that follows it."""
+    found = []
     text = raw.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     for paragraph in _PARAGRAPH.split(text):
         parts = _SENTENCE.split(" ".join(paragraph.split()))
         found += [part + (" " if n + 1 < len(parts) else "\n\n") for n, part in enumerate(parts) if part]
-    return tuple(found), hashlib.sha256(raw).hexdigest()
+    return tuple(found)

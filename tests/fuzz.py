@@ -281,13 +281,13 @@ def _gguf(path: Path) -> object:
 def _rows(path: Path) -> object:
     from kvaudit.suites.sources import _rows
 
-    return _rows.__wrapped__(path)
+    return _rows(path, path.read_bytes())
 
 
 def _table(path: Path) -> object:
     from kvaudit.suites.sources import _table
 
-    return _table.__wrapped__(path)
+    return _table(path, path.read_bytes())
 
 
 def _completion(path: Path) -> object:

@@ -98,7 +98,7 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 from kvaudit.core.text import inline, length_label
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.sources import watched
+from kvaudit.suites.sources import files_read
 
 Pair = tuple[str, int]  # arm, seed
 _TRAINING_KNOBS = "train.rollout_rows, train.microbatch_tokens"
@@ -136,7 +136,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
         for seed in part.seeds:
             check_comparable(str(spec.external(arm, seed)), model)
     batches: Batches = {}
-    with watched() as rows:
+    with files_read() as rows:
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
