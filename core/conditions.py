@@ -19,12 +19,14 @@ from kvaudit.core.text import clip, inline
 ENGINE = "engine"  # the key that names one in a mapping
 _LONGEST_VALUE = 60  # letters of a setting in a short name
 _LONGEST_NAME = 56
-_PLAIN = "/:#~"  # beside letters, digits, '_', '.' and '-'; the rest would be read as a part of the text's own syntax
+_UNQUOTED = (
+    "/:#~"  # besides letters, digits, '_', '.' and '-'; the rest would be read as a part of the text's own syntax
+)
 
 
 def condition_text(engine: str, settings: Mapping[str, str]) -> str:
     """The one spelling of an engine with its settings."""
-    fields = ",".join(f"{name}={quote(settings[name], safe=_PLAIN)}" for name in sorted(settings))
+    fields = ",".join(f"{name}={quote(settings[name], safe=_UNQUOTED)}" for name in sorted(settings))
     return f"{engine}:{fields}" if fields else engine
 
 

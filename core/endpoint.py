@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -72,9 +72,8 @@ class Replied(NamedTuple):
     retry_after: str | None = None
 
 
-Transport = Callable[
-    [str, bytes, Mapping[str, str], float], Replied
-]  # address, body, headers, seconds for a whole reply
+# address, body, headers, seconds for a whole reply
+Transport = Callable[[str, bytes, Mapping[str, str], float], Replied]
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class EndpointClient:
             left = min(self._endpoint.timeout, max(0.001, until - time.monotonic()))
             replied = self._transport(url, raw, self._headers, left)
         except (OSError, HTTPException) as error:  # no route, a broken line, a timeout
-            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise Unanswered(self._struck(words)) from None
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise Unanswered(self._struck(what)) from None
         except ValueError:  # whose words may hold the key
             raise Unanswered("address or key have a form that no header can carry", Scope.ENDPOINT) from None
         if replied.status != 200:
@@ -171,12 +170,11 @@ class EndpointClient:
 
     def _refused(self, replied: Replied) -> Unanswered:
         """What a status means: for all questions, for this one (too long, or filtered), or for this try."""
-        status = f"status {replied.status}"
-        said = "" if replied.status in _SECRET else _said(replied.body)
-        words = self._struck(f"{status}: {said}" if said else status)
+        message = "" if replied.status in _SECRET else _error_message(replied.body)
+        what = self._struck(f"status {replied.status}" + (f": {message}" if message else ""))
         if replied.status in _TRIED_AGAIN:
-            return Unanswered(words, Scope.TRY, _retry_after(replied.retry_after))
-        return Unanswered(words, Scope.ENDPOINT) if replied.status in _HOPELESS else RefusedRequest(words)
+            return Unanswered(what, Scope.TRY, _retry_after(replied.retry_after))
+        return Unanswered(what, Scope.ENDPOINT) if replied.status in _HOPELESS else RefusedRequest(what)
 
     def _completion(self, raw: bytes) -> ChatCompletion:
         try:
@@ -262,10 +260,9 @@ class EndpointModel:
         """
         client = self._endpoint.client(self.who)  # before a thread starts: a missing key is the user's to mend
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
+        bodies = [{**options, "messages": message_rows(part)} for part in conversations]
         try:
-            replies = ask_all(
-                client, [{**options, "messages": message_rows(part)} for part in conversations], self.parallel
-            )
+            replies = ask_all(client, bodies, self.parallel)
         except Unanswered as why:
             key = f"key from {self.key}" if self.key else "no key"
             raise RunError(
@@ -326,19 +323,14 @@ def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float
 
 def _read(response: Any, deadline: float, longest: int) -> bytes:
     """A whole reply; one that drips or never ends is cut."""
-    parts = list(_parts(response, deadline, longest))
-    if sum(map(len, parts)) > longest:
-        raise Unanswered(f"a reply of more than {longest} bytes")
-    return b"".join(parts)
-
-
-def _parts(response: Any, deadline: float, longest: int) -> Iterator[bytes]:
-    size = 0
-    while size <= longest and (part := response.read1(1 << 16)):
-        yield part
-        size += len(part)
+    body = bytearray()
+    while part := response.read1(1 << 16):
+        body += part
         if time.monotonic() > deadline:
             raise Unanswered("a reply that does not end")
+        if len(body) > longest:
+            raise Unanswered(f"a reply of more than {longest} bytes")
+    return bytes(body)
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -351,7 +343,7 @@ def _object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _said(raw: bytes) -> str:
+def _error_message(raw: bytes) -> str:
     """What an error's body says is wrong, empty where it says so in no known way."""
     try:
         message = json.loads(raw)["error"]["message"]
@@ -370,7 +362,7 @@ def _retry_after(header: str | None) -> float | None:
         try:
             seconds = parsedate_to_datetime(header).timestamp() - time.time()
         except (ValueError, OverflowError):
-            return None
+            seconds = math.nan
     return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
 
 

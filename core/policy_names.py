@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from math import gcd
 from typing import Any
@@ -31,22 +32,20 @@ def policy_text(value: Any, depth: int = 0) -> str:
         if isinstance(value.get(key), list):
             shares = value.get("weights") if key == "mixture" else None
             entries = [policy_text(entry, depth + 1) for entry in value[key]]
-            return joint.join(_with_shares(entries, shares) if isinstance(shares, list) else entries)
+            if isinstance(shares, list):
+                entries = [f"{one}@{shown(share)}" for one, share in zip_longest(entries, shares, fillvalue="")]
+            return joint.join(entries)
     named = "engine" if "engine" in value else "name"
     fields = ",".join(f"{key}={_word(field)}" for key, field in value.items() if key != named)
     return f"{value.get(named)}:{fields}" if fields else str(value.get(named))
 
 
-def _with_shares(entries: list[str], shares: list[Any]) -> list[str]:
-    return [f"{entry}@{shown(share)}" for entry, share in zip_longest(entries, shares, fillvalue="")]
-
-
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
-        return "/".join(entry if isinstance(entry, str) else shown(entry) for entry in value)
-    return value if isinstance(value, str) else shown(value)
+    return "/".join(
+        one if isinstance(one, str) else shown(one) for one in (value if isinstance(value, list) else [value])
+    )
 
 
 def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
@@ -67,7 +66,7 @@ def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
 def short_names(policies: Sequence[str]) -> dict[str, str]:
     """``snapkv 48`` for each policy, with the fields that tell two of the same name and budget apart."""
     first = {policy: _short(policy) for policy in policies}
-    fields = {policy: dict(_placed(policy)) for policy in policies}
+    fields = {policy: _placed(policy) for policy in policies}
     names = {}
     for policy in policies:
         twins = [p for p in policies if first[p] == first[policy]]
@@ -80,17 +79,12 @@ def folder_names(policies: Sequence[str]) -> dict[str, str]:
     """``snapkv-48`` for each policy: its short name in letters that a folder may be named with, no two alike."""
     joined = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
     names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in joined.items()}
-    plain = list(names.values())
-    return {
-        policy: name if plain.count(name) == 1 and len(name) <= _LONGEST_NAME else _hashed(name, policy)
-        for policy, name in names.items()
-    }
-
-
-def _hashed(name: str, policy: str) -> str:
-    """The name cut to the longest and told apart by its policy's hash."""
-    digest = hashlib.sha256(policy.encode()).hexdigest()[:_DIGITS]
-    return f"{name[: _LONGEST_NAME - _DIGITS - 1]}-{digest}"
+    counts = Counter(names.values())
+    for policy, name in names.items():
+        if counts[name] > 1 or len(name) > _LONGEST_NAME:
+            digest = hashlib.sha256(policy.encode()).hexdigest()[:_DIGITS]
+            names[policy] = f"{name[: _LONGEST_NAME - _DIGITS - 1]}-{digest}"
+    return names
 
 
 def _draws(policy: str) -> list[tuple[str, int]]:
@@ -151,8 +145,7 @@ def _label(name: str, fields: Mapping[str, str]) -> str:
     return f"{name} {fields['bits']} bit" if "bits" in fields else name
 
 
-def _placed(policy: str) -> Iterator[tuple[tuple[int, int, str], str]]:
+def _placed(policy: str) -> dict[tuple[int, int, str], str]:
     """Every field under its draw, its part and its name."""
-    for i, (draw, _) in enumerate(_draws(policy)):
-        for j, text in enumerate(draw.split("+")):
-            yield from (((i, j, key), value) for key, value in _part(text)[1].items())
+    parts = ((i, j, text) for i, (draw, _) in enumerate(_draws(policy)) for j, text in enumerate(draw.split("+")))
+    return {(i, j, key): value for i, j, text in parts for key, value in _part(text)[1].items()}

@@ -66,19 +66,17 @@ def check_same(kind: str, then: Any, now: Digests) -> None:
     """
     if not isinstance(then, dict):
         raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(then).__name__}, wanted names and sha256")
-    changes = list(_changes(then, now))
+    changes = [
+        f"{name} had sha256 {_digest_start(then.get(name))}, now {_digest_start(now.get(name))}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
     if changes:
         more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
         raise RunError(
             f"the run was started with other {kind}: {'; '.join(changes[:_NAMED])}{more}; put back what it was started "
             "with, or start another run"
         )
-
-
-def _changes(then: Mapping[str, Any], now: Digests) -> Iterator[str]:
-    for name in sorted({*then, *now}):
-        if then.get(name) != now.get(name):
-            yield f"{name} had sha256 {_digest_start(then.get(name))}, now {_digest_start(now.get(name))}"
 
 
 def _digest_start(digest: Any) -> str:
@@ -112,13 +110,11 @@ def read_provenance(run: Path) -> dict[str, Any]:
 
 def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
     """The same object; raises DataError naming the first key whose value is of another kind. Any key may be absent."""
-    wrong = next(
-        (f"{key} holds {_shown_value(provenance[key])}, wanted {wanted}" for key, wanted in _wrong(provenance)), None
-    )
-    if wrong is None and not _writable(provenance):
-        wrong = "it holds text or a number that JSON in UTF-8 cannot spell"
-    if wrong is not None:
-        raise DataError(f"{str(path)!r}: {wrong}; put it back as it was, or start another run with --out")
+    wrong = [f"{key} holds {_shown_value(provenance[key])}, wanted {wanted}" for key, wanted in _wrong(provenance)]
+    if not wrong and not _writable(provenance):
+        wrong = ["it holds text or a number that JSON in UTF-8 cannot spell"]
+    if wrong:
+        raise DataError(f"{str(path)!r}: {wrong[0]}; put it back as it was, or start another run with --out")
     return provenance
 
 
@@ -129,7 +125,9 @@ def _wrong(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     inputs = provenance.get(INPUTS, {})
     wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
     wanted += [(PILOT, "what a pilot found", _pilot(provenance.get(PILOT, {})))]
-    wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", _usable(provenance.get("threads")))]
+    threads = provenance.get("threads")
+    usable = threads is None or (type(threads) is int and 1 <= threads <= MOST_THREADS)
+    wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", usable)]
     return [(key, kind) for key, kind, right in wanted if not right]
 
 
@@ -149,10 +147,6 @@ def _texts(table: Any) -> bool:
     return isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
 
 
-def _usable(threads: Any) -> bool:
-    return threads is None or (type(threads) is int and 1 <= threads <= MOST_THREADS)
-
-
 def _writable(provenance: dict[str, Any]) -> bool:
     """Whether the next note can be written back beside what is there."""
     try:
@@ -162,11 +156,8 @@ def _writable(provenance: dict[str, Any]) -> bool:
 
 
 def _shown_value(value: Any) -> str:
-    return (
-        json.dumps(value)[:40]
-        if isinstance(value, str | int | float)
-        else f"a {type(value).__name__} that does not fit"
-    )
+    plain = isinstance(value, str | int | float)
+    return json.dumps(value)[:40] if plain else f"a {type(value).__name__} that does not fit"
 
 
 # --- what it finished: checkpoints and records -----------------------------------------------------------------------
@@ -174,14 +165,22 @@ def _shown_value(value: Any) -> str:
 
 def check_checkpoints(run: Path) -> None:
     """Raise DataError, naming the file, where a finished checkpoint of the run lost or changed a file or a ledger."""
-    for provenance in sorted((run / "checkpoints").glob(f"*/seed-*/{PROVENANCE}")):
+    for provenance in sorted((run / CHECKPOINTS).glob(f"*/seed-*/{PROVENANCE}")):
         check_checkpoint(provenance.parent)
 
 
 def check_checkpoint(folder: Path) -> None:
     """The same for one finished checkpoint; a folder that is none is refused too."""
+    remedy = "put it back, or delete its checkpoint folder to train it again"
     for path, wanted in _finished_files(folder / PROVENANCE):
-        _check_digest(path, wanted)
+        if not path.is_file():
+            raise DataError(f"{str(path)!r} is missing, its checkpoint's provenance lists it; {remedy}")
+        with path.open("rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+        if got != wanted:
+            raise DataError(
+                f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
+            )
 
 
 def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
@@ -206,18 +205,6 @@ def own_files(table: Any, source: Path) -> dict[str, str]:
         if path.is_absolute() or ".." in path.parts or not path.parts or not isinstance(digest, str):
             raise DataError(f"{str(source)!r} lists {name!r}, no file of that folder with its sha256; make it again")
     return table
-
-
-def _check_digest(path: Path, wanted: str) -> None:
-    remedy = "put it back, or delete its checkpoint folder to train it again"
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} is missing, its checkpoint's provenance lists it; {remedy}")
-    with path.open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got != wanted:
-        raise DataError(
-            f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
-        )
 
 
 def seal_of(records: Path) -> Path:

@@ -32,10 +32,8 @@ class Registry(Generic[T]):
         with self._walk:
             if self._found is None:
                 root = importlib.import_module(self._package)
-                modules = [
-                    importlib.import_module(entry.name)
-                    for entry in pkgutil.iter_modules(root.__path__, root.__name__ + ".")
-                ]
+                entries = pkgutil.iter_modules(root.__path__, root.__name__ + ".")
+                modules = [importlib.import_module(entry.name) for entry in entries]
                 self._found = {}  # only now: a module that cannot be imported must not leave half of them behind
                 for module in modules:
                     self._collect(module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
     """Write what was served again of a unit, whole or not at all; raises RunError where it cannot be."""
-    rows = list(_rows(shadings))
+    rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -87,11 +87,6 @@ def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | 
 def records_sha256(run: Path, unit: str) -> str:
     """The sha256 that a finished unit's records are sealed with; raises DataError where it is not finished."""
     return str(read_json(seal_of(run / "records" / f"{unit}.jsonl")).get("sha256"))
-
-
-def _rows(shadings: Mapping[AnswerKey, Shading | None]) -> Iterator[dict[str, Any]]:
-    for answer, shading in shadings.items():
-        yield {**answer._asdict(), "shading": shading and asdict(shading)}
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

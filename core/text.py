@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_KEPT = "\n\t"
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
@@ -18,13 +17,10 @@ def visible(text: str) -> str:
     C0 and DEL become control pictures (ESC as ␛); other control, format, private, surrogate and separator characters
     become ⟨U+202E⟩. Newline and tab stay.
     """
-    return "".join(_shown(character) for character in text)
+    return "".join(one if one in "\n\t" or one.isprintable() else _picture(ord(one)) for one in text)
 
 
-def _shown(character: str) -> str:
-    if character in _KEPT or character.isprintable():
-        return character
-    code = ord(character)
+def _picture(code: int) -> str:
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
