@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and small hostile ones: JSON and YAML read with a word for what is wrong.
+"""Files that are whole or not there, and small hostile ones: JSON and YAML read with a line for what is wrong.
 
 Writing goes beside the place and is renamed. Of YAML (specs, gate files, waivers) every mistake is one line with file
 and line. Aliases are refused: such a file needs none, and a few lines of them can stand for more text than a machine

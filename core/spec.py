@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -44,9 +43,9 @@ from kvaudit.core.spec_parts import (
     ContextLength,
     Names,
     Points,
+    Policies,
     SpecSection,
     Text,
-    canonical_policies,
     is_scalar,
     unique,
 )
@@ -115,20 +114,15 @@ class GateSpec(SpecSection):
     alpha: Alpha | None = None  # the profile's, or .05
     margins: dict[str, Points] = Field(default_factory=dict)
     estimand_margins: dict[Literal["selectivity", "parity"], Points] = Field(default_factory=dict)
-    primary: tuple[str, ...] = ()
+    primary: Policies = ()
     contexts: tuple[ContextLength, ...] = ()
-    deployable: tuple[str, ...] = ()
+    deployable: Policies = ()
     estimands: tuple[_Contrast, ...] = Field(default=(ALIKE, DEPLOYED), min_length=1)
     on_inconclusive: Literal["block", "warn"] | None = None
     not_measurable: Literal["block", "warn"] | None = None  # a reference that has nothing to lose; block
     worst_seed: bool = False  # no training seed may FAIL by itself
     pin: Text | None = None
     gate_file: Text | None = None
-
-    @field_validator("primary", "deployable", mode="before")
-    @classmethod
-    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return canonical_policies(value, info.context)
 
 
 class DeclaredTraining(SpecSection):
@@ -326,7 +320,8 @@ class RunSpec(SpecSection):
         if names is not None:
             engines = {text for pair in self.evaluate.references.items() for text in pair}
             names.check_remedies(self.remedies, [p for p in primary if p not in engines])
-        self._left_open = _LeftOpen(_undeclared(self.evaluate.suites, gate.margins, names))
+        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in gate.margins)
+        self._left_open = _LeftOpen(None if names is None else undeclared)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
 
@@ -362,7 +357,10 @@ class RunSpec(SpecSection):
         """Raise SpecError for what checkpoints, or an endpoint, cannot be asked."""
         if self.probe is None:
             self.evaluate.check_draws()
-            _check_weights(self.model, self.checkpoints)
+            arms = {f"checkpoints.{arm}": part.seeds.values() for arm, part in self.checkpoints.items()}
+            for key, texts in {"model": [self.model], **arms}.items():
+                for text in texts:
+                    check_no_address(key, text, "a folder, a hub id, a .gguf file or embedded")
             return
         check_probed(self.evaluate)
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
@@ -372,13 +370,6 @@ class RunSpec(SpecSection):
             raise SpecError("remedies: nobody chooses the cache policy of an endpoint; leave them out beside probe")
         if "model" not in self.model_fields_set:
             raise SpecError("model is missing: the name by which the endpoint knows its model")
-
-
-def _check_weights(model: str, arms: Mapping[str, ExternalArm]) -> None:
-    """Raise SpecError for a server where weights are wanted."""
-    given = {f"checkpoints.{arm}": text for arm, part in arms.items() for text in part.seeds.values()}
-    for key, text in {"model": model, **given}.items():
-        check_no_address(key, text, "a folder, a hub id, a .gguf file or embedded")
 
 
 def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
@@ -459,11 +450,6 @@ def _margins(suites: Iterable[str], declared: dict[str, float], names: Names | N
         return declared
     facets = {name: points for name, points in declared.items() if name not in own}
     return {**{suite: declared.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
-
-
-def _undeclared(suites: Iterable[str], declared: Mapping[str, float], names: Names | None) -> tuple[str, ...] | None:
-    """The suites whose margin is filled in; None where none is."""
-    return None if names is None else tuple(suite for suite in suites if suite not in declared)
 
 
 def _alpha(gate: GateSpec) -> float:
@@ -558,15 +544,12 @@ def _known_keys(parents: Sequence[str | int]) -> list[str]:
     model: Any = RunSpec
     for part in parents:
         if part in model.model_fields:  # otherwise a name of the user's own, as under evaluate.suites
-            model = _model_in(model.model_fields[str(part)].annotation)
+            held = model.model_fields[str(part)].annotation
+            # inside an annotation such as ``TrainSpec | None`` or ``dict[str, SuiteSpec]``
+            if get_origin(held) in (Union, types.UnionType, dict):
+                held = next(one for one in get_args(held) if isinstance(one, type) and issubclass(one, SpecSection))
+            model = held
     return list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> Any:
-    """The spec part inside an annotation such as ``TrainSpec | None`` or ``dict[str, SuiteSpec]``."""
-    if get_origin(annotation) in (Union, types.UnionType, dict):
-        return next(part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
-    return annotation
 
 
 def _where(source: str, place: KeyPath, lines: Mapping[KeyPath, int]) -> str:

@@ -49,16 +49,13 @@ def is_temperature(value: float) -> bool:
     return value == 0 or 1e-3 <= value <= 100
 
 
-def _usable_temperature(value: float) -> float:
-    if not is_temperature(value):
-        raise PydanticCustomError("temperature", TEMPERATURES)
-    return value
+def _usable(holds: Callable[[float], bool], wanted: str) -> AfterValidator:
+    def check(value: float) -> float:
+        if not holds(value):
+            raise PydanticCustomError("number", wanted)
+        return value
 
-
-def _usable_margin(value: float) -> float:
-    if value < LEAST_MARGIN:
-        raise PydanticCustomError("margin", f"at least {LEAST_MARGIN} (percentage points)")
-    return value
+    return AfterValidator(check)
 
 
 Number = Annotated[float, BeforeValidator(_no_truth), Field(allow_inf_nan=False)]
@@ -66,11 +63,15 @@ Rate = Annotated[Number, Field(ge=1e-12, le=1)]
 Norm = Annotated[Number, Field(ge=1e-6, le=1e9)]
 Factor = Annotated[Number, Field(ge=0, le=1000)]
 Temperature = Annotated[Number, Field(ge=1e-3, le=100)]  # a temperature to sample at
-TemperatureOrGreedy = Annotated[Number, AfterValidator(_usable_temperature)]
+TemperatureOrGreedy = Annotated[Number, _usable(is_temperature, TEMPERATURES)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 ShareOrZero = Annotated[Number, Field(ge=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
-Points = Annotated[Number, Field(gt=0, lt=100), AfterValidator(_usable_margin)]  # percentage points
+Points = Annotated[  # percentage points
+    Number,
+    Field(gt=0, lt=100),
+    _usable(lambda value: value >= LEAST_MARGIN, f"at least {LEAST_MARGIN} (percentage points)"),
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,10 @@ def canonical_policy(value: Any, names: Names | None) -> Any:
 def canonical_policies(value: Any, names: Names | None) -> Any:
     """``canonical_policy`` of each; what is no list is left to the model."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
+
+
+Policy = Annotated[str, BeforeValidator(lambda value, info: canonical_policy(value, info.context))]
+Policies = Annotated[tuple[str, ...], BeforeValidator(lambda value, info: canonical_policies(value, info.context))]
 
 
 def is_scalar(value: Any) -> bool:

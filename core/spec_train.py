@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvaudit.core.alarms import ALARMS
@@ -18,6 +18,8 @@ from kvaudit.core.spec_parts import (
     Group,
     Norm,
     Number,
+    Policies,
+    Policy,
     PromptCount,
     Rank,
     Rate,
@@ -29,8 +31,6 @@ from kvaudit.core.spec_parts import (
     Temperature,
     Text,
     Tokens,
-    canonical_policies,
-    canonical_policy,
     is_scalar,
     unique,
 )
@@ -112,7 +112,7 @@ class Training(SpecSection):
         *("distill_towards", "distill_where", "policies", "only", "watch", "reward", "ranks", "rollouts"),
     )
 
-    policy: str
+    policy: Policy
     suites: tuple[str, ...]
     weights: tuple[Number, ...] = ()
     context_tokens: Tokens = 192
@@ -145,7 +145,7 @@ class Training(SpecSection):
     watch: ValidationSpec | None = None
     reward: Annotated[Any, BeforeValidator(_rewarded)] = "grade"  # text, or {NAME: what it goes by, option: value}
     ranks: Count = 1  # processes that share each batch and the optimiser's state, a GPU each
-    rollouts: str | None = None  # the engine that draws them, with its settings; without, our own cache does
+    rollouts: Policy | None = None  # the engine that draws them, with its settings; without, our own cache does
 
     @property
     def updates_per_step(self) -> int:
@@ -170,11 +170,6 @@ class Training(SpecSection):
         for key, value in defaults.items():
             if key not in self.model_fields_set or getattr(self, key) is None:
                 object.__setattr__(self, key, value)
-
-    @field_validator("policy", "rollouts", mode="before")
-    @classmethod
-    def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        return value if value is None else canonical_policy(value, info.context)
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -223,8 +218,8 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
     ``only`` names arms that are trained under some of them alone.
     """
 
-    policies: tuple[str, ...] = ()
-    only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    policies: Policies = ()
+    only: dict[str, Policies] = Field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[TrainedArm, ...]:
@@ -259,24 +254,20 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
 
         So is a section whose rollouts an engine draws.
         """
-        if isinstance(value, Mapping) and value.get("rollouts") is not None:
-            return _drawn_by_engine(value)
-        if not isinstance(value, Mapping) or "policies" not in value:
+        if not isinstance(value, Mapping):
             return value
-        if "policy" in value:
+        if value.get("rollouts") is not None:
+            if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
+                raise SpecError("train has rollouts of an engine and a policy of our own cache; give one of the two")
+            if value.get("ranks", 1) != 1:
+                raise SpecError(
+                    "train has rollouts of an engine and ranks; an engine draws for one process, leave ranks out"
+                )
+        elif "policies" not in value:
+            return value
+        elif "policy" in value:
             raise SpecError("train has policy and policies; give policies alone, every arm is trained under each")
         return {**value, "policy": DENSE_POLICY}
-
-    @field_validator("policies", mode="before")
-    @classmethod
-    def _canonical_policies(cls, value: Any, info: ValidationInfo) -> Any:
-        return canonical_policies(value, info.context)
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _canonical_only(cls, value: Any, info: ValidationInfo) -> Any:
-        lists = value if isinstance(value, Mapping) else {}
-        return {arm: canonical_policies(own, info.context) for arm, own in lists.items()} or value
 
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
@@ -303,15 +294,6 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         if not own:
             raise SpecError(f"train.only.{arm} names no policy; leave the arm out of train.arms instead")
         return tuple(policy for policy in self.policies if policy in own)
-
-
-def _drawn_by_engine(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A section with ``rollouts``, which stand in the place of a policy of ours."""
-    if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
-        raise SpecError("train has rollouts of an engine and a policy of our own cache; give one of the two")
-    if value.get("ranks", 1) != 1:
-        raise SpecError("train has rollouts of an engine and ranks; an engine draws for one process, leave ranks out")
-    return {**value, "policy": DENSE_POLICY}
 
 
 def _require(name: str, got: Any, wanted: str, holds: bool) -> None:
