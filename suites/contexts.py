@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +65,9 @@ class Fit(NamedTuple):
     count: CountTokens
 
 
+Wrap = Callable[[Messages, Fit], Messages]
+
+
 @dataclass(frozen=True)
 class Context:
     """One condition. ``wrap`` gives the messages with the context around them, never longer than ``Fit.tokens``.
@@ -73,20 +76,16 @@ class Context:
     """
 
     says: str
-    wrap: Callable[[Messages, Fit], Messages]
+    wrap: Wrap
     fills: bool = True
 
 
-def _ending(text: str) -> Callable[[Messages, Fit], Messages]:
+def _ending(text: str) -> Wrap:
     """The row with ``text`` below its last message."""
-
-    def wrap(row: Messages, _: Fit) -> Messages:
-        return (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
-
-    return wrap
+    return lambda row, _: (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
 
 
-def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Messages, Fit], Messages]:
+def _with_prose(place: Callable[[Messages, str], Messages]) -> Wrap:
     """A passage of a book where ``place`` puts it."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -101,7 +100,7 @@ def _with_prose(place: Callable[[Messages, str], Messages]) -> Callable[[Message
 
 def _system_and_rest(row: Messages) -> tuple[Messages, Messages]:
     """The system message, if there is one, and the rest, which begins with the user."""
-    first = 1 if row[0].role is Role.SYSTEM else 0
+    first = int(row[0].role is Role.SYSTEM)
     return row[:first], row[first:]
 
 
@@ -127,7 +126,7 @@ def _fetched(row: Messages, prose: str) -> Messages:
     return (*system, *(Message(role, text) for role, text in said), *rest)
 
 
-def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Callable[[Messages, Fit], Messages]:
+def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
     """Turns of a conversation between the system message and the row."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -140,10 +139,6 @@ def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Call
         return (*system, *talk(fit.draw, room, fit), *rest)
 
     return wrap
-
-
-def _reading(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    return _dialogue(read_aloud(fit.suite, draw), draw, room, fit.count)
 
 
 def _chatting(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
@@ -175,23 +170,18 @@ def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    return _pages(draw, room, fit.count)
-
-
-CONTEXTS: dict[str, Context] = {
-    "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
-    "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
-    "talk": Context("behind small talk in which a book is read aloud", _after(_reading)),
-    "chat": Context("behind what customers of an airline and its agent said", _after(_chatting)),
-    "pages": Context("behind the pages that a tool gave", _after(_paging)),
-    "book": Context("below a part of a book", _with_prose(_above)),
-    "book-system": Context("with a part of a book in the system message", _with_prose(_in_system)),
-    "book-turn": Context("after a turn in which a part of a book was given", _with_prose(_own_turn)),
-    "book-tool": Context("after a tool's result that holds a part of a book", _with_prose(_fetched)),
-}
-
-
-_MEMBERS: dict[tuple[type[Suite], str], type[Suite]] = {}  # the same class for the same name
+    """Rounds of a tool loop: the user asks for a page, the model calls the tool, the page comes, the model says so."""
+    number = draw.randint(2, 9)
+    while True:
+        asked, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
+        framed = sum(map(fit.count, (asked, call, _OPENED.format(number=number, lines=99))))
+        lines = filler_lines(draw, min(draw.randint(*_PAGE_TOKENS), room - framed), fit.count)
+        said = (asked, call, "\n".join(lines), _OPENED.format(number=number, lines=len(lines)))
+        cost = sum(map(fit.count, said))
+        if not lines or cost > room:
+            return
+        yield from map(Message, (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT), said)
+        number, room = number + 1, room - cost
 
 
 class InContext(Suite):
@@ -213,21 +203,16 @@ class InContext(Suite):
             )
         if context not in CONTEXTS:
             raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
-        if (suite, context) not in _MEMBERS:
-            _MEMBERS[suite, context] = _member(suite, context)
-        return _MEMBERS[suite, context]
+        return _member(suite, context)
 
 
+@cache
 def _member(suite: type[Suite], context: str) -> type[Suite]:
     found = CONTEXTS[context]
 
-    def items(
-        self: Suite, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens
-    ) -> list[Item]:
-        return [
-            _wrapped(self.name, found, item, context_tokens, count_tokens)
-            for item in suite().items(split, n, seed, 0, count_tokens)
-        ]
+    def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
+        rows = suite().items(split, n, seed, 0, count)
+        return [_wrapped(self.name, found, item, context_tokens, count) for item in rows]
 
     return type(
         f"{suite.__name__}InContext",
@@ -273,14 +258,13 @@ def in_conversation(
 
     Never longer than asked, shorter by less than about two sentences. Raises SpecError when the context has no room.
     """
-    talk = _paging if context == "pages" else lambda draw, room, fit: _dialogue(None, draw, room, fit.count)
+    talk = _paging if context == "pages" else partial(_dialogue, aloud=False)
     return _after(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
 
 
-def _dialogue(
-    book: Iterator[str] | None, draw: random.Random, room: int, count_tokens: CountTokens
-) -> Iterator[Message]:
-    """Exchanges of a user who asks small things and, where there is a book, has it read aloud in between."""
+def _dialogue(draw: random.Random, room: int, fit: Fit, *, aloud: bool = True) -> Iterator[Message]:
+    """Exchanges of a user who asks small things and, where a book is read ``aloud``, listens to it in between."""
+    book, count = read_aloud(fit.suite, draw) if aloud else None, fit.count
     while True:
         choices = [_small(draw)]
         if book is not None:
@@ -289,14 +273,14 @@ def _dialogue(
             choices = [reading, *choices] if draw.random() < _READING_SHARE else choices
         else:  # several at a time, or the template's own tokens would be half of the context
             several = [*choices, *(_small(draw) for _ in range(draw.randint(*_MORE)))]
-            choices = [_at_once(several[:count]) for count in range(len(several), 0, -1)]
-        fitting = ((asked, _fitting(said, room - count_tokens(asked), count_tokens)) for asked, said in choices)
+            choices = [_at_once(several[:number]) for number in range(len(several), 0, -1)]
+        fitting = ((asked, _fitting(said, room - count(asked), count)) for asked, said in choices)
         asked, said = next((exchange for exchange in fitting if exchange[1]), ("", ""))
         if not said:
             return
         yield Message(Role.USER, asked)
         yield Message(Role.ASSISTANT, said)
-        room -= count_tokens(asked) + count_tokens(said)
+        room -= count(asked) + count(said)
 
 
 def _at_once(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]]:
@@ -328,17 +312,14 @@ def _small(draw: random.Random) -> tuple[str, list[str]]:
     )
 
 
-def _pages(draw: random.Random, room: int, count_tokens: CountTokens) -> Iterator[Message]:
-    """Rounds of a tool loop: the user asks for a page, the model calls the tool, the page comes, the model says so."""
-    number = draw.randint(2, 9)
-    while True:
-        asked, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
-        framed = sum(map(count_tokens, (asked, call, _OPENED.format(number=number, lines=99))))
-        lines = filler_lines(draw, min(draw.randint(*_PAGE_TOKENS), room - framed), count_tokens)
-        said = (asked, call, "\n".join(lines), _OPENED.format(number=number, lines=len(lines)))
-        cost = sum(map(count_tokens, said))
-        if not lines or cost > room:
-            return
-        for role, text in zip((Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT), said, strict=True):
-            yield Message(role, text)
-        number, room = number + 1, room - cost
+CONTEXTS: dict[str, Context] = {
+    "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
+    "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
+    "talk": Context("behind small talk in which a book is read aloud", _after(_dialogue)),
+    "chat": Context("behind what customers of an airline and its agent said", _after(_chatting)),
+    "pages": Context("behind the pages that a tool gave", _after(_paging)),
+    "book": Context("below a part of a book", _with_prose(_above)),
+    "book-system": Context("with a part of a book in the system message", _with_prose(_in_system)),
+    "book-turn": Context("after a turn in which a part of a book was given", _with_prose(_own_turn)),
+    "book-tool": Context("after a tool's result that holds a part of a book", _with_prose(_fetched)),
+}

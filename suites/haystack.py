@@ -72,9 +72,9 @@ def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -
 
 def put(lines: Sequence[str], needle: str, placement: str) -> list[str]:
     """``lines`` with ``needle`` first, halfway or last; a system placement is not in the haystack at all."""
-    position = {"system": None, "start": 0, "middle": len(lines) // 2, "end": len(lines)}[placement]
-    if position is None:
+    if placement == "system":
         return list(lines)
+    position = {"start": 0, "middle": len(lines) // 2, "end": len(lines)}[placement]
     return [*lines[:position], needle, *lines[position:]]
 
 

@@ -149,13 +149,11 @@ def _misuse(item: Item, answer: str, calls: Sequence[Call]) -> str:
         return "called instead of answering"
     if in_a_row(item.messages[-1].content) in in_a_row(answer):  # whole, which takes no understanding
         return "copied the result"
-    return "" if _uses(answer.casefold(), item.payload["shown"]) else "used nothing of the result"
-
-
-def _uses(answer: str, shown: Sequence[str]) -> bool:
-    """Whether an answer names something of the result, and no animal of another one: to name all is no use of any."""
+    said, shown = answer.casefold(), item.payload["shown"]
     others = {animal.casefold() for animal in ANIMALS}.difference(shown)
-    return any(value in answer for value in shown) and others.isdisjoint(re.findall(r"[a-z]+", answer))
+    # something of this result, and no animal of another one: to name all is no use of any
+    used = any(value in said for value in shown) and others.isdisjoint(re.findall(r"[a-z]+", said))
+    return "" if used else "used nothing of the result"
 
 
 def _shown(user: UserCase) -> list[str]:

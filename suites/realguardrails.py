@@ -118,15 +118,11 @@ class RealGuardrails(Published):
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
         found = list[list[Made]]()
-        for number, rows in enumerate(own_part(_rows(data_file(self.name, FILE))[0], split)):
+        for number, rows in enumerate(own_part(ruled_dialogues(data_file(self.name, FILE))[0], split)):
             order = random.Random(f"{self.name}-{split}-{seed}-{rows[0].rule}").sample(rows, len(rows))
             asked = ((row, form) for row in order for form in rotated(list(_FORMS), number))
             found.append([partial(self._item, row, form, seed) for row, form in asked])
         return found
-
-    def left_out(self) -> Counter[str]:
-        """How many rows are not asked, by the reason."""
-        return _rows(data_file(self.name, FILE))[1].copy()
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return (_FORMS[item.payload["form"]],)
@@ -152,7 +148,7 @@ class RealGuardrails(Published):
 
 
 @cache
-def _rows(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
+def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
     """The short rows of every prompt with a rule, in file order; how many are left out, by the reason."""
     found, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):

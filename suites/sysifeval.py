@@ -52,15 +52,11 @@ class SysIfEval(Published):
     max_new_tokens = 1280  # as lm-evaluation-harness gives to IFEval
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        rows = own_part(usable(data_file(self.name, SYSTEM_FORM), data_file(self.name, USER_FORM))[0], split)
+        rows, _ = usable(data_file(self.name, SYSTEM_FORM), data_file(self.name, USER_FORM))
         return [
             [partial(self._item, row, form, seed) for form in rotated(list(_FORMS), number)]
-            for number, row in enumerate(rows)
+            for number, row in enumerate(own_part(rows, split))
         ]
-
-    def left_out(self) -> Counter[str]:
-        """How many rows are not asked, by the reason."""
-        return usable(data_file(self.name, SYSTEM_FORM), data_file(self.name, USER_FORM))[1].copy()
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return (_FORMS[item.payload["form"]],)

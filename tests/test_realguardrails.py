@@ -11,7 +11,8 @@ from suite_world import words, write_rows
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Role
-from kvaudit.suites.realguardrails import FILE, PROMPT_RULES, RealGuardrails
+from kvaudit.suites.realguardrails import FILE, PROMPT_RULES, RealGuardrails, ruled_dialogues
+from kvaudit.suites.sources import data_file
 
 IMAGE = "<image_tool>a frog</image_tool>"
 BROKEN = {
@@ -74,4 +75,7 @@ def test_a_row_without_an_id_is_named(data: Path) -> None:
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_real_rows_that_are_not_asked_are_counted() -> None:
-    assert RealGuardrails().left_out() == {"no rule that a program can see": 107, "too long a dialogue": 34}
+    assert ruled_dialogues(data_file("realguardrails", FILE))[1] == {
+        "no rule that a program can see": 107,
+        "too long a dialogue": 34,
+    }

@@ -13,7 +13,8 @@ from suite_world import grade, words, write_rows
 
 from kvaudit.core.errors import DataError
 from kvaudit.suites.rules import RULES, checkable, keeps, written_to_keep
-from kvaudit.suites.sysifeval import SYSTEM_FORM, SysIfEval, is_answer
+from kvaudit.suites.sources import data_file
+from kvaudit.suites.sysifeval import SYSTEM_FORM, USER_FORM, SysIfEval, is_answer, usable
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
     ("punctuation:no_comma", {}, "red and blue", "red, blue"),
@@ -199,7 +200,8 @@ def test_a_bad_row_is_named(data: Path, change: dict[str, Any], message: str) ->
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_real_rows_that_are_not_asked_are_counted() -> None:
-    assert SysIfEval().left_out() == {
+    forms = (data_file("sysifeval", name) for name in (SYSTEM_FORM, USER_FORM))
+    assert usable(*forms)[1] == {
         "asks for a long answer": 25,
         "rules that exclude each other": 4,
         "no checker for a rule": 5,
