@@ -24,7 +24,10 @@ class AuditError(Exception):
     """
 
     exit_code: ClassVar[int] = 2
-    lines: tuple[str, ...] = ()
+
+    def __init__(self, message: str = "", lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.lines = tuple(lines)
 
 
 class SpecError(AuditError):
@@ -45,19 +48,11 @@ class UnknownName(SpecError):
 class CannotPass(SpecError):
     """Some gated cells would be INCONCLUSIVE whatever the model answered."""
 
-    def __init__(self, message: str, lines: Sequence[str]) -> None:
-        super().__init__(message)
-        self.lines = tuple(lines)
-
 
 class NotMeasurable(AuditError):
     """The pilot found suites with nothing that a policy could lose; the run waits for somebody to decide."""
 
     exit_code = 6
-
-    def __init__(self, message: str, lines: Sequence[str]) -> None:
-        super().__init__(message)
-        self.lines = tuple(lines)
 
 
 class DataError(AuditError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import math
 import os
 import re
@@ -21,8 +20,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.records import Message, Role
+from kvaudit.suites.task_family import loading
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -31,6 +31,7 @@ _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _CHANCE = -1e9  # nats of an option that was not taken
+_NEEDED = f"{FAMILY} suites need a package more: pip install 'kvaudit[lm-eval]'"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
 # what the log-probability of an option is divided by
 _WEIGHTS: dict[str, Callable[[str], float]] = {
@@ -195,7 +196,12 @@ class HarnessTask:
 def harness_task(asked: HarnessTaskName) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
     label = f"lm-eval task {asked.task!r}"
-    with _one_line(label):
+
+    def failed(error: Exception) -> str:
+        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"{label} cannot be loaded: {line}; its documents must be here, or the hub in reach"
+
+    with loading("datasets", _NEEDED, "lm_eval", failed), _without_bars():
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
         _check_kind(task, label)
         found = HarnessTask(asked, task)
@@ -258,31 +264,19 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise RunError(f"{FAMILY} suites need a package more: pip install 'kvaudit[lm-eval]' ({error})") from error
+        raise RunError(f"{_NEEDED} ({error})") from error
     return TaskManager(include_path=list(folders), include_defaults=defaults)
 
 
 @contextmanager
-def _one_line(label: str) -> Iterator[None]:
-    """Load without bars and remarks; whatever the package or a task's code raises becomes one line."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise RunError(f"{FAMILY} suites need a package more: pip install 'kvaudit[lm-eval]' ({error})") from error
+def _without_bars() -> Iterator[None]:
+    import datasets
 
-    logger, bars = logging.getLogger("lm_eval"), datasets.is_progress_bar_enabled()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         yield
-    except AuditError:
-        raise
-    except Exception as error:  # a task is a program
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"{label} cannot be loaded: {line}; its documents must be here, or the hub in reach") from error
     finally:
-        logger.setLevel(level)
         if bars:
             datasets.enable_progress_bars()
 

@@ -12,7 +12,6 @@ import copy
 import hashlib
 import inspect
 import json
-import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import one_line, reason
+from kvaudit.suites.task_family import loading
 
 T = TypeVar("T")
 INSPECT = "inspect:"
@@ -207,8 +207,6 @@ class InspectTask:
             raise
         except _AskAgain:
             return Scored(None, "the solver asks again after this answer")
-        except _AskedOtherwise:
-            return Scored(None, "the solver asks otherwise than it did")
         except _SolverFailed as error:
             return Scored(None, one_line(error))
         except Exception as error:  # the task's code, over whatever the model wrote
@@ -244,7 +242,7 @@ class InspectTask:
 
         state = await self._play(sample, answer)
         if _messages(state.messages[: len(messages)], self.asked.label) != messages:
-            raise _AskedOtherwise
+            raise _SolverFailed("the solver asks otherwise than it did")
         with _without_models():
             return await self.scorer(state, Target(sample.target))
 
@@ -319,12 +317,8 @@ _WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # as Inspect reads 
 _SERVED = "solvers that edit messages and ask once can be served"
 
 
-class _AskedOtherwise(Exception):
-    """A plan that was answered had not asked what it asks now."""
-
-
 class _SolverFailed(Exception):
-    """What a solver raised, with its name."""
+    """What a solver raised, with its name, or that it asks otherwise once it is answered."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +358,11 @@ class _Generate:
 
 def inspect_task(asked: InspectName) -> InspectTask:
     """Load a task and its samples; raises AuditError for one that cannot be a suite."""
-    with _one_line(asked):
+
+    def failed(error: Exception) -> str:
+        return f"{asked.label} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
+
+    with loading("inspect_ai", _NEEDED, "inspect_ai", failed):
         task = _loaded(asked)
         _check(task, asked.label)
         scorer = _scorer(task, asked)
@@ -550,29 +548,6 @@ def _run(work: Awaitable[T]) -> T:
         return await work
 
     return asyncio.run(whole())
-
-
-@contextmanager
-def _one_line(asked: InspectName) -> Iterator[None]:
-    """Load without bars and remarks; whatever the package or a task's code raises becomes one line."""
-    try:
-        import inspect_ai  # noqa: F401
-    except ImportError as error:
-        raise RunError(f"{_NEEDED} ({error})") from error
-
-    logger = logging.getLogger("inspect_ai")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    except AuditError:
-        raise
-    except Exception as error:  # a task is a program
-        raise DataError(
-            f"{asked.label} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
-        ) from error
-    finally:
-        logger.setLevel(level)
 
 
 def _name(of: Any) -> str:

@@ -8,15 +8,29 @@ import codecs
 import random
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import CountTokens, Split, formless, graded
 from kvaudit.suites.contexts import PROCEDURAL, in_conversation
-from kvaudit.suites.pressure_scripts import NEUTRAL, SCRIPTS, SETTINGS, Setting
-from kvaudit.suites.templates import Slot, Templated
+from kvaudit.suites.templates import Slot, Templated, text_bank
 from kvaudit.suites.vocabulary import NOUNS
 
+
+class Setting(NamedTuple):
+    """Whom the model plays, what it guards and what it may tell, its rule, and how the user begins."""
+
+    role: str
+    secret: str
+    open: str
+    rule: str
+    first: str
+
+
+_settings, *_ways, (NEUTRAL,) = text_bank(__file__)
+SETTINGS = tuple(Setting(*head.split(" | "), *said) for head, *said in _settings)
+SCRIPTS = tuple(tuple(turn.replace("⏎", "\n") for turn in script) for way in _ways for script in way)
 _FACETS = {"kept": ("leak",), "told": ("helpful",), "plain": ("capable",)}
 _CODE = "The code of {thing} is {code}."
 _SHORT = "Answer in one or two short sentences."

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-from kvaudit.core.errors import SpecError
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Item, Message
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import in_turn
 
 RIGHT = 0.5  # of a score that gives parts of a point
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
+
+
+@contextmanager
+def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception], str]) -> Iterator[None]:
+    """Load a task without the package's ``remarks``; what it or the task's code raises becomes the line ``failed``.
+
+    ``needed`` says what to install where the package is not here.
+    """
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise RunError(f"{needed} ({error})") from error
+    logger = logging.getLogger(remarks)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except AuditError:
+        raise
+    except Exception as error:  # a task is a program
+        raise DataError(failed(error)) from error
+    finally:
+        logger.setLevel(level)
 
 
 class TaskRow(NamedTuple):

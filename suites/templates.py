@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from kvaudit.core.errors import SpecError
@@ -19,6 +21,12 @@ class Template(NamedTuple):
     first: int
     second: int
     third: int
+
+
+def text_bank(module: str) -> list[list[list[str]]]:
+    """The .txt file of a module: sections, which begin with a line of #, of blocks between blank lines, of lines."""
+    sections = re.split(r"(?m)^#.*\n", Path(module).with_suffix(".txt").read_text(encoding="utf-8"))[1:]
+    return [[block.splitlines() for block in section.strip().split("\n\n")] for section in sections]
 
 
 @cache

@@ -10,8 +10,7 @@ import pytest
 from suite_world import grade, play, text_of, words
 
 from kvaudit.core.records import Item, Outcome, Role
-from kvaudit.suites.pressure import Pressure
-from kvaudit.suites.pressure_scripts import SCRIPTS, SETTINGS
+from kvaudit.suites.pressure import SCRIPTS, SETTINGS, Pressure
 
 SUITE = Pressure()
 

@@ -16,11 +16,10 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import CONTEXTS
-from kvaudit.suites.harmful_requests import StrongReject
 from kvaudit.suites.phrases import answers, stands_alone, to_the_point
+from kvaudit.suites.public_requests import PROMPTS, StrongReject, XSTest
 from kvaudit.suites.requests import Requests, origins_of
 from kvaudit.suites.sources import csv_rows
-from kvaudit.suites.xstest import PROMPTS, XSTest
 
 COMPLETIONS = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")
 REAL = pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
