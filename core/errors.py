@@ -39,10 +39,15 @@ class UnknownName(SpecError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, names, cutoff=0.5)
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
         self.kind, self.name, self.known = kind, name, names
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A sentence with the name that comes nearest, empty where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class CannotPass(SpecError):

@@ -6,7 +6,8 @@ counts characters, and templates and tokenizers change nothing for the suite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,17 +56,11 @@ def places_of(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[
     """
     found: dict[str, list[Place]] = {}
     for span in spans:
-        places = [place for number, text in enumerate(messages) for place in _in(text, span.text.strip(), number)]
-        if places:
-            found.setdefault(span.name, []).extend(places)
+        wanted = re.escape(span.text.strip())
+        for number, text in enumerate(messages if wanted else ()):
+            for match in re.finditer(wanted, text):
+                found.setdefault(span.name, []).append(Place(number, *match.span()))
     return found
-
-
-def _in(text: str, wanted: str, number: int) -> Iterator[Place]:
-    start = text.find(wanted) if wanted else -1
-    while start >= 0:
-        yield Place(number, start, start + len(wanted))
-        start = text.find(wanted, start + len(wanted))
 
 
 def fault(spans: Iterable[Span], messages: Sequence[str], *, said_later: bool) -> str | None:

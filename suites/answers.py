@@ -63,10 +63,10 @@ def same_answer(one: str, other: str) -> bool:
     if first.shape == _LIST:  # of roots, say, in any order
         rest = list(second.parts)
         for part in first.parts:
-            match = next((n for n, candidate in enumerate(rest) if _same(part, candidate)), None)
+            match = next((candidate for candidate in rest if _same(part, candidate)), None)
             if match is None:
                 return False
-            rest.pop(match)
+            rest.remove(match)
         return True
     return all(map(_same, first.parts, second.parts))
 

@@ -176,11 +176,8 @@ def _question(path: Path, number: int, row: Mapping[str, Any]) -> list[str]:
 def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
     for number, row, truth in _answered(questions, answers):
         case = _single(questions, number, row)
-        for options in truth:
-            if not _well_made(options):
-                raise DataError(
-                    f"{str(answers)!r} holds {str(options)[:60]!r}, wanted one tool and values by parameter"
-                )
+        if wrong := [options for options in truth if not _well_made(options)]:
+            raise DataError(f"{str(answers)!r} holds {str(wrong[0])[:60]!r}, wanted one tool and values by parameter")
         case = case._replace(accepted=tuple(by_schema(options, case.tools) for options in truth))
         if _short(case):
             yield str(row["id"]), case
@@ -236,11 +233,8 @@ def _documented(path: Path) -> dict[str, dict[str, Any]]:
         about = value_of(path, number, row, "description", str).rpartition("Tool description: ")[2]
         parameters = value_of(path, number, row, "parameters", dict)
         value_of(path, number, parameters, "properties", dict)
-        found[value_of(path, number, row, "name", str)] = {
-            "name": row["name"],
-            "description": about,
-            "parameters": parameters,
-        }
+        name = value_of(path, number, row, "name", str)
+        found[name] = {"name": name, "description": about, "parameters": parameters}
     return found
 
 
@@ -253,14 +247,9 @@ def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], to
         spare = [tool for tool in tools if tool not in needed][:SPARE]
         shown = [tool for key, tool in tools.items() if key in needed or key in spare]
         accepted = tuple(map(exactly, calls[last]))
-        pair = Pair(
-            name,
-            Case(shown, tuple(asked), accepted),
-            Case(shown, (*before, *_turn(turns[last], calls[last]))),
-            ordered=True,
-        )
-        if calls[last] and _was_said(calls[last][0], asked) and _short(pair.no_call):
-            return pair
+        no_call = Case(shown, (*before, *_turn(turns[last], calls[last])))
+        if calls[last] and _was_said(calls[last][0], asked) and _short(no_call):
+            return Pair(name, Case(shown, tuple(asked), accepted), no_call, ordered=True)
     return None
 
 
@@ -272,7 +261,7 @@ def _turn(said: str, calls: Sequence[Call]) -> list[Message]:
 
 def _was_said(call: Call, messages: Sequence[Message]) -> bool:
     said = " ".join(message.content for message in messages).casefold()
-    leaves = [leaf for value in call.arguments.values() for leaf in _leaves(value)]
+    leaves = _leaves(call.arguments)
     return bool(leaves) and all(leaf in said for leaf in leaves)
 
 

@@ -15,12 +15,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.errors import DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.task_family import loading
 
@@ -59,6 +58,11 @@ class HarnessTaskName(NamedTuple):
                 f"{FAMILY}TASK@COLUMN"
             )
         return cls(**found.groupdict())
+
+    @property
+    def label(self) -> str:
+        """The task, as an error names it."""
+        return f"lm-eval task {self.task!r}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +136,7 @@ class HarnessTask:
         """The metric of one answer, 1 for the best; whatever the task's code raises comes through."""
         value = self._values(document, answer)[self.metric]
         if not _is_share(value):
-            raise DataError(f"{self._label}: metric {self.metric} is {_shown(value)}, wanted a number from 0 to 1")
+            raise DataError(f"{self.asked.label}: metric {self.metric} is {_shown(value)}, wanted a number from 0 to 1")
         return float(value) if self.task.higher_is_better().get(self.metric, True) else 1.0 - float(value)
 
     @cached_property
@@ -148,7 +152,7 @@ class HarnessTask:
         found = ", ".join(f"{name} ({_shown(value)})" for name, value in values.items()) or "none"
         wanted = f"no metric {named!r}" if named else "no metric"
         raise SpecError(
-            f"{self._label} has {wanted} that gives each document a number from 0 to 1"
+            f"{self.asked.label} has {wanted} that gives each document a number from 0 to 1"
             + (f" and is one of {', '.join(_WEIGHTS)}" if self.chooses else "")
             + f"; its metrics on the first document's own answer: {found}"
         )
@@ -165,18 +169,13 @@ class HarnessTask:
     def _filtered(self, document: dict[str, Any], answer: str) -> Any:
         from lm_eval.api.instance import Instance
 
-        instance: Any = Instance("generate_until", document, ("", {}), 0, resps=[answer])
-        chosen = self._filter
-        chosen.apply([instance])
-        return instance.filtered_resps[chosen.name]
-
-    @property
-    def _filter(self) -> Any:
         filters = {each.name: each for each in self.task._filters}
         wanted = self.asked.filter or next(iter(filters))
         if wanted not in filters:
-            raise SpecError(f"{self._label} has no filter {wanted!r}; it has {', '.join(filters)}")
-        return filters[wanted]
+            raise SpecError(f"{self.asked.label} has no filter {wanted!r}; it has {', '.join(filters)}")
+        instance: Any = Instance("generate_until", document, ("", {}), 0, resps=[answer])
+        filters[wanted].apply([instance])
+        return instance.filtered_resps[wanted]
 
     def _prompt(self, document: dict[str, Any]) -> tuple[Message, ...]:
         rows = self.task.fewshot_context(
@@ -188,25 +187,20 @@ class HarnessTask:
         )
         return tuple(Message(Role(row["role"]), row["content"]) for row in rows)
 
-    @property
-    def _label(self) -> str:
-        return f"lm-eval task {self.asked.task!r}"
-
 
 def harness_task(asked: HarnessTaskName) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
-    label = f"lm-eval task {asked.task!r}"
 
     def failed(error: Exception) -> str:
         line = str(error).strip().partition("\n")[0] or type(error).__name__
-        return f"{label} cannot be loaded: {line}; its documents must be here, or the hub in reach"
+        return f"{asked.label} cannot be loaded: {line}; its documents must be here, or the hub in reach"
 
     with loading("datasets", _NEEDED, "lm_eval", failed), _without_bars():
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
-        _check_kind(task, label)
+        _check_kind(task, asked.label)
         found = HarnessTask(asked, task)
         if asked.column is not None and asked.column not in found.documents[0]:
-            raise SpecError(f"{label} has no column {asked.column!r}; it has {', '.join(found.documents[0])}")
+            raise SpecError(f"{asked.label} has no column {asked.column!r}; it has {', '.join(found.documents[0])}")
         assert found.metric  # found here, or the first answer would tell
     return found
 
@@ -252,9 +246,8 @@ def _manager(task: str) -> Any:
             return manager
     if task in manager.all_groups or task in manager.all_tags:
         raise SpecError(f"lm-eval's {task!r} is a group of tasks; name its tasks one by one")
-    close = get_close_matches(task, manager.all_subtasks, n=1)
     raise SpecError(
-        f"unknown lm-eval task {task!r}.{f' Did you mean {close[0]!r}?' if close else ''} `lm-eval ls tasks` lists "
+        f"unknown lm-eval task {task!r}.{did_you_mean(task, manager.all_subtasks)} `lm-eval ls tasks` lists "
         f"{len(manager.all_subtasks)}; your own belong in the folder that {TASKS_VARIABLE} names"
     )
 

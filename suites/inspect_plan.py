@@ -16,14 +16,13 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import one_line, reason
@@ -64,10 +63,9 @@ class InspectName(NamedTuple):
         options = {name: value for name, _, value in pairs}
         facet = options.get("facet", "solved")
         if facet not in FACETS:
-            close = get_close_matches(facet, FACETS, n=1)
             raise SpecError(
-                f"suite {INSPECT + text!r}: no facet is called {facet!r}."
-                f"{f' Did you mean {close[0]!r}?' if close else ''} Known: {', '.join(FACETS)}"
+                f"suite {INSPECT + text!r}: no facet is called {facet!r}.{did_you_mean(facet, FACETS)} "
+                f"Known: {', '.join(FACETS)}"
             )
         given = tuple((name, _value(text, name, value)) for name, value in options.items() if name not in _OWN)
         return cls(task, given, options.get("cluster"), facet, options.get("scorer"))
@@ -185,9 +183,16 @@ class InspectTask:
     @cached_property
     def digest(self) -> str:
         """12 hex digits of what is asked, of the targets, and of the scorer with its file."""
+        from inspect_ai._util.registry import registry_params
+
         asked = [[[(m.role, m.content) for m in prompt.messages], *prompt[1:]] for prompt in self.prompts]
         rows = [[sample.target, sample.choices, sample.metadata] for sample in self.samples]
-        scorer = [_name(self.scorer), _arguments(self.scorer), _sha256_of_file(self.scorer), self.asked.scorer]
+        scorer = [
+            _name(self.scorer),
+            dict(registry_params(self.scorer)),
+            _sha256_of_file(self.scorer),
+            self.asked.scorer,
+        ]
         rest = [asked, rows, self.ids, scorer, self.asked.facet]
         return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -213,7 +218,7 @@ class InspectTask:
             return Scored(None, f"the scorer raised {type(error).__name__}")
         return Scored(None, "the scorer gave no score") if score is None else self._read(score)
 
-    def try_out(self) -> None:
+    def check_served(self) -> None:
         """Raise AuditError for a plan or a scorer that cannot be served, as far as the samples' own targets show it."""
         again = [self._prompt(sample) for sample in self.samples[:_TRIED_TWICE]]
         if again != self.prompts[:_TRIED_TWICE]:
@@ -313,7 +318,7 @@ class InspectTask:
         return values[0]
 
 
-_WORDS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # as Inspect reads them
+_TRUTH = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # as Inspect reads them
 _SERVED = "solvers that edit messages and ask once can be served"
 
 
@@ -369,7 +374,7 @@ def inspect_task(asked: InspectName) -> InspectTask:
         found = InspectTask(asked, task, scorer, _to_float(scorer))
         assert found.ids
         assert found.clusters
-        found.try_out()
+        found.check_served()
     return found
 
 
@@ -409,8 +414,7 @@ def _loaded_from_file(asked: InspectName, file: Path, name: str) -> Any:
 
 
 def _unknown(asked: InspectName, name: str, known: Sequence[str]) -> SpecError:
-    close = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, known)
     package = name.partition("/")[0]
     if "/" in name and not any(each.startswith(package + "/") for each in known):
         hint = f" No package {package!r} with tasks is installed."
@@ -434,15 +438,11 @@ def _check(task: Any, label: str) -> None:
         raise DataError(f"{label} has no samples; its data set is empty")
     reasons = {
         "makes its samples while it runs": task.sample_source is not None,
-        "needs a sandbox": bool(
-            task.sandbox or any(sample.sandbox or sample.files or sample.setup for sample in samples)
-        ),
+        "needs a sandbox": task.sandbox or any(sample.sandbox or sample.files or sample.setup for sample in samples),
         "has no scorer": not task.scorer,
-        **{
-            f"sets {name}, which no batch of answers can keep to": getattr(task, name, None) is not None
-            for name in _LIMITS
-        },
     }
+    for name in _LIMITS:
+        reasons[f"sets {name}, which no batch of answers can keep to"] = getattr(task, name, None) is not None
     for why, holds in reasons.items():
         if holds:
             raise SpecError(f"{label} {why}; tasks of one prompt, one answer and one score can be suites")
@@ -487,7 +487,7 @@ def _number(value: Any, to_float: Callable[[Any], float]) -> float | None:
     known = inspect.getclosurevars(to_float).nonlocals if inspect.isfunction(to_float) else {}
     if isinstance(value, str) and "noanswer" in known and value not in known.values():
         try:
-            return _WORDS[value.lower()] if value.lower() in _WORDS else float(value)
+            return _TRUTH[value.lower()] if value.lower() in _TRUTH else float(value)
         except ValueError:
             return None
     return float(to_float(value))
@@ -555,12 +555,6 @@ def _name(of: Any) -> str:
     from inspect_ai._util.registry import is_registry_object, registry_unqualified_name
 
     return str(registry_unqualified_name(of)) if is_registry_object(of) else type(of).__name__
-
-
-def _arguments(of: Any) -> dict[str, Any]:
-    from inspect_ai._util.registry import registry_params
-
-    return dict(registry_params(of))
 
 
 def _sha256_of_file(of: Any) -> str:

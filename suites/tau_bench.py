@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,9 +175,6 @@ def _agent_turns(messages: Sequence[Message], calls: Sequence[Call | None]) -> t
 
 def _run(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Call, ...]:
     """The calls up to the agent's next words."""
-    made = list[Call]()
-    for message, call in zip(messages, calls, strict=True):
-        if message.role is Role.ASSISTANT and call is None:
-            break
-        made += [call] if call is not None else []
-    return tuple(made)
+    pairs = zip(messages, calls, strict=True)
+    before_words = takewhile(lambda pair: pair[0].role is not Role.ASSISTANT or pair[1] is not None, pairs)
+    return tuple(call for _, call in before_words if call is not None)
