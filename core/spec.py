@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvaudit.core.conditions import compressed, engine_in
@@ -166,6 +158,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _spelled(value: Any, info: ValidationInfo) -> Any:
+    """Remedies in their one spelling."""
+    return [info.context.remedy(one) for one in value] if isinstance(value, list) and info.context else value
+
+
 ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
@@ -189,14 +186,9 @@ class RunSpec(SpecSection):
     guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
     # what to serve instead of a gated policy that fails, in the order in which it is tested
-    remedies: tuple[Text, ...] = ()
+    remedies: Annotated[tuple[Text, ...], BeforeValidator(_spelled)] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
     _left_open: _LeftOpen = PrivateAttr(default=_LeftOpen())
-
-    @field_validator("remedies", mode="before")
-    @classmethod
-    def _spelled(cls, value: Any, info: ValidationInfo) -> Any:
-        return [info.context.remedy(one) for one in value] if isinstance(value, list) and info.context else value
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:

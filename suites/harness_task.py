@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
-from kvaudit.suites.task_family import loading
+from kvaudit.suites.task_family import loading, refuse
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -207,7 +207,7 @@ def harness_task(asked: HarnessTaskName) -> HarnessTask:
 
 def _check_kind(task: Any, label: str) -> None:
     """Raise SpecError for what no grid of answers can hold."""
-    config, kinds = task.config, " and ".join(_OUTPUT_TYPES)
+    config = task.config
     reasons = {
         "is written as a class, with requests of its own": not _asks_plainly(task),
         "asks how probable whole texts are, which would go through the cache in one prefill, where compression acts "
@@ -218,9 +218,7 @@ def _check_kind(task: Any, label: str) -> None:
         "asks each document several times (repeats), as samples in a spec do": config.repeats > 1,
         "puts its options into the prompts": isinstance(task.doc_to_text(task.eval_docs[0]), int),
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise SpecError(f"{label} {reason}; {kinds} tasks of one prompt and one answer can be suites")
+    refuse(label, reasons, f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer")
 
 
 def _asks_plainly(task: Any) -> bool:

@@ -26,7 +26,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import one_line, reason
-from kvaudit.suites.task_family import loading
+from kvaudit.suites.task_family import loading, refuse
 
 T = TypeVar("T")
 INSPECT = "inspect:"
@@ -443,9 +443,7 @@ def _check(task: Any, label: str) -> None:
     }
     for name in _LIMITS:
         reasons[f"sets {name}, which no batch of answers can keep to"] = getattr(task, name, None) is not None
-    for why, holds in reasons.items():
-        if holds:
-            raise SpecError(f"{label} {why}; tasks of one prompt, one answer and one score can be suites")
+    refuse(label, reasons, "tasks of one prompt, one answer and one score")
 
 
 def _scorer(task: Any, asked: InspectName) -> Any:

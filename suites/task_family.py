@@ -41,6 +41,13 @@ def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception
         logger.setLevel(level)
 
 
+def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
+    """Raise SpecError for the first of the ``reasons`` that holds why a task cannot be a suite."""
+    for why, holds in reasons.items():
+        if holds:
+            raise SpecError(f"{label} {why}; {wanted} can be suites")
+
+
 class TaskRow(NamedTuple):
     """A row of a task as it is asked; ``shown`` is how an error names it."""
 
