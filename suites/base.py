@@ -43,6 +43,7 @@ class Suite:
     licence: ClassVar[str] = ""
     max_turns: ClassVar[int] = 1  # assistant turns
     max_new_tokens: int = 32  # per assistant turn, unless a spec gives more to a model that talks longer
+    endpoints: ClassVar[tuple[str, ...]] = ()  # facets that every item is eligible for
     until: tuple[str, ...] = ()  # texts that end an answer, besides the model's own end of turn; they stay in it
     placements: tuple[str, ...] = ("none",)  # where items put what matters, in turn; a spec may ask for some of them
     twins: ClassVar[int] = 1  # items in a row of one cluster between which what is right changes
@@ -115,9 +116,9 @@ class Suite:
         """The grade once a judge has answered ``question``; the caller names the judge in it."""
         raise NotImplementedError
 
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - a suite without endpoints has none for any item
+    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - most suites ask the same of every item
         """The endpoints that this item is eligible for, besides ``well_formed`` (``kvaudit.core.facets``)."""
-        return ()
+        return self.endpoints
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - by itself the model speaks
         """The answers of which one is taken, by what each is worth under the served cache; () lets the model speak.

@@ -48,6 +48,7 @@ class Biographies(Published):
     source = "public rows: political typology quiz in anthropics/evals"
     licence = "CC-BY-4.0"
     clusters = 10
+    endpoints = ("sided",)
     max_new_tokens = 16
     version = "2"
     twins = 2
@@ -60,9 +61,6 @@ class Biographies(Published):
             asked = ((pair, side) for pair in order for side in rotated(SIDES, number))
             found.append([partial(self._item, str(pairs[0].line), pair, side, seed) for pair, side in asked])
         return found
-
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return ("sided",)
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
         return _LETTERS

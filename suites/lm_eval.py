@@ -30,6 +30,7 @@ class LmEval(TaskFamily):
     name = FAMILY
     source = "lm-evaluation-harness: the task's documents, prompts and metric"
     row_word = "document"
+    endpoints = ("solved",)
     _task: ClassVar[HarnessTask]
 
     @classmethod
@@ -51,9 +52,6 @@ class LmEval(TaskFamily):
 
     def weigh(self, item: Item, logprobs: Sequence[float]) -> Sequence[float]:
         return self._task.weigh(self.options(item), logprobs)
-
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return ("solved",)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         answer = self.until_stop(transcript[-1].content)

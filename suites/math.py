@@ -44,6 +44,7 @@ class Math(Templated):
     max_new_tokens = 40
     placements = ("start", "middle", "end", "spread")  # of the facts that are needed
     phrases = len(STATEMENTS), len(QUESTIONS), len(UNITS)
+    endpoints = ("solved",)
 
     def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
         template = slot.template
@@ -85,9 +86,6 @@ class Math(Templated):
             },
             spans=(*(Span("needle", line) for line in needed_lines), *marked(question=question)),
         )
-
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return ("solved",)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         terms = item.payload["terms"]

@@ -30,6 +30,7 @@ class MathRows(Published):
 
     version = "2"
     kind = "capability"
+    endpoints = ("solved",)
     max_new_tokens = 1024
     files: ClassVar[Mapping[Split, str]]
 
@@ -41,9 +42,6 @@ class MathRows(Published):
         path = data_file(self.name, self.files[split])
         rows = list(range(len(json_lines(path))))
         return own_part(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
-
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return ("solved",)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         found, wanted = final_answer(transcript[-1].content), item.payload["answer"]

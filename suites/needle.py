@@ -40,15 +40,13 @@ class Needle(Suite):
     source = "procedural, written for this project"
     licence = "Apache-2.0"
     max_new_tokens = 64
+    endpoints = ("solved",)
     placements = ("start", "middle", "end")  # of the needle in the haystack
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         pool = own_part(range(len(FACTS)), split)
         random.Random(f"{self.name}-{split}-{seed}").shuffle(pool)
         return [self._item(split, index, seed, pool, fitting=(context_tokens, count_tokens)) for index in range(n)]
-
-    def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return ("solved",)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         named = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
