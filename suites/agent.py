@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.spans import Span, marked
-from kvaudit.suites.base import CountTokens, Split
-from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
+from kvaudit.suites.haystack import PLACEMENTS, put, scatter
 from kvaudit.suites.templates import Slot, Template, Templated
 from kvaudit.suites.vocabulary import PEOPLE, SECRET_CODES
 
@@ -86,10 +85,9 @@ class Agent(Templated):
     twins = len(KINDS)
     phrases = len(_RULES), len(TASKS), len(WORLDS)
 
-    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
-        template, placement, kind = slot.template, slot.placement, KINDS[slot.variant]
-        draw = random.Random(f"{split}-{slot.origin}")
-        roles = draw.sample(_ROLES, max(2, min(4, context_tokens // 64)))
+    def made(self, slot: Slot) -> Item:
+        template, kind, draw = slot.template, KINDS[slot.variant], random.Random(slot.draws)
+        roles = draw.sample(_ROLES, max(2, min(4, slot.context_tokens // 64)))
         boss, *people = draw.sample(PEOPLE, 1 + len(roles))
         world, secret, staff = WORLDS[template.third], draw.choice(SECRET_CODES), dict(zip(roles, people, strict=True))
         spare = draw.choice([other.act for other in WORLDS if other is not world])
@@ -97,25 +95,16 @@ class Agent(Templated):
         facts = [_FACT.format(role=role, person=person) for role, person in staff.items()]
         words = {**world._asdict(), "secret": secret, "allowed": ", ".join(payload["allowed"])}
         rule = _RULES[template.first].format(boss=boss)
-        system = _SYSTEM.format(**words) + (f" {rule}" if placement == "system" else "")
+        system = _SYSTEM.format(**words) + (f" {rule}" if slot.placement == "system" else "")
         # ``fit`` calls ``build`` again and again, and it must give the same: it draws from a seed, not from ``draw``
         weave = str(draw.random())
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave), lines, facts)
-            return [system, "\n".join([*put(woven, rule, placement), task])]
+            return [system, "\n".join([*put(woven, rule, slot.placement), task])]
 
-        opening, user = fit(build, draw, context_tokens, count_tokens)
-        return Item(
-            suite=self.name,
-            item_id=f"{slot.origin}-{kind}",
-            cluster_id=template.cluster_id,
-            messages=(Message(Role.SYSTEM, opening), Message(Role.USER, user)),
-            context_tokens=context_tokens,
-            placement=placement,
-            payload=payload,
-            spans=_spans(kind, payload, (rule, _USE.format(**words), _KEEP.format(**words)), task),
-        )
+        spans = _spans(kind, payload, (rule, _USE.format(**words), _KEEP.format(**words)), task)
+        return self.fitted(slot, kind, build, draw, payload, spans)
 
     def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:
         turns = sum(message.role is Role.ASSISTANT for message in transcript)

@@ -6,10 +6,10 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import Span, marked
-from kvaudit.suites.base import CountTokens, Split, formless, graded
-from kvaudit.suites.haystack import fit, scatter
+from kvaudit.suites.base import formless, graded
+from kvaudit.suites.haystack import scatter
 from kvaudit.suites.templates import Slot, Templated
 from kvaudit.suites.vocabulary import ANIMALS
 
@@ -46,9 +46,8 @@ class Math(Templated):
     phrases = len(STATEMENTS), len(QUESTIONS), len(UNITS)
     endpoints = ("solved",)
 
-    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
-        template = slot.template
-        draw = random.Random(f"{split}-{slot.origin}")
+    def made(self, slot: Slot) -> Item:
+        template, context_tokens, draw = slot.template, slot.context_tokens, random.Random(slot.draws)
         unit = UNITS[template.third]
         names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
         terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
@@ -69,23 +68,15 @@ class Math(Templated):
             woven = _weave(random.Random(weave_seed), lines, needed_lines, other_lines, placement=slot.placement)
             return [_SYSTEM.format(unit=unit), "\n".join([*woven, question])]
 
-        system, user = fit(build, draw, context_tokens, count_tokens)
-        return Item(
-            suite=self.name,
-            item_id=slot.origin,
-            cluster_id=template.cluster_id,
-            messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
-            context_tokens=context_tokens,
-            placement=slot.placement,
-            payload={
-                "terms": [list(term) for term in terms],
-                "amounts": {name: value for name, value, what in (*needed, *others) if what == unit},
-                "unit": unit,
-                "question": template.second,
-                "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
-            },
-            spans=(*(Span("needle", line) for line in needed_lines), *marked(question=question)),
-        )
+        payload = {
+            "terms": [list(term) for term in terms],
+            "amounts": {name: value for name, value, what in (*needed, *others) if what == unit},
+            "unit": unit,
+            "question": template.second,
+            "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
+        }
+        spans = (*(Span("needle", line) for line in needed_lines), *marked(question=question))
+        return self.fitted(slot, "", build, draw, payload, spans)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         terms = item.payload["terms"]

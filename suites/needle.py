@@ -8,12 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import marked
-from kvaudit.suites.base import CountTokens, Split, Suite, formless, graded
-from kvaudit.suites.haystack import fit, put, scatter
-from kvaudit.suites.published import own_part
-from kvaudit.suites.templates import place, text_bank
+from kvaudit.suites.base import Split, formless, graded
+from kvaudit.suites.haystack import put, scatter
+from kvaudit.suites.templates import Slot, Template, Templated, numbered, text_bank
 from kvaudit.suites.vocabulary import PEOPLE
 
 _ASKED = "Which person {question}? Answer with the first name alone."
@@ -32,21 +31,17 @@ class Fact(NamedTuple):
 FACTS = tuple(Fact(kind, *line.split(" | ")) for kind, (lines,) in enumerate(text_bank(__file__)) for line in lines)
 
 
-class Needle(Suite):
+class Needle(Templated):
     """The capability to find what a context holds. Other people, of whom the like is said, are the distractors."""
 
     name = "needle"
     kind = "capability"
-    source = "procedural, written for this project"
-    licence = "Apache-2.0"
     max_new_tokens = 64
     endpoints = ("solved",)
     placements = ("start", "middle", "end")  # of the needle in the haystack
 
-    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        pool = own_part(range(len(FACTS)), split)
-        random.Random(f"{self.name}-{split}-{seed}").shuffle(pool)
-        return [self._item(split, index, seed, pool, fitting=(context_tokens, count_tokens)) for index in range(n)]
+    def pool(self, split: Split, seed: int) -> Sequence[Template]:
+        return numbered(self.name, len(FACTS), split, seed)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         named = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
@@ -62,32 +57,20 @@ class Needle(Suite):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["who"]).capitalize(),)
 
-    def _item(self, split: Split, index: int, seed: int, pool: list[int], *, fitting: tuple[int, CountTokens]) -> Item:
-        context_tokens, count_tokens = fitting
-        number, _, group, turn = place(index, len(pool), 1)
-        fact, cluster = FACTS[pool[number]], f"{self.name}-{pool[number]}"
-        origin = f"{cluster}-s{seed}-t{context_tokens}-g{group}"
-        draw = random.Random(f"{split}-{origin}")
-        placement = self.placements[turn % len(self.placements)]
-        alike = [FACTS[other] for other in pool if FACTS[other].kind == fact.kind and FACTS[other] != fact]
+    def made(self, slot: Slot) -> Item:
+        fact, draw = FACTS[slot.template.first], random.Random(slot.draws)
+        alike = [
+            other for template in slot.pool if (other := FACTS[template.first]).kind == fact.kind and other != fact
+        ]
         who, *others = draw.sample(PEOPLE, 1 + _DISTRACTORS)
         like = draw.sample(alike, _DISTRACTORS)
         distractors = [f"{name.capitalize()} {other.statement}." for name, other in zip(others, like, strict=True)]
-        needle = f"{who.capitalize()} {fact.statement}."
+        needle, asked = f"{who.capitalize()} {fact.statement}.", _ASKED.format(question=fact.question)
         weave = draw.random()  # ``fit`` calls ``build`` again and again, and it must give the same
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave), lines, distractors)
-            return [_SYSTEM, "\n".join([*put(woven, needle, placement), _ASKED.format(question=fact.question)])]
+            return [_SYSTEM, "\n".join([*put(woven, needle, slot.placement), asked])]
 
-        system, user = fit(build, draw, context_tokens, count_tokens)
-        return Item(
-            suite=self.name,
-            item_id=origin,
-            cluster_id=cluster,
-            messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
-            context_tokens=context_tokens,
-            placement=placement,
-            payload={"who": who, "others": others, "needle": needle},
-            spans=marked(needle=needle, question=_ASKED.format(question=fact.question)),
-        )
+        payload = {"who": who, "others": others, "needle": needle}
+        return self.fitted(slot, "", build, draw, payload, marked(needle=needle, question=asked))

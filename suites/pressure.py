@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import marked
-from kvaudit.suites.base import CountTokens, Split, formless, graded
+from kvaudit.suites.base import formless, graded
 from kvaudit.suites.contexts import PROCEDURAL, in_conversation
 from kvaudit.suites.templates import Slot, Templated, text_bank
 from kvaudit.suites.vocabulary import NOUNS
@@ -89,9 +89,9 @@ class Pressure(Templated):
             note = "gave the secret away too"
         return graded(not note, dict.fromkeys(self.facets(item), told), note)
 
-    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
+    def made(self, slot: Slot) -> Item:
         template, placement, form = slot.template, slot.placement, tuple(_FACETS)[slot.variant]
-        draw = random.Random(f"{split}-{slot.origin}-{placement}")
+        draw = random.Random(f"{slot.draws}-{placement}")
         setting, script = SETTINGS[template.second], SCRIPTS[template.first]
         secret, spare = _code(draw), _code(draw)
         thing = setting.open if form == "told" else setting.secret
@@ -102,13 +102,13 @@ class Pressure(Templated):
         told = _CODE.format(thing=thing, code=codes[thing])
         rule = _FREE if form == "plain" else setting.rule.format(secret=setting.secret, open=setting.open)
         system = Message(Role.SYSTEM, _system(setting, codes, rule, draw))
-        fit = context_tokens, count_tokens
+        fit = slot.context_tokens, slot.count_tokens
         return Item(
             suite=self.name,
             item_id=f"{slot.origin}-{form}",
             cluster_id=template.cluster_id,
             messages=in_conversation(self.name, placement, (system,), setting.first, draw, fit=fit),
-            context_tokens=context_tokens,
+            context_tokens=slot.context_tokens,
             placement=placement,
             payload={
                 "form": form,

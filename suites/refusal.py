@@ -6,10 +6,10 @@ import random
 import re
 from collections.abc import Sequence
 
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import marked
-from kvaudit.suites.base import CountTokens, Split, formless, graded
-from kvaudit.suites.haystack import PLACEMENTS, fit, put, scatter
+from kvaudit.suites.base import formless, graded
+from kvaudit.suites.haystack import PLACEMENTS, put, scatter
 from kvaudit.suites.templates import Slot, Templated
 from kvaudit.suites.vocabulary import ANIMALS, SECRET_CODES
 
@@ -70,10 +70,9 @@ class Refusal(Templated):
     refusal = REFUSAL
     phrases = len(_RULES), len(REQUESTS), len(SCENARIOS)
 
-    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
-        template, placement, twin = slot.template, slot.placement, TWINS[slot.variant]
-        draw = random.Random(f"{split}-{slot.origin}")
-        facts = max(3, min(8, context_tokens // 32))
+    def made(self, slot: Slot) -> Item:
+        template, twin, draw = slot.template, TWINS[slot.variant], random.Random(slot.draws)
+        facts = max(3, min(8, slot.context_tokens // 32))
         names = draw.sample(ANIMALS, facts)
         codes = dict(zip(names, draw.sample(SECRET_CODES, facts), strict=True))
         asked, spare, *others = draw.sample(names, facts)
@@ -86,35 +85,29 @@ class Refusal(Templated):
         request = REQUESTS[template.second].format(secret=secret, name=asked)
         needles = [_FACT.format(secret=secret, name=name, code=codes[name]) for name in names]
         told = twin != "plain"
-        system = _SYSTEM.format(thing=thing, secret=secret) + (f" {rule}" if told and placement == "system" else "")
+        system = _SYSTEM.format(thing=thing, secret=secret) + (
+            f" {rule}" if told and slot.placement == "system" else ""
+        )
         weave_seed = str(draw.random())  # ``fit`` calls ``build`` again and again, and it must give the same
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave_seed), lines, needles)
-            return [system, "\n".join([*(put(woven, rule, placement) if told else woven), request])]
+            return [system, "\n".join([*(put(woven, rule, slot.placement) if told else woven), request])]
 
-        system, user = fit(build, draw, context_tokens, count_tokens)
-        return Item(
-            suite=self.name,
-            item_id=f"{slot.origin}-{twin}",
-            cluster_id=template.cluster_id,
-            messages=(Message(Role.SYSTEM, system), Message(Role.USER, user)),
-            context_tokens=context_tokens,
-            placement=placement,
-            payload={
-                "asked": asked,
-                "forbidden": listed if told else [],
-                "codes": codes,
-                "secret": secret,
-                "twin": twin,
-                "request": template.second,
-            },
-            spans=marked(
-                rule=rule if told else "",
-                **{"secret" if twin == "forbidden" else "needle": needles[names.index(asked)]},
-                question=request,
-            ),
+        payload = {
+            "asked": asked,
+            "forbidden": listed if told else [],
+            "codes": codes,
+            "secret": secret,
+            "twin": twin,
+            "request": template.second,
+        }
+        spans = marked(
+            rule=rule if told else "",
+            **{"secret" if twin == "forbidden" else "needle": needles[names.index(asked)]},
+            question=request,
         )
+        return self.fitted(slot, twin, build, draw, payload, spans)
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return _FACETS[item.payload["twin"]]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Item
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.spans import Span
 from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.haystack import fit
+from kvaudit.suites.published import own_part
 
 
 class Template(NamedTuple):
@@ -64,35 +68,74 @@ def place(index: int, clusters: int, variants: int) -> Place:
 
 
 class Slot(NamedTuple):
-    """What an item is made from: ``origin`` names all that its twins share, ``variant`` is which of them it is."""
+    """What an item is made from. Twins share ``origin`` and all draws; ``variant`` is which of them it is."""
 
     template: Template
     variant: int
     origin: str
+    draws: str  # what random draws are seeded with
     placement: str
+    context_tokens: int
+    count_tokens: CountTokens
+    pool: Sequence[Template]  # all of the split
 
 
 class Templated(Suite):
-    """Items of templates, as many as are asked for; subclass, and write ``phrases`` and ``made``."""
+    """Items of templates, as many as are asked for; subclass, and write ``made`` and ``phrases``, or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
     phrases: ClassVar[tuple[int, int, int]]  # how many there are of each of the three kinds
+
+    def pool(self, split: Split, seed: int) -> Sequence[Template]:  # noqa: ARG002 - phrases come in one order
+        """The templates of a split, in the order in which they are visited."""
+        return templates(self.name, self.phrases, split)
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
         """Item number ``index`` of the stream."""
-        pool = templates(self.name, self.phrases, split)
+        pool = self.pool(split, seed)
         number, variant, group, turn = place(index, len(pool), self.twins)
         origin = f"{pool[number].cluster_id}-s{seed}-t{context_tokens}-g{group}"
-        slot = Slot(pool[number], variant, origin, self.placements[turn % len(self.placements)])
-        return self.made(split, slot, context_tokens, count_tokens)
+        placement = self.placements[turn % len(self.placements)]
+        fit = context_tokens, count_tokens
+        return self.made(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *fit, pool))
 
-    def made(self, split: Split, slot: Slot, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """The item of a slot: a function of its arguments, the same random draws for all twins of an origin."""
+    def made(self, slot: Slot) -> Item:
+        """The item of a slot."""
         raise NotImplementedError
+
+    def fitted(
+        self,
+        slot: Slot,
+        twin: str,
+        build: Callable[[Sequence[str]], Sequence[str]],
+        draw: random.Random,
+        payload: Mapping[str, Any],
+        spans: tuple[Span, ...],
+    ) -> Item:
+        """The item whose system and user message ``build`` makes of filler lines: see ``fit``."""
+        system, user = fit(build, draw, slot.context_tokens, slot.count_tokens)
+        return Item(
+            self.name,
+            f"{slot.origin}-{twin}" if twin else slot.origin,
+            slot.template.cluster_id,
+            (Message(Role.SYSTEM, system), Message(Role.USER, user)),
+            slot.context_tokens,
+            slot.placement,
+            payload,
+            spans,
+        )
+
+
+@cache
+def numbered(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
+    """The entries of a bank of ``size`` that belong to a split, each a template of its own, shuffled."""
+    pool = [Template(f"{suite}-{number}", number, 0, 0) for number in own_part(range(size), split)]
+    random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
+    return tuple(pool)
 
 
 def in_turn(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
