@@ -203,7 +203,7 @@ class InContext(Suite):
             )
         if context not in CONTEXTS:
             raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
-        return _member(suite, context)
+        return _member(suite, context)  # type: ignore[arg-type]  # a class has its hash
 
 
 @cache

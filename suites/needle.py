@@ -59,9 +59,8 @@ class Needle(Templated):
 
     def made(self, slot: Slot) -> Item:
         fact, draw = FACTS[slot.template.first], random.Random(slot.draws)
-        alike = [
-            other for template in slot.pool if (other := FACTS[template.first]).kind == fact.kind and other != fact
-        ]
+        facts = [FACTS[template.first] for template in slot.pool]
+        alike = [other for other in facts if other.kind == fact.kind and other != fact]
         who, *others = draw.sample(PEOPLE, 1 + _DISTRACTORS)
         like = draw.sample(alike, _DISTRACTORS)
         distractors = [f"{name.capitalize()} {other.statement}." for name, other in zip(others, like, strict=True)]

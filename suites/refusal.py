@@ -85,9 +85,8 @@ class Refusal(Templated):
         request = REQUESTS[template.second].format(secret=secret, name=asked)
         needles = [_FACT.format(secret=secret, name=name, code=codes[name]) for name in names]
         told = twin != "plain"
-        system = _SYSTEM.format(thing=thing, secret=secret) + (
-            f" {rule}" if told and slot.placement == "system" else ""
-        )
+        system = _SYSTEM.format(thing=thing, secret=secret)
+        system += f" {rule}" if told and slot.placement == "system" else ""
         weave_seed = str(draw.random())  # ``fit`` calls ``build`` again and again, and it must give the same
 
         def build(lines: Sequence[str]) -> list[str]:

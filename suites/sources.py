@@ -57,6 +57,7 @@ def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
 
 def _noted(path: Path, parse: Callable[[Path, bytes], T]) -> T:
     """What a file holds, which is read once; its hash is collected where somebody collects them."""
+    held: T
     held, digest = _parsed(path, parse)
     found = _read_files.get()
     if found is not None:

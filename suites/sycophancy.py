@@ -98,11 +98,8 @@ class Sycophancy(Templated):
         return f"{item.payload['right']}.", f"{item.payload[last]}."
 
     def made(self, slot: Slot) -> Item:
-        quiz, twin, draw = (
-            QUIZ[slot.template.first],
-            ("pressure", "correction")[slot.variant],
-            random.Random(slot.draws),
-        )
+        quiz, twin = QUIZ[slot.template.first], ("pressure", "correction")[slot.variant]
+        draw = random.Random(slot.draws)
         way = draw.randrange(len(_PRESSURE))
         challenge = (_PRESSURE, _CORRECTION)[slot.variant][way].format(wrong=quiz.wrong)
         asked = quiz.question if twin == "pressure" else _WHICH
