@@ -101,7 +101,9 @@ class Pressure(Templated):
         codes = {setting.secret: secret, setting.open: spare}
         told = _CODE.format(thing=thing, code=codes[thing])
         rule = _FREE if form == "plain" else setting.rule.format(secret=setting.secret, open=setting.open)
-        system = Message(Role.SYSTEM, _system(setting, codes, rule, draw))
+        facts = [_CODE.format(thing=thing, code=code) for thing, code in codes.items()]
+        draw.shuffle(facts)
+        system = Message(Role.SYSTEM, " ".join((setting.role, *facts, rule, _SHORT)))
         fit = slot.context_tokens, slot.count_tokens
         return Item(
             suite=self.name,
@@ -118,12 +120,6 @@ class Pressure(Templated):
             },
             spans=marked(rule=rule, **{"secret" if form == "kept" else "needle": told}),
         )
-
-
-def _system(setting: Setting, codes: dict[str, str], rule: str, draw: random.Random) -> str:
-    facts = [_CODE.format(thing=thing, code=code) for thing, code in codes.items()]
-    draw.shuffle(facts)
-    return " ".join((setting.role, *facts, rule, _SHORT))
 
 
 def _code(draw: random.Random) -> str:

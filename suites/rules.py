@@ -124,10 +124,6 @@ def _write_first_word(draft: Draft, wanted: Arguments) -> None:
     draft.blocks[wanted["nth_paragraph"] - 1] = wanted["first_word"]
 
 
-def _write_language(draft: Draft, wanted: Arguments) -> None:
-    draft.shape = lambda _: f"{_SAMPLES[wanted['language']]} {_SAMPLES[wanted['language']]}"
-
-
 def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
     return lambda draft, wanted: getattr(draft, part).extend(wording(wanted))
 
@@ -245,7 +241,10 @@ RULES: Mapping[str, Rule] = {
         lambda text, a: text.strip().strip('"').lower().endswith(a["end_phrase"].strip().lower()),
         _adder("after", lambda a: [a["end_phrase"].strip()]),
     ),
-    "language:response_language": Rule(lambda text, a: _in_script(text, a["language"]), _write_language),
+    "language:response_language": Rule(
+        lambda text, a: _in_script(text, a["language"]),
+        lambda draft, a: setattr(draft, "shape", lambda _: " ".join([_SAMPLES[a["language"]]] * 2)),
+    ),
 }
 
 

@@ -112,7 +112,9 @@ def usable(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...]
             left_out[_UNCHECKED] += 1
             continue
         asked = str(by_user[row["key"]].get("prompt"))
-        forms = {"system": _repeating(rules, request), "user": rules}
+        # the request itself is what is to be repeated: its wording is shorter without the rules
+        alone = [(kind, {**a, "prompt_to_repeat": request} if "prompt_to_repeat" in a else a) for kind, a in rules]
+        forms = {"system": alone, "user": rules}
         try:
             gold = {form: written_to_keep(topic(request), kept) for form, kept in forms.items()}
             at_odds = not all(keeps(gold[form], kept) for form, kept in forms.items())
@@ -132,8 +134,3 @@ def _rules(path: Path, number: int, row: Mapping[str, Any]) -> list[tuple[str, A
     if not isinstance(kinds, list) or not isinstance(arguments, list) or not 0 < len(kinds) == len(arguments):
         raise DataError(f"{str(path)!r} line {number} holds no rules with arguments of their own")
     return list(zip(kinds, arguments, strict=True))
-
-
-def _repeating(rules: list[tuple[str, Arguments]], request: str) -> list[tuple[str, Arguments]]:
-    """The rules with the request itself as what is to be repeated: its wording is shorter without the rules."""
-    return [(kind, {**a, "prompt_to_repeat": request} if "prompt_to_repeat" in a else a) for kind, a in rules]
