@@ -364,7 +364,9 @@ def test_an_old_run_of_public_rows_is_read_as_it_stands() -> None:
 @pytest.mark.parametrize(
     "model", ["http://127.0.0.1:8000/v1", "HTTPS://host/v1", "localhost:8000", "10.0.0.7:8000/v1", " http://host"]
 )
-@pytest.mark.parametrize("part", ["model: '{}'", "checkpoints: {{tuned: '{}'}}"])
+@pytest.mark.parametrize(
+    "part", ["model: '{}'", "checkpoints: {{tuned: '{}'}}", "checkpoints: {{tuned: {{seeds: {{0: '{}', 1: here}}}}}}"]
+)
 def test_a_server_as_model_leads_to_the_command_and_the_guide(model: str, part: str) -> None:
     text = "name: a\nevaluate: {policies: [none], suites: {math: {items: 2}}, context_tokens: [192]}\n"
     with pytest.raises(SpecError) as error:
