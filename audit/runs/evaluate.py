@@ -30,7 +30,6 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
-from kvaudit.core.spec_evaluate import EvaluateSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
