@@ -184,6 +184,13 @@ def test_the_keys_of_a_row_come_back_as_written(tmp_path: Path) -> None:
     assert (first.row_keys, second.row_keys) == ((3, 2**63 - 1), None)
 
 
+def test_the_pins_of_a_row_come_back_as_written(tmp_path: Path) -> None:
+    rollouts = [replace(rollout(), pinned=((0, 3), (5, 6))), replace(rollout(), pinned=()), rollout()]
+    save_ledgers(tmp_path / "ledger.safetensors", rollouts, POLICY)
+    found, _ = load_ledgers(tmp_path / "ledger.safetensors")
+    assert [one.pinned for one in found] == [((0, 3), (5, 6)), (), None]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -196,6 +203,8 @@ def test_the_keys_of_a_row_come_back_as_written(tmp_path: Path) -> None:
         {"more": 1},
         {"row_keys": [1]},
         {"row_keys": [1, 2**63]},
+        {"pinned": 1},
+        {"pinned": [[3, 3]]},
     ],
 )
 def test_a_header_of_the_wrong_kind_is_one_line(tmp_path: Path, change: dict[str, object]) -> None:

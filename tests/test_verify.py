@@ -26,7 +26,8 @@ from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
-from kvaudit.audit.replay.ranking_check import OWN_CHOICE, ChosenAgain, rechosen
+from kvaudit.audit.policies.adakv import AdaKV
+from kvaudit.audit.replay.ranking_check import OWN_CHOICE, ChosenAgain, ranked, rechosen
 from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
 from kvaudit.audit.sampling.model import load_model
@@ -450,6 +451,48 @@ def test_pinned_entries_are_no_choice_of_the_policy_s() -> None:
     assert again(loaded, rollout, policy) == again(loaded, rollout, replace(policy, pin="system/tool"))
     assert again(loaded, rollout, policy).again == again(loaded, rollout, policy).evicted
     assert again(loaded, rollout, replace(policy, pin="")).again < again(loaded, rollout, policy).evicted
+
+
+def test_pages_that_queries_chose_are_chosen_again_and_those_beside_them_are_not() -> None:
+    loaded, policy = shared("llama-gqa", torch.float32), parse_policy("quest:budget=12,page=4,dense=1,chunk=16")
+    for rollout in two_turns(loaded, policy, lengths=(40, 33)).rollouts:
+        made = again(loaded, rollout, policy)
+        assert made.again == made.evicted > 50
+        assert share(again(loaded, with_next_pages(rollout), policy)) < OWN_CHOICE[torch.float32]
+
+
+def with_next_pages(rollout: Rollout) -> Rollout:
+    """The first page of every list taken for the one behind it, where that is not in the list."""
+    assert rollout.selection is not None
+    chosen = rollout.selection.chosen.clone()
+    first, second = chosen[..., 0], chosen[..., 1]
+    chosen[..., 0] = torch.where(first + 1 < second, first + 1, first)
+    return replace(rollout, selection=replace(rollout.selection, chosen=chosen))
+
+
+def test_heads_that_share_a_budget_are_held_to_it_under_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, spec = shared("llama-gqa", torch.float32), "adakv:budget=16,sink=0,window=4,kernel=3,interval=3,chunk=16"
+    policy, own = parse_policy(f"{spec},pin=system"), AdaKV.capacities
+
+    def moved(policy: AdaKV, rank: Any, budgets: Any) -> Any:
+        return own(policy, rank, budgets) + torch.tensor([1, -1])
+
+    def drawn() -> Rollout:
+        episode = Sampler(loaded, policy).open(prompts(40), [0], roles=[["system"] * 6 + ["user"] * 34])
+        episode.decode(Decoding(12))
+        return episode.rollouts()[0]
+
+    honest = drawn()
+    assert honest.pinned == ((0, 6),)
+    assert share(again(loaded, honest, policy)) == 1.0
+    assert share(again(loaded, replace(honest, pinned=()), policy)) < OWN_CHOICE[torch.float32]
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaKV, "capacities", moved)
+        forged = drawn()
+    assert breach(forged, layer_plans(loaded.model.config, policy)) is None
+    assert share(again(loaded, forged, policy)) < OWN_CHOICE[torch.float32]
+    unpinned = ranked(loaded.model, [replace(honest, pinned=None)], policy)
+    assert unpinned == "pins move what heads share under adakv, and the record does not hold them"
 
 
 ALIKE = [

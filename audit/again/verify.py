@@ -295,8 +295,9 @@ def _finite(gap: Tensor) -> Tensor:
 def _choices(found: RankingAgreement | str) -> str:
     if isinstance(found, str):
         return f"not made again: {found}"
+    what = "units that queries chose" if found.selects else "entries that left"
     return (
-        f"of {found.evicted} entries that left, the policy chooses {_percent(found.share)} again; "
+        f"of {found.evicted} {what}, the policy chooses {_percent(found.share)} again; "
         f"rollout {found.rollout} has the least, {_percent(found.least)}"
     )
 
@@ -323,7 +324,8 @@ def _verdict(found: Verification) -> Iterator[str]:
     if found.breach is not None:
         yield f"not explained: {inline(found.breach)}"
     if not isinstance(found.ranked, str) and not found.rank_explained:
+        what = "queries chose in" if found.ranked.selects else "left"
         yield (
-            f"not explained: of what left rollout {found.ranked.rollout}, the policy would have chosen "
+            f"not explained: of what {what} rollout {found.ranked.rollout}, the policy would have chosen "
             f"{_percent(found.ranked.least)}; at least {_percent(found.ranked.wanted)} of its own come again"
         )

@@ -81,7 +81,8 @@ class Rollout:
     quantised cache has its ``codec`` and gives two more tables [T] int32 and the ``hints`` (uint16 words, None where
     nobody recorded them). ``experts`` [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``;
     ``selection`` says what queries attended to where they chose. ``row_keys`` are the numbers of the row that its
-    prompt was prefilled in and of its own, where the policy draws by them.
+    prompt was prefilled in and of its own, where the policy draws by them. ``pinned`` are runs of tokens that a role
+    pinned, each from its first to behind its last, where what heads share depends on them.
     """
 
     ids: Tensor
@@ -99,6 +100,7 @@ class Rollout:
     experts: Tensor | None = None
     hints: Tensor | None = None
     row_keys: tuple[int, int] | None = None
+    pinned: tuple[tuple[int, int], ...] | None = None
     selection: Selection | None = None
     kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
     stored: EngineStore | None = None  # how the engine that sampled it stores keys and values; in no ledger file
@@ -175,6 +177,8 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
         scalars["codec"] = rollout.codec.canonical
     if rollout.row_keys:
         scalars["row_keys"] = list(rollout.row_keys)
+    if rollout.pinned is not None:
+        scalars["pinned"] = [list(run) for run in rollout.pinned]
     if rollout.selection is not None:
         scalars["selection"] = {"unit": rollout.selection.unit, "layers": list(rollout.selection.layers)}
     return scalars
@@ -250,11 +254,13 @@ def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     chosen = scalars.get("selection", {"unit": 1, "layers": []})
     if type(chosen["unit"]) is not int or chosen["unit"] < 1 or any(type(n) is not int for n in chosen["layers"]):
         raise TypeError("selection names its unit and its layers in whole numbers")
-    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "selection"}:
+    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "pinned", "selection"}:
         raise TypeError(f"unknown entries {sorted(unknown)}")
     found = dict(scalars)
     if "row_keys" in found:
         found["row_keys"] = _row_keys(found["row_keys"])
+    if "pinned" in found:
+        found["pinned"] = tuple(_run(run) for run in found["pinned"])
     if "codec" in found:
         found["codec"] = _codec(found["codec"])
     return found
@@ -273,6 +279,13 @@ def _row_keys(keys: Any) -> tuple[int, int]:
     if type(keys) is not list or len(keys) != 2 or any(type(key) is not int or abs(key) >= 2**63 for key in keys):
         raise TypeError("row_keys are two whole numbers of 64 bits")
     return keys[0], keys[1]
+
+
+def _run(run: Any) -> tuple[int, int]:
+    """The pair, if it is a run of positions; a TypeError is a damaged header."""
+    if type(run) is not list or len(run) != 2 or any(type(end) is not int for end in run) or not 0 <= run[0] < run[1]:
+        raise TypeError("pinned are runs of positions, each two whole numbers that rise")
+    return run[0], run[1]
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -21,7 +21,18 @@ from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.rotary import Rotary, rotary_for
-from kvaudit.audit.policies import Centres, Evictor, Moments, Policy, View, evictor_of, quantiser_of
+from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.policies import (
+    Centres,
+    Evictor,
+    Moments,
+    Policy,
+    Selector,
+    View,
+    evictor_of,
+    quantiser_of,
+    selector_of,
+)
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince, codes_of
 from kvaudit.audit.replay.schedule_check import ForwardStep, evictions, forwards
@@ -50,7 +61,8 @@ class RankingAgreement(NamedTuple):
     """Of the entries that left, the share that the named policy chooses again; ``least`` is that of the worst rollout.
 
     ``wanted`` is what a rollout of the policy's own has; ``least`` is 1 where no rollout has more than ``FLIPS`` others
-    in two bytes.
+    in two bytes. Where queries choose (``selects``), ``evicted`` are the units that they chose among more, their own
+    left out.
     """
 
     evicted: int
@@ -58,17 +70,16 @@ class RankingAgreement(NamedTuple):
     least: float
     rollout: int
     wanted: float
+    selects: bool = False
 
 
 def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
     """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
-    evictor = evictor_of(policy)
-    if evictor.selects:
-        return "which keys queries chose is held by number and place only"
-    if not evictor.evicts:
+    evictor, selects = evictor_of(policy), selector_of(policy) is not None
+    if not (evictor.evicts or selects):
         return "the policy keeps every entry"
-    if evictor.shares_heads and evictor.pinned_roles:
-        return f"roles are not recorded, and pins move what heads share under {evictor.name}"
+    if evictor.shares_heads and evictor.pinned_roles and any(rollout.pinned is None for rollout in rollouts):
+        return f"pins move what heads share under {evictor.name}, and the record does not hold them"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
     rotary = rotary_for(model, policy)
@@ -81,11 +92,11 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAg
         if one.evicted
     }
     if not shares:
-        return "nothing left the cache"
+        return "no query had more to choose from than it takes" if selects else "nothing left the cache"
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
     rough = quantiser_of(policy) is not None and narrow
     wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
-    return RankingAgreement(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted)
+    return RankingAgreement(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted, selects)
 
 
 @torch.no_grad()
@@ -114,7 +125,9 @@ class Reranking(Replay):
         tokens = at.shape[1]
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
-        super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts)
+        # a token more than was fed: the last one drawn
+        choices = choices_of([rollout.selection], tokens + 1, at.device)
+        super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts, choices=choices)
         self._rollout, self._fed, self._rotary = rollout, fed, rotary
         self._waiting: list[list[_Ranks]] = []  # of layers whose choice is not made yet
         self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
@@ -128,7 +141,27 @@ class Reranking(Replay):
             stored = None if codes is None else self._stored(call, codes)
             passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
             self._choose(call.layer, list(self._ranks(passed, plan.evictor)), plan.evictor)
+        if plan.governed and plan.selector is not None and self._choices is not None:
+            self._select(call, plan.selector)
         return super().attend(call)
+
+    def _select(self, call: AttentionCall, selector: Selector) -> None:
+        """Count the units that queries chose among more, their own left out, and those that they choose again."""
+        made = self._rollout.selection
+        assert made is not None
+        queries = made.queries.to(call.key.device)
+        recorded = made.chosen[made.layers.index(call.layer)].to(queries.device)  # [A, N, k]
+        passed = PassedLayer(call, self._keys, call.key.new_zeros(0), None, None)
+        most = max(1, ELEMENTS // (call.key[0, :, : int(queries.max()) + 1].numel()))
+        for some in torch.split(torch.arange(len(queries), device=queries.device), most):
+            at = queries[some].long()
+            again = selector.choose(passed.asked(at, self._rollout))  # [N, A, k]
+            units, own = recorded[:, some].transpose(0, 1), (at // selector.unit)[:, None, None]
+            among = (units >= 0).sum(-1, keepdim=True) <= own  # fewer than there are
+            counted = (units >= 0) & (units != own) & among
+            found = (units[..., None] == again[..., None, :]).any(-1)
+            self.evicted += int(counted.sum())
+            self.again += int((counted & found).sum())
 
     def _ranks(self, passed: PassedLayer, policy: Evictor) -> Iterator[_Ranks]:
         due = evictions(policy, self._fed)
@@ -162,9 +195,14 @@ class Reranking(Replay):
         self._waiting = []
 
     def _pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Roles are not recorded: under ``pin``, what no governed layer let go counts as pinned."""
+        """Where pins are not recorded, what no governed layer let go counts as pinned."""
         if not policy.pinned_roles:
             return None
+        if self._rollout.pinned is not None:
+            table = torch.zeros(self._keys.shape[1], dtype=torch.bool)
+            for start, end in self._rollout.pinned:
+                table[start:end] = True
+            return table.to(positions.device)[positions]
         governed = [layer for layer, plan in enumerate(self._plans) if plan.governed]
         stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)
         return stays[positions]
@@ -221,6 +259,29 @@ class PassedLayer:
             moments=None if running.moments is None else _moments([next(running.moments) for _ in times]),
             centres=None if running.centres is None else _centres([next(running.centres) for _ in times]),
             sink_logits=self.call.sink_logits,
+        )
+
+    def asked(self, queries: Tensor, rollout: Rollout) -> View:
+        """What the policy saw when the queries at these positions [E] chose among all before them."""
+        heads, longest = self.call.key.shape[1], int(queries.max()) + 1
+        columns = torch.arange(longest, device=queries.device)
+        positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)
+        keys, values = (
+            part[:, :, :longest].expand(len(queries), -1, -1, -1) for part in (self.call.key, self.call.value)
+        )
+        return View(
+            layer=self.call.layer,
+            keys=keys,
+            values=values,
+            positions=positions,
+            seen=queries + 1,
+            queries=self.call.query[0, :, queries].transpose(0, 1)[:, :, None],
+            query_positions=queries[:, None],
+            mass=keys.new_zeros(keys.shape[:3]),
+            scaling=self.call.scaling,
+            entry_keys=_entry_keys(rollout, positions),
+            sink_logits=self.call.sink_logits,
+            longest=longest,
         )
 
     def slots(self, times: Tensor) -> Tensor:

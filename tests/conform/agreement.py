@@ -12,6 +12,7 @@ from conform.plays import Conversation, Forwards, Play, served, simulated
 from conform.simulator import Row
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
@@ -72,6 +73,7 @@ def spoken(play: Conversation) -> float:
             row.go_on()
         worst = max([worst, *differences(row, row.drawn, drawn[n], play.temperature)])
         same_departures(row, rollouts[n].evicted_at)
+        same_choices(row, rollouts[n].selection)
     return max([worst, *learned(play, rows, rollouts)]) if play.replayable else worst
 
 
@@ -132,8 +134,10 @@ def fed(play: Forwards) -> float:
     worst = told_apart(rows, torch.cat(logits, 1), ids, mask)
     if not play.replayable:
         return worst
-    for row, table in zip(rows, past.ledger.evicted_at, strict=True):
+    selections = past.ledger.selections or [None] * len(rows)
+    for row, table, made in zip(rows, past.ledger.evicted_at, selections, strict=True):
         same_departures(row, table)
+        same_choices(row, made)
     with shadow(model, past.ledger):
         replayed = model(ids, attention_mask=mask.long()).logits
     return max(worst, told_apart(rows, replayed, ids, mask))
@@ -173,3 +177,19 @@ def same_departures(row: Row, evicted_at: Tensor) -> None:
             if recorded != gone:
                 where = f"layer {layer.number}, head {head}"
                 raise Disagreement(f"{where}: entries left at {recorded}, the simulator says {gone}")
+
+
+def same_choices(row: Row, made: Selection | None) -> None:
+    """Hold a record to what the simulator's queries chose, in every layer and query head; no record: everything."""
+    for layer in row.governed:
+        for head in range(len(layer.queries[0])):
+            recorded = {} if made is None else dict(made.keys(layer.number, head, len(layer.queries[0])))
+            own = {query: keys for (number, query), keys in layer.chosen.items() if number == head}
+            for query in {*own, *recorded}:
+                everything = frozenset(range(query + 1))
+                found, said = recorded.get(query, everything), own.get(query, everything)
+                if found != said:
+                    where = f"layer {layer.number}, query head {head}"
+                    raise Disagreement(
+                        f"{where}: query {query} chose {sorted(found)}, the simulator says {sorted(said)}"
+                    )

@@ -53,6 +53,7 @@ class Layer:
         self.mass: list[defaultdict[int, float]] = []  # [H] attention drawn so far
         self.gone: list[dict[int, int]] = []  # [H] position: the first query that could not see it
         self.keys_coded = self.values_coded = 0  # positions below are codes
+        self.chosen: dict[tuple[int, int], frozenset[int]] = {}  # query head and query that chose: what it read
 
     def append(self, queries: Array, keys: Array, values: Array, scaling: float) -> None:
         """New queries [G*H, Q, D], keys and values [H, Q, D]."""

@@ -129,6 +129,7 @@ class Row:
         if select is not None and self.decoding and layer.window is None:
             chosen = select(layer, self.request.evictor, self.governed.index(layer), head, query)
             visible = [j for j in visible if j in chosen]
+            layer.chosen[head, query] = frozenset(visible)
         keys = self.positioned(layer, own, visible, query)
         logits = np.array(keys) @ layer.queries[query][head] * layer.scaling
         weights = np.exp(logits - logits.max())

@@ -19,6 +19,7 @@ from conform.rules import RULES, Undetermined
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.schedule import Schedule
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.audit.policies.adakv import AdaKV
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64
@@ -116,19 +117,22 @@ def test_a_policy_without_a_rule_or_with_an_unknown_field_fails(monkeypatch: pyt
         require_rule("rkv")
 
 
-def conversation(*, family: str = "llama", codec: dict[str, Any] | None = None, **fields: Any) -> Conversation:
+def conversation(
+    *, family: str = "llama", codec: dict[str, Any] | None = None, pins: tuple[int, ...] = (), **fields: Any
+) -> Conversation:
     """A prompt of 30 tokens, an answer of 7, a message of 10 and an answer of 5 under one policy."""
     usual = {"name": "keydiff", "budget": 12, "sink": 1, "window": 2, "interval": 3, "phase": "both", "chunk": 8}
+    part = Part(fields if fields.get("name") == "quest" else usual | fields, codec)
     turns = (((7,), (10,)), ((5,), (0,)))
-    return Conversation(
-        family, (Part(usual | fields, codec),), (1,), (3,), 5, (frozenset(),), lengths=(30,), group=1, turns=turns
-    )
+    return Conversation(family, (part,), (1,), (3,), 5, (frozenset(pins),), lengths=(30,), group=1, turns=turns)
 
 
 LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
 CODES = {"name": "int8", "residual": 3, "scale": "token", "chunk": 8}
 SEES_ALL = LayerPlan(parse_policy("none"), None)
 NOTHING = {"name": "none"}
+PAGES = {"name": "quest", "budget": 12, "page": 3, "dense": 1, "chunk": 8}
+SHARED = {**LOOKS, "name": "adakv", "alpha": 0.2, "pin": "system"}
 OFF_BY_ONE = [
     ({}, "interval=3", "interval=4"),
     ({}, "budget=12", "budget=13"),
@@ -139,6 +143,11 @@ OFF_BY_ONE = [
     (LOOKS, "kernel=3", "kernel=5"),
     (LOOKS, "pool=max", "pool=avg"),
     ({**NOTHING, "codec": CODES}, "residual=3", "residual=4"),
+    (PAGES, "page=3", "page=4"),
+    (PAGES, "budget=12", "budget=15"),
+    (PAGES, "dense=1", "dense=2"),
+    ({**SHARED, "pins": (2, 3, 9)}, "budget=12", "budget=13"),
+    ({**SHARED, "pins": (2, 3, 9)}, "alpha=0.2", "alpha=0.8"),
 ]
 
 
@@ -160,7 +169,23 @@ def gap_alone(play: Play, monkeypatch: pytest.MonkeyPatch) -> float:
         with pytest.raises(Disagreement, match="the simulator says"):
             gap(play)
     monkeypatch.setattr(agreement, "same_departures", lambda *_: None)
+    monkeypatch.setattr(agreement, "same_choices", lambda *_: None)
     return gap(play)
+
+
+def test_a_head_that_keeps_one_entry_of_another_s_beside_its_pins_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    play, own = conversation(**SHARED, pins=(2, 3, 9)), AdaKV.capacities
+    assert gap(play) < EXACT
+
+    def moved(policy: AdaKV, rank: Any, budgets: Any) -> Any:
+        counts = own(policy, rank, budgets).clone()
+        counts[:, 0] += 1
+        counts[:, 1] -= 1
+        return counts
+
+    monkeypatch.setattr(AdaKV, "capacities", moved)
+    with pytest.raises(Disagreement, match="the simulator says"):
+        gap(play)
 
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
