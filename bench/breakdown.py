@@ -2,9 +2,11 @@
 
     KVAUDIT_REAL_MODEL=FOLDER python -m bench.breakdown     the folder's model; without the variable, what needs none
     python -m bench.breakdown --only operations products prefills
+    python -m bench.breakdown --only graphs                 where torch.compile would break a decode step
 
 Operations of torch are counted by a dispatch mode on a narrow model, where nothing else costs. Shares are of self time,
 by torch's profiler. A learner's step is the forward and backward of one group; sampling and update are not in it.
+Graphs are those that torch._dynamo.explain makes of one step of stock's own forward with our cache, on two layers.
 Prefills are CPU time, policies in turns, and a ratio is the median of those to ``none`` in the same turn.
 """
 
@@ -16,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,16 +27,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from bench import learner
 from bench.decode import BUDGET, CODING, CONTEXT, EVICTING, models, seeded, timed
 from bench.models import Served, random_llama
+from kvaudit import CompressedCache
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
 PREFILLS = {**POLICIES, "h2o": f"h2o:budget={BUDGET}"}
+GRAPHS = ("none", "snapkv:budget=40,window=8", "streaming:budget=24", "h2o:budget=24", "adakv:budget=40,window=8")
+GRAPHS += (
+    "expected:budget=24,interval=1",
+    "quest:budget=16,page=4,dense=1",
+    "int8",
+    "kivi:bits=4,group=16,residual=16",
+)
 STEPS, GROUP, ANSWER, TURNS = 8, learner.GROUP, 24, 5
 KINDS = {
     "products with weights": "(add)?mm|mkldnn::_linear_pointwise",
@@ -51,12 +63,12 @@ def main() -> None:
         "prefills": prefills,
         "products": products,
     }
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--only", nargs="+", choices=[*parts, "graphs"], default=list(parts))
     asked = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     print(f"{torch.get_num_threads()} thread(s)")
     for part in asked.only:
-        parts[part]()
+        (parts | {"graphs": graphs})[part]()
 
 
 class Counted(TorchDispatchMode):
@@ -82,6 +94,35 @@ def operations() -> None:
         with Counted() as counted:
             episode.decode(Decoding(STEPS, temperature=0.0))
         row(name, f"{counted.operations / STEPS / layers:.0f}")
+
+
+def graphs() -> None:
+    """Graphs and graph breaks of a decode step under torch.compile, and where our code breaks them."""
+    served = random_llama(64, 2, vocabulary=64)
+    print(f"\n{served.name}, 60 tokens of context, one decode step: what torch.compile makes of it\n")
+    header("policy", "graphs", "breaks", "operators in graphs", "breaks by place")
+    for policy in ("stock", *GRAPHS):
+        past = DynamicCache() if policy == "stock" else CompressedCache.for_model(served.model, policy)
+
+        def step(ids: Tensor, past: Any = past) -> Tensor:
+            logits: Tensor = served.model(ids, past_key_values=past).logits
+            return logits
+
+        with torch.no_grad():
+            step(torch.randint(1, 64, (2, 60), generator=torch.Generator().manual_seed(1)))
+            token = torch.ones(2, 1, dtype=torch.int64)
+            step(token)  # what is made at the first step is there
+            torch._dynamo.reset()
+            found = torch._dynamo.explain(step)(token)
+        places = Counter(place_of(reason) for reason in found.break_reasons)
+        told = ", ".join(f"{place} {count}" for place, count in places.most_common(4))
+        row(f"`{policy}`", str(found.graph_count), str(found.graph_break_count), str(found.op_count), told or "none")
+
+
+def place_of(reason: Any) -> str:
+    """File and function in which a graph breaks."""
+    frame = reason.user_stack[-1]
+    return f"`{Path(frame.filename).stem}.{frame.name}`"
 
 
 def shares() -> None:

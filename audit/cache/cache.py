@@ -21,12 +21,14 @@ from kvaudit.audit.cache.linear import LayerRun, States, advance
 from kvaudit.audit.cache.live import live_peak
 from kvaudit.audit.cache.quantised.codes import Scratch
 from kvaudit.audit.cache.quantised.hints import pack_hints
+from kvaudit.audit.cache.quantised.layout import Layout
 from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
 from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
 from kvaudit.audit.cache.schedule import Eviction, Schedule, arriving_of
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
 
@@ -49,15 +51,16 @@ class EvictingCache:
         self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
         self._schedules = {plan.evictor: Schedule(plan.evictor, len(row_keys)) for plan in plans}
-        scratch = Scratch()
+        scratch, self._layout = Scratch(), Layout(len(row_keys)) if codec and not evictor.evicts else None
         self.layers = [
-            CachedLayer(n, plan, self._schedules[plan.evictor], rotary, scratch) for n, plan in enumerate(plans)
+            CachedLayer(n, plan, self._schedules[plan.evictor], rotary, scratch, self._layout)
+            for n, plan in enumerate(plans)
         ]
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
         governed = [plan.evictor for plan in plans if plan.governed]
-        self._pins = Pins(governed, len(row_keys), row_keys.device) if policy.pinned_roles else None
+        self._pins = Pins(governed, len(row_keys)) if policy.pinned_roles else None
         self._times = Times(codec, len(row_keys)) if codec else None
         self._choices = RecordedChoices(selector.unit, len(row_keys)) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
@@ -80,25 +83,27 @@ class EvictingCache:
         self._attended: set[int] = set()  # layers, so that one that never called is found
         self._carried: set[int] = set()
         self._real = positions >= 0
-        self._announced = positions.to(self._device, torch.int32)
+        self._announced = uploaded(positions.to(torch.int32), self._device)
         if self.routes:
             self.routes.begin(self._announced, longest)
         # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
         starts = not any(before) and not any(layer.store.length for layer in self.layers)
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
-        on_device = self._announced if self._order is None else positions.to(self._device, torch.int32)
+        on_device = self._announced if self._order is None else uploaded(positions.to(torch.int32), self._device)
         coded = None
         for schedule in self._schedules.values():
             schedule.begin(arriving, self.seen, self._device, decoding=decoding)
         if self._choices and decoding:
             self._choices.begin(on_device[:, 0])
         if self._pins and pinned is not None:
-            self._pins.add(on_device, pinned.to(self._device))
+            self._pins.add(positions, pinned.cpu())
+        if self._layout:
+            self._layout.add(positions)
         if self._times:
             self._times.advance(seen, arriving.new)
             coded = self._times.until()  # how many of each row's keys and values are codes from now on
         even = arriving.first[0] if arriving.even else None
-        there = self.seen.to(self._device)
+        there = uploaded(self.seen, self._device)
         self._now = Forward(
             on_device,
             decoding,
@@ -109,6 +114,7 @@ class EvictingCache:
             even,
             columns=on_device[:, None],
             gone=there.to(torch.int32)[:, None, None],
+            real=self._real if self._order is None else positions >= 0,
             all_fed=min(arriving.new) == arriving.width,
         )
 
@@ -118,7 +124,7 @@ class EvictingCache:
         if not starts or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
         order = torch.sort((positions < 0).int(), dim=1, stable=True).indices  # stable: real tokens keep their order
-        self._order = (order.to(self._device), order.argsort(1).to(self._device))
+        self._order = (uploaded(order, self._device), uploaded(order.argsort(1), self._device))
         return positions.gather(1, order), None if pinned is None else pinned.cpu().gather(1, order)
 
     @property
@@ -198,8 +204,9 @@ class EvictingCache:
 
     def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the place of the one that leaves, in every head of these layers."""
-        schedule = layers[0].schedule
-        if schedule.victims is None and schedule.evictor.by_position:
+        schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
+        if schedule.victims is None and by_position:
+            layers[0].learn_order(self._now, self._pins)
             schedule.victims = layers[0].known_victims(self._now, self._pins)
         if schedule.victims is not None:
             layers[0].replace(schedule.victims, eviction, self._now)
@@ -208,11 +215,9 @@ class EvictingCache:
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self._pins)
             # then what leaves is the same in every layer: the others take it from here
-            if schedule.evictor.by_position:
+            if by_position:
                 schedule.victims = victims = victims.joined()
             layer.replace(victims, eviction, self._now)
-            if schedule.evictor.by_position:
-                layer.learn_order(self._now, self._pins)
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
@@ -266,10 +271,14 @@ class EvictingCache:
         self.seen = self.seen[rows]
         for schedule in self._schedules.values():
             schedule.reindex(rows)
-        there = rows.to(self._device)
-        for part in (*self.layers, self._row_keys, self._pins, self._times, self._choices, self.routes):
+        there = uploaded(rows, self._device)
+        on_device = (*self.layers, self._row_keys, self._choices, self.routes)
+        for part, own in (
+            *((part, there) for part in on_device),
+            *((part, rows) for part in (self._pins, self._times, self._layout)),
+        ):
             if part is not None:
-                part.reindex(there)
+                part.reindex(own)
         self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     def join(self, other: EvictingCache) -> None:
@@ -289,7 +298,7 @@ class EvictingCache:
             layer.join(other.layers.pop(0))  # what is joined is freed before the next layer is copied
         self._row_keys.join(other._row_keys)
         pairs = (self._pins, other._pins), (self._times, other._times), (self._choices, other._choices)
-        join_parts((*pairs, (self.routes, other.routes)))
+        join_parts((*pairs, (self.routes, other.routes), (self._layout, other._layout)))
         self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     # --- the record -------------------------------------------------------------------------------------------------
@@ -347,6 +356,11 @@ class EvictingCache:
     def selections(self) -> list[Selection | None] | None:
         """What every row's queries attended to, where the policy lets them choose."""
         return self._choices.rows() if self._choices else None
+
+    def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
+        """Every row's pinned positions as runs, where what heads share depends on them."""
+        shares = any(schedule.evictor.shares_heads for schedule in self._schedules.values())
+        return self._pins.runs() if self._pins and shares else None
 
     def experts(self, tokens: int) -> Tensor | None:
         """Which experts each token was sent to [B, tokens, M, k] int16, where the model has any."""

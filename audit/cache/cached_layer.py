@@ -13,6 +13,7 @@ from kvaudit.audit.cache.layer_state import LastQueries, MovingSinks, QueryCentr
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.linear import States
 from kvaudit.audit.cache.quantised.codes import Scratch
+from kvaudit.audit.cache.quantised.layout import Layout
 from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.rows import Pins, RowKeys, join_parts
@@ -30,7 +31,8 @@ class Forward(NamedTuple):
     right, where plain causal attention never lets a real token see it. ``coded`` says how many keys and values of each
     row are codes by now, where the policy quantises. ``even`` is the position of the first query, where all rows have
     one there and none has padding. ``columns`` [B, 1, Q] are ``positions``, and ``gone`` int32 [B, 1, 1] is ``seen``,
-    as all heads of all layers take them. ``all_fed``: no query is padding.
+    as all heads of all layers take them. ``real`` bool [B, Q] says on the CPU which queries are no padding, ``all_fed``
+    that none is.
     """
 
     positions: Tensor
@@ -42,6 +44,7 @@ class Forward(NamedTuple):
     even: int | None
     columns: Tensor
     gone: Tensor
+    real: Tensor
     all_fed: bool
 
 
@@ -53,13 +56,19 @@ class CachedLayer:
     """
 
     def __init__(
-        self, number: int, plan: LayerPlan, schedule: Schedule, rotary: Rotary | None, scratch: Scratch
+        self,
+        number: int,
+        plan: LayerPlan,
+        schedule: Schedule,
+        rotary: Rotary | None,
+        scratch: Scratch,
+        layout: Layout | None,
     ) -> None:
         evictor, codec, mass = schedule.evictor, plan.quantiser, schedule.evictor.accumulates
         self.number, self.plan, self.schedule = number, plan, schedule
         self.evictor, self.selector = evictor, plan.selector
         self.store: Store = (
-            QuantisedStore(codec, number, scratch, accumulates=mass) if codec else Store(accumulates=mass)
+            QuantisedStore(codec, number, scratch, layout, accumulates=mass) if codec else Store(accumulates=mass)
         )
         self._last = LastQueries(evictor.observed_queries) if evictor.observed_queries else None
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
@@ -90,7 +99,7 @@ class CachedLayer:
         """Keep of the new queries what the policy asks for."""
         store = self.store
         if self._last:
-            self._last.add(query, now.positions, self.schedule.places)
+            self._last.add(query, now.positions, self.schedule.places, real=now.real)
         if store.mass is not None:
             # one query per row, none of padding, behind every entry: masks would hide nothing
             sees_all = query.shape[2] == 1 and now.decoding and self._is_full and now.all_fed
@@ -200,6 +209,7 @@ class CachedLayer:
             moments=moments.of(rows) if moments else None,
             centres=centres.of(rows) if centres else None,
             sink_logits=self._sink_logits,
+            longest=now.longest,
         )
 
     def evict(self, eviction: Eviction, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
@@ -249,10 +259,14 @@ class CachedLayer:
         return Victims(slot, gone)
 
     def learn_order(self, now: Forward, pins: Pins | None) -> None:
-        """Let the schedule know the positions by slot, where all rows and heads hold the same ones: one read."""
-        positions = self.store.positions
-        if now.even is not None and pins is None and bool((positions == positions[:1, :1]).all()):
-            self.schedule.order = positions[0, 0].tolist()
+        """Let the schedule know what the slots held before this forward, where all rows and heads hold alike.
+
+        Two reads, once a cache.
+        """
+        order, positions = self.schedule.order, self.store.positions
+        known = order is not None and len(order) + 1 == self.store.length
+        if not known and now.even is not None and pins is None and bool((positions == positions[:1, :1]).all()):
+            self.schedule.order = positions[0, 0, :-1].tolist()
 
     def replace(self, victims: Victims, eviction: Eviction, now: Forward) -> None:
         """Let the newest entry take the place of the one that leaves."""

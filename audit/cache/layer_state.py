@@ -22,8 +22,8 @@ class LastQueries:
         self._queries = torch.empty(0)  # [B, N, W, D]
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
-    def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None) -> None:
-        """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding).
+    def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
+        """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding); ``real`` says on the CPU which are none.
 
         Of one column, ``places`` has the rows where it is no padding and their places in the ring.
         """
@@ -31,15 +31,15 @@ class LastQueries:
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
             self._positions = positions.new_full((len(positions), self._window), -1)
         if places is None:
-            self._take_chunk(query, positions)
+            self._take_chunk(query, positions, all_fed=bool(real[:, -self._window :].all()))
             return
         rows, place = places
         all_fed = len(place) == len(positions)
         self._queries[rows, :, place] = query[:, :, 0] if all_fed else query[rows, :, 0]
         self._positions[rows, place] = positions[:, 0] if all_fed else positions[rows, 0]
 
-    def _take_chunk(self, query: Tensor, positions: Tensor) -> None:
-        if bool((positions[:, -self._window :] >= 0).all()):  # none before these can stay
+    def _take_chunk(self, query: Tensor, positions: Tensor, *, all_fed: bool) -> None:
+        if all_fed:  # none before the last of these can stay
             query, positions = query[:, :, -self._window :], positions[:, -self._window :]
         before, known = self.of(slice(None))
         queries, at = torch.cat([before, query], 2), torch.cat([known, positions], 1)

@@ -115,9 +115,11 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:
         return None
-    if model not in _KNOWN:
-        _KNOWN[model] = _of(model)
-    rotary = _KNOWN[model]
+    device = next(model.parameters()).device
+    known = _KNOWN.setdefault(model, {})
+    if device not in known:  # a model may have moved since it was asked
+        known[device] = _of(model)
+    rotary = known[device]
     if rotary is None:
         raise RunError(
             f"policy {evictor.name} needs rotary positions of fixed frequencies, on a head's first channels, "
@@ -126,7 +128,7 @@ def rotary_for(model: Any, policy: Policy) -> Rotary | None:
     return rotary
 
 
-_KNOWN: WeakKeyDictionary[Any, Rotary | None] = WeakKeyDictionary()  # one probe per model
+_KNOWN: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDictionary()  # one probe per model and place
 
 
 def _of(model: Any) -> Rotary | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.schedule import Counts
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Evictor, Quantiser
 from kvaudit.core.errors import SpecError
 
@@ -62,19 +63,22 @@ class RowKeys:
 
 
 class Pins:
-    """Which positions of each row never leave: bool [B, T], grown as tokens come."""
+    """Which positions of each row never leave: bool [B, T] on the CPU, grown as pinned tokens come."""
 
-    def __init__(self, policies: Sequence[Evictor], rows: int, device: torch.device) -> None:
+    def __init__(self, policies: Sequence[Evictor], rows: int) -> None:
         self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the least room
-        self._at = torch.zeros(rows, 0, dtype=torch.bool, device=device)
+        self._at = torch.zeros(rows, 0, dtype=torch.bool)
+        self._there: Tensor | None = None  # the same where entries are
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
-        """Note the new tokens [B, Q]: positions (-1 = padding) and whether each is pinned."""
-        needed = int(positions.max()) + 1  # T after these tokens
-        grow = max(needed - self._at.shape[1], 0)
-        self._at = torch.nn.functional.pad(self._at, (0, grow))
+        """Note the new tokens [B, Q], on the CPU: positions (-1 = padding) and whether each is pinned."""
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)
-        self._at[rows, positions[rows, columns].long()] = True
+        if not len(rows):
+            return
+        at = positions[rows, columns]
+        grow = max(int(at.max()) + 1 - self._at.shape[1], 0)
+        self._at, self._there = torch.nn.functional.pad(self._at, (0, grow)), None
+        self._at[rows, at] = True
         self._check()
 
     def _check(self) -> None:
@@ -88,23 +92,33 @@ class Pins:
 
     def at(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
         """Bool [b, H, K] for slots at positions [b, H, K] (-1 = empty) of some rows."""
-        table = self._at[rows]
-        if not table.shape[1]:
+        if not self._at.shape[1]:
             return torch.zeros_like(positions, dtype=torch.bool)
+        if self._there is None:
+            self._there = uploaded(self._at, positions.device)
+        table = self._there[rows]
         # any place for empty slots, which are masked out below
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
         found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
         return found & (positions >= 0) & (positions < table.shape[1])  # later tokens were never announced as pins
 
+    def runs(self) -> list[tuple[tuple[int, int], ...]]:
+        """Every row's pinned positions, as runs from their first to behind their last."""
+        edges = torch.nn.functional.pad(self._at.int(), (1, 1)).diff(dim=1)  # 1 where a run begins, -1 behind it
+        return [
+            tuple(zip((own > 0).nonzero()[:, 0].tolist(), (own < 0).nonzero()[:, 0].tolist(), strict=True))
+            for own in edges
+        ]
+
     def reindex(self, rows: Tensor) -> None:
-        """Hold these rows instead, in this order, each as often as it is named."""
-        self._at = self._at[rows]
+        """Hold these rows instead, by an index on the CPU, in this order, each as often as it is named."""
+        self._at, self._there = self._at[rows], None
 
     def join(self, other: Pins) -> None:
         """Hold the rows of another one too, behind its own."""
         width = max(self._at.shape[1], other._at.shape[1])
         both = (torch.nn.functional.pad(own._at, (0, width - own._at.shape[1])) for own in (self, other))
-        self._at = torch.cat(list(both))
+        self._at, self._there = torch.cat(list(both)), None
 
 
 class Times:

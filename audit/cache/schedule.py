@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Evictor
 
 
@@ -23,7 +24,7 @@ class Counts:
     def on(self, device: torch.device) -> Tensor:
         """The same int64 [B] on a device, copied there once."""
         if self._there is None or self._there.device != device:
-            self._there = torch.tensor(self.numbers, device=device)
+            self._there = uploaded(torch.tensor(self.numbers), device)
         return self._there
 
     def all_are(self, number: int) -> bool:
@@ -86,8 +87,10 @@ class Victims(NamedTuple):
     positions: Tensor | int  # [B, H, 1]
 
     def joined(self) -> Victims:
-        """The same with one number for all slots, where they are alike."""
+        """The same with one number for all slots, where they are alike; a device is not asked."""
         slots = torch.as_tensor(self.slots)
+        if slots.device.type != "cpu":
+            return self
         first = slots[0, 0]
         return self._replace(slots=int(first)) if bool((slots == first).all()) else self
 
@@ -129,13 +132,13 @@ class Schedule:
             self._since = [0 if now else since for now, since in zip(due, self._since, strict=True)]
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
             self.left = Counts([budget if now else held for now, budget, held in numbers])
-            rows = slice(None) if all(due) else torch.tensor([n for n, now in enumerate(due) if now], device=device)
-            self.eviction = Eviction(due, rows, budgets)
+            some = torch.tensor([n for n, now in enumerate(due) if now])
+            self.eviction = Eviction(due, slice(None) if all(due) else uploaded(some, device), budgets)
 
     def _places(self, arriving: Arriving, device: torch.device) -> tuple[Tensor, Tensor]:
         fed = [row for row, more in enumerate(arriving.new) if more]
         places = [arriving.first[row] % self.evictor.observed_queries for row in fed]
-        rows, place = torch.tensor([fed, places], dtype=torch.int64, device=device).unbind(0)
+        rows, place = uploaded(torch.tensor([fed, places], dtype=torch.int64), device).unbind(0)
         return rows, place
 
     def due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:

@@ -6,6 +6,7 @@ hook changes nothing. Padding, wherever it stands, is read from the attention ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -82,6 +83,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
+        self._mask: Tensor | None = None  # the last mask, where it was on a device
         self._columns: list[Tensor] = []  # the same columns' ids, call after call
         self._rotary, self._pinned = rotary_for(model, policy), pinned
         self._blocks = hooked_blocks(model)
@@ -161,6 +163,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary, blocks=self._blocks)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
+        attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
         positions = row_positions(attention_mask, self._evicting.seen, new)
         require_positions(position_ids, positions)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
@@ -172,6 +175,23 @@ class CompressedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.announced = True
         return self._evicting
+
+    def _on_host(
+        self, mask: Tensor | None, position_ids: Tensor | None, new: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both on the CPU; of a device by one read, since each waits for it.
+
+        A mask that grew by ``new`` columns is compared there with the one before, and only those columns are read.
+        """
+        known, self._mask = self._mask, None if mask is None or mask.device.type == "cpu" else mask
+        if self._mask is None or known is None or self._mask.dim() != 2 or self._real is None:
+            return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
+        if known.shape != self._real.shape or self._mask.shape != (len(known), known.shape[1] + new):
+            return self._mask.cpu(), None if position_ids is None else position_ids.cpu()
+        asked = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == known.bool()).all()]
+        real, same, *places = _at_once(asked if position_ids is None else [*asked, position_ids.to(known.device)])
+        told = torch.cat([self._real, real.bool()], 1) if bool(same) else self._mask.cpu()
+        return told, places[0] if places else None
 
     def _remember(self, attention_mask: Tensor | None, real: Tensor) -> None:
         """Note which of the new columns are real; the mask must agree with what is in the cache already."""
@@ -189,6 +209,13 @@ class CompressedCache(Cache):  # type: ignore[misc]
                 "the attention mask hides tokens that this CompressedCache was given as real ones; "
                 "make a new cache for what they should have been"
             )
+
+
+def _at_once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Whole numbers on a device as int64 of the same shapes on the CPU, by one copy."""
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu().split(sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
@@ -229,12 +256,24 @@ def _is_own_step(asked: Tensor, own: Tensor) -> bool:
 def prepare(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
     require_interface(model)
+    require_one_device(model)
     carry_states(model)
     use_attention(model)
     # a copy of a prepared model is prepared too, so the model itself has to say it
     if _hand_over not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
+
+
+def require_one_device(model: Any) -> None:
+    """Raise RunError for a model whose layers compute on several devices: a cache and its ledger lie on one."""
+    placed = vars(model).get("hf_device_map", {}).values()  # where transformers spread it over devices
+    devices = sorted({str(device) for device in placed if device not in ("cpu", "disk")})  # those are only stored there
+    if len(devices) > 1:
+        raise RunError(
+            f"model {model.config.model_type!r} is spread over the devices {', '.join(devices)}, and a compressed "
+            "cache lies on one; load it with device_map={'': 0}, or with fewer bytes a weight"
+        )
 
 
 def use_attention(model: Any) -> None:

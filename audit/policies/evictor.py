@@ -64,6 +64,7 @@ class View(NamedTuple):
     moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
     sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
     centres: Centres | None = None  # of all queries so far, where the policy asks (`centres`)
+    longest: int | None = None  # the largest of `seen`, where the host knows it: to ask would wait for the device
 
     def attention(self) -> Tensor:
         """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].

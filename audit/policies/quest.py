@@ -54,12 +54,12 @@ class Quest(Selector):
         import torch
 
         last = (view.seen - 1) // self.page  # [B] the page of the query itself
-        pages = torch.arange(int(last.max()) + 1, device=last.device)
+        longest = int(view.seen.max()) if view.longest is None else view.longest
+        pages = torch.arange((longest - 1) // self.page + 1, device=last.device)
         bounds = self._bounds(view, len(pages))  # [B, G*H, pages]
         bounds = bounds.masked_fill(pages == last[:, None, None], float("inf"))
         bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
-        most = self.units_at(int(view.seen.max()))
-        best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., : self.units_at(longest)]
         return torch.where(best > last[:, None, None], -1, best)  # pages that a shorter row of the batch has not
 
     def _bounds(self, view: View, pages: int) -> Tensor:

@@ -37,7 +37,7 @@ class Random(Evictor):
         import torch
 
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
-        draw = mix(view.entry_keys + mix(torch.tensor([self.seed], device=heads.device)))
+        draw = mix(view.entry_keys + mix(torch.full((1,), self.seed, device=heads.device)))
         draw = mix(mix(draw + view.layer * 1_000_003) + heads)
         # 24 bits: every value is exact in float32, so ranking is the same on every device
         return (mix(draw + view.positions) & 0xFFFFFF).float()

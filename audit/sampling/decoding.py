@@ -60,7 +60,9 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
         threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]  # of a nucleus, or rounded, the sum is not 1
         # right: a token without probability is never drawn; a threshold that rounds up to the sum needs the clamp
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    # at once, since every read waits for the device; a double holds the number of any token
+    drawn, nats = torch.stack([tokens.double(), logprobs.gather(1, tokens[:, None])[:, 0]]).tolist()
+    return [int(token) for token in drawn], nats
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:

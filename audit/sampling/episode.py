@@ -18,6 +18,7 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
 from kvaudit.core.errors import SpecError
@@ -133,7 +134,7 @@ class Episode:
             # draws are numbered by row position: turns, and whatever shares the batch, change none
             # [b] position of the token that is drawn
             index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
-            return draw(logits, self._seeds, torch.tensor(index, device=logits.device), decoding)
+            return draw(logits, self._seeds, uploaded(torch.tensor(index), logits.device), decoding)
 
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             stopped = ids[-1] in self._model.chat.stop_ids or (ended is not None and ended(n, ids))
@@ -315,6 +316,7 @@ class Episode:
         ledger, times = cache.ledger(longest), cache.quantised_at(longest)
         experts, selections = cache.experts(longest), cache.selections()
         peaks, hints = cache.bytes_peaks, None if times is None else cache.hints()
+        pinned = cache.pinned()
 
         def rollout(row: _Row, place: int) -> Rollout:
             own = slice(len(row.ids))
@@ -338,6 +340,7 @@ class Episode:
                 hints=None if hints is None else hints[place],
                 experts=None if experts is None else experts[place, own].clone(),
                 selection=None if selections is None else selections[place],
+                pinned=None if pinned is None else pinned[place],
             )
 
         return {n: rollout(self._rows[n], place) for place, n in enumerate(self._held) if n in wanted}
@@ -402,8 +405,8 @@ class Episode:
         """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
-            input_ids=ids.to(device),
-            position_ids=positions.clamp(min=0).to(device),
+            input_ids=uploaded(ids, device),
+            position_ids=uploaded(positions.clamp(min=0), device),
             use_cache=False,
             kv=kv,
             logits_to_keep=1 if columns is None else columns.to(device),

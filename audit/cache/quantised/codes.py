@@ -122,21 +122,30 @@ def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     return codes, torch.arange(keys.shape[2], device=keys.device) // codec.key_group, parameters
 
 
-def code_groups(keys: Tensor, leaving: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for keys where ``leaving`` [B, H, K], per head; group numbers [B, H, K] are -1 for the others."""
+def code_groups(
+    keys: Tensor, leaving: Tensor, codec: Quantiser, groups: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for keys where ``leaving`` [B, H, K], per head; group numbers [B, H, K] are -1 for the others.
+
+    ``groups`` is G, where it is known without asking.
+    """
     rank = leaving.int().cumsum(2) - 1  # [B, H, K], number among those that leave
     group = torch.where(leaving, rank // codec.key_group, -1)
-    parameters = fit_groups(keys, group, int(group.max()) + 1, codec)
+    parameters = fit_groups(keys, group, int(group.max()) + 1 if groups is None else groups, codec)
     return encode_as(keys, parameters_of(group, parameters), codec), group, parameters
 
 
-def without_empty(group: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Group numbers [B, H, K] and ``table`` [B, H, G, ...] without the groups whose keys have all left."""
+def without_empty(group: Tensor, table: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Group numbers [B, H, K] and ``table`` [B, H, G, ...] without the groups whose keys have all left.
+
+    ``most`` is how many a head still has at most, where that is known without asking.
+    """
     batch, heads, groups = table.shape[:3]
     used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
     used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
     renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))  # [B, H, K], numbers without gaps
-    order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, : int(used.sum(2).max())]
+    most = int(used.sum(2).max()) if most is None else most
+    order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :most]
     return torch.where(group >= 0, renamed, -1), gather_entries(table, order)
 
 

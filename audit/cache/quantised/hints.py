@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.quantised.codes import encode_as
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Quantiser
 
 BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by before a hint is forged
@@ -88,12 +89,27 @@ class HintRecorder:
         self._slots = 0
         self._found: list[list[Tensor]] = [[] for _ in range(rows)]  # [n, 5] token, part, head, channel, rank
 
-    def add(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor) -> None:
-        """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``."""
+    def add(
+        self,
+        part: int,
+        x: Tensor,
+        codes: Tensor,
+        parameters: Tensor,
+        leaving: Tensor,
+        at: Tensor,
+        places: Tensor | None = None,
+    ) -> None:
+        """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``.
+
+        Of K something leaves at these ``places`` only; None: perhaps at all.
+        """
         if x.dtype not in HINTED:
             return
-        if x.shape[2] > 1 and not (some := leaving.any(0).any(0)).all():
-            x, codes, parameters, leaving, at = (t[:, :, some] for t in (x, codes, parameters, leaving, at))
+        if places is not None:
+            there = uploaded(places, x.device)
+            x, codes, parameters, leaving, at = (
+                tensor.index_select(2, there) for tensor in (x, codes, parameters, leaving, at)
+            )
         if x.shape[2] >= _WAIT:  # a prompt
             self._look_at(part, (x, codes, parameters, leaving, at))
             return

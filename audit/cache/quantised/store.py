@@ -32,6 +32,7 @@ from kvaudit.audit.cache.quantised.codes import (
     without_empty,
 )
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
+from kvaudit.audit.cache.quantised.layout import Layout, span_of
 from kvaudit.audit.cache.schedule import Counts
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Quantiser, softmax
@@ -42,17 +43,26 @@ HOST_BLOCK, DEVICE_BLOCK = 1 << 24, 1 << 28  # bytes of one layer's keys that ar
 
 
 class LeavingEntries(NamedTuple):
-    """Exact entries that become codes now: their slots, and which of those in each row and head, None for all."""
+    """Exact entries that become codes now: their slots, and which of those in each row and head, None for all.
+
+    ``places``: the slots in which something leaves anywhere, where that is known and not all; on the CPU.
+    ``groups``: how many groups of keys they make at most in one row, and how many that then has, where that is known.
+    """
 
     slots: slice
     which: Tensor | None  # bool [B, H, slots]
+    places: Tensor | None = None
+    groups: tuple[int, int] | None = None
 
 
 class QuantisedStore(Store):
     """See ``Store``; ``flush`` turns entries into codes."""
 
-    def __init__(self, codec: Quantiser, layer: int, scratch: Scratch, *, accumulates: bool = False) -> None:
+    def __init__(
+        self, codec: Quantiser, layer: int, scratch: Scratch, layout: Layout | None, *, accumulates: bool = False
+    ) -> None:
         super().__init__(accumulates=accumulates)
+        self._layout = layout  # None where entries leave: what is held is then the device's to know
         self._codec, self._layer, self._scratch = codec, layer, scratch
         self._fixed: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._numbers = 0  # parameters of one group
@@ -258,17 +268,35 @@ class QuantisedStore(Store):
         if self._aligned:  # every slot at its position: all rows and heads have come equally far
             return LeavingEntries(slice(done.least, until.least), None) if done.least < until.least else None
         at = self.positions[:, :, self._start :]
-        which = (at >= done.on(at.device)[:, None, None]) & (at < until.on(at.device)[:, None, None])
-        columns = which.any(0).any(0).nonzero()
-        if not len(columns):
+        if self._layout is not None:
+            self._layout.learn(at[:, 0])
+            span = self._layout.between(done, until)
+        else:
+            columns = _among(at, done, until).any(0).any(0).nonzero()[:, 0]
+            span = span_of(columns) if len(columns) else None
+        if span is None:
             return None
-        first, end = int(columns[0]), int(columns[-1]) + 1  # of the tail; between them some rows and heads may stay
-        return LeavingEntries(slice(self._start + first, self._start + end), which[:, :, first:end])
+        # of the tail; between the first and the last some rows and heads may stay
+        slots = slice(self._start + span.first, self._start + span.end)
+        which = _among(at[:, :, span.first : span.end], done, until)
+        return LeavingEntries(slots, which, span.places, self._groups(done, until))
+
+    def _groups(self, done: Counts, until: Counts) -> tuple[int, int] | None:
+        """See ``LeavingEntries``: known where nothing leaves and groups are always full."""
+        size = self._codec.key_group
+        if self._layout is None or not size or any(count % size for count in until.numbers):
+            return None
+        more = max(end - start for start, end in zip(done.numbers, until.numbers, strict=True))
+        return more // size, until.largest // size
 
     def _cut(self) -> None:
         """Free the first slots of the tail, up to the first that is exact in some row or head."""
         if self._aligned:
             slots = min(done.least for done in self._done) - self._start
+            if self._layout is not None:
+                self._layout.free(slots)
+        elif self._layout is not None:
+            slots = self._layout.freed(*self._done)
         else:
             exact = (self._is_exact(KEYS, slice(None)) | self._is_exact(VALUES, slice(None))).any(0).any(0)
             slots = int(exact.int().argmax()) if bool(exact.any()) else len(exact)
@@ -307,14 +335,15 @@ class QuantisedStore(Store):
     def _store_groups(self, table: Tensor, leaving: LeavingEntries, which: Tensor) -> None:
         """The leaving keys, by position and per head."""
         exact = self._exact(KEYS, leaving.slots)
-        codes, group, parameters = code_groups(exact, which, self._codec)
+        new, every = leaving.groups or (None, None)
+        codes, group, parameters = code_groups(exact, which, self._codec, new)
         self._note(KEYS, exact, codes, parameters_of(group, parameters), leaving)
         self._add_groups(table, parameters)
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
         assert self._table is not None
         used = self._slots["key_group"][:, :, : self.length]
-        group, self._table = without_empty(used.long(), self._table)
+        group, self._table = without_empty(used.long(), self._table, every)
         used.copy_(group)
 
     def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
@@ -322,7 +351,7 @@ class QuantisedStore(Store):
         assert self._hints is not None
         at = self.positions[:, :, leaving.slots]
         which = torch.ones_like(at, dtype=torch.bool) if leaving.which is None else leaving.which
-        self._hints.add(part, exact, codes, parameters, which, at)
+        self._hints.add(part, exact, codes, parameters, which, at, leaving.places)
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """Element numbers and low bits of the row's hints (see ``hints``) in this store, layer ``layer``."""
@@ -388,3 +417,8 @@ class QuantisedStore(Store):
         yield from self._tail
         if self._table is not None:
             yield self._table
+
+
+def _among(at: Tensor, done: Counts, until: Counts) -> Tensor:
+    """Which positions [B, H, n] are from ``done`` on and below ``until``."""
+    return (at >= done.on(at.device)[:, None, None]) & (at < until.on(at.device)[:, None, None])
