@@ -214,8 +214,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
 def _at_once(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Whole numbers on a device as int64 of the same shapes on the CPU, by one copy."""
     sizes = [tensor.numel() for tensor in tensors]
-    parts = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu().split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    joined = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu()
+    return [part.view(tensor.shape) for part, tensor in zip(torch.split(joined, sizes), tensors, strict=True)]
 
 
 def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
