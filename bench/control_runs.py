@@ -23,7 +23,6 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.files import write_json
 from kvaudit.core.records import Item, Outcome, Record
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.core.spec_evaluate import EvaluateSpec
 from kvaudit.suites.base import SUITES, Suite
 
 SUITE_NAMES = ("refusal", "agent", "math")
@@ -75,9 +74,12 @@ class Rerun(Evaluator):
         asked, decoding = [(suite, item) for item in batch], Decoding(suite.max_new_tokens, temperature=1.0)
         return play(sampler, asked, decoding, seeds, prompts=prompts)
 
-    def _batched(self, suite: Suite, items: Sequence[Item], part: EvaluateSpec) -> list[list[Item]]:
-        smaller = part.model_copy(update={"batch_tokens": part.batch_tokens // (2 + self._number % 3)})
-        return super()._batched(suite, items, smaller)[::-1]
+    def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
+        return super()._batched(suite, items)[::-1]
+
+    @property
+    def _batch_tokens(self) -> int:
+        return self._spec.evaluate.batch_tokens // (2 + self._number % 3)
 
 
 def rerun_arm(number: int) -> str:

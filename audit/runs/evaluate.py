@@ -247,7 +247,7 @@ class Evaluator:
         return self._known[key]
 
     def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
-        lengths, part = {}, self._spec.evaluate
+        lengths = {}
         for item in items:
             prompt = _opening_tokens(self._model, item)
             check_spans(suite, item)
@@ -257,7 +257,11 @@ class Evaluator:
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         # an item takes a row for each sample
-        return batched(items, lengths, part.batch_tokens // part.samples_of(suite.name))
+        return batched(items, lengths, self._batch_tokens // self._spec.evaluate.samples_of(suite.name))
+
+    @property
+    def _batch_tokens(self) -> int:
+        return self._spec.evaluate.batch_tokens
 
     def _record(self, unit: Unit, suite: Suite, said: GradedRow | EngineRow) -> Record:
         """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
