@@ -457,6 +457,7 @@ def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> 
 
 @pytest.mark.engines
 @pytest.mark.timeout(1200)
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's fp8 on a CPU wants AVX-512")
 def test_vllm_in_float32_answers_as_our_own_cache_does_and_fp8_moves_it(
     model: LoadedModel, vllm_python: str, tmp_path: Path
 ) -> None:

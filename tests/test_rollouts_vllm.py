@@ -19,7 +19,13 @@ from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.spec_evaluate import EngineSpec
 
 HEAT = 0.7
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's fp8 on a CPU wants AVX-512"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
