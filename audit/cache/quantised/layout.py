@@ -33,9 +33,7 @@ class Layout:
 
     def __init__(self, rows: int) -> None:
         self._at: Tensor | None = torch.zeros(rows, 0, dtype=torch.int64)
-        self._cut: int | None = (
-            None  # slots of the tail that the last forward has freed, once a layer has said or asked
-        )
+        self._cut: int | None = None  # slots that the last forward has freed, once a layer has said or asked
         self._found: dict[tuple[Counts, Counts], Span | None] = {}
 
     def add(self, positions: Tensor) -> None:
