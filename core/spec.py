@@ -36,6 +36,7 @@ from kvaudit.core.spec_parts import (
     Names,
     Points,
     Policies,
+    Ratio,
     SpecSection,
     Text,
     is_scalar,
@@ -106,6 +107,7 @@ class GateSpec(SpecSection):
     alpha: Alpha | None = None  # the profile's, or .05
     margins: dict[str, Points] = Field(default_factory=dict)
     estimand_margins: dict[Literal["selectivity", "parity"], Points] = Field(default_factory=dict)
+    ratios: dict[str, Ratio] = Field(default_factory=dict)  # how many times as often at most, instead of a margin
     primary: Policies = ()
     contexts: tuple[ContextLength, ...] = ()
     deployable: Policies = ()
@@ -302,7 +304,7 @@ class RunSpec(SpecSection):
             "reference": reference,
             "primary": primary,
             "deployable": _served("deployable", gate.deployable, served, names),
-            "margins": _margins(self.evaluate.suites, gate.margins, names),
+            "margins": _margins(self.evaluate.suites, gate, names),
             "alpha": _alpha(gate),
         }
         _check_lengths(gate.contexts, self.evaluate)
@@ -312,7 +314,8 @@ class RunSpec(SpecSection):
         if names is not None:
             engines = {text for pair in self.evaluate.references.items() for text in pair}
             names.check_remedies(self.remedies, [p for p in primary if p not in engines])
-        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in gate.margins)
+        limited = {**gate.margins, **gate.ratios}
+        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in limited)
         self._left_open = _LeftOpen(None if names is None else undeclared)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
@@ -429,19 +432,25 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
             )
 
 
-def _margins(suites: Iterable[str], declared: dict[str, float], names: Names | None) -> dict[str, float]:
-    """The margin of every suite, and of every SUITE.FACET that has one; without names only those that are declared."""
-    own = list(suites)
-    for name in declared:
+def _margins(suites: Iterable[str], gate: GateSpec, names: Names | None) -> dict[str, float]:
+    """The margin of every suite that has no ratio, and of every SUITE.FACET that has one.
+
+    Without names only those that are declared.
+    """
+    own, declared = list(suites), gate.margins
+    for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
         suite, _, facet = name.rpartition(".")
         if suite not in own and name not in own:
-            raise UnknownName("suite in gate.margins", name, own)
+            raise UnknownName(f"suite in gate.{key}", name, own)
         if name not in own and facet not in FACETS:
-            raise UnknownName("facet in gate.margins", name, (f"{suite}.{known}" for known in FACETS))
+            raise UnknownName(f"facet in gate.{key}", name, (f"{suite}.{known}" for known in FACETS))
+    if both := sorted({*declared} & {*gate.ratios}):
+        raise SpecError(f"gate.margins and gate.ratios both name {both[0]}; give one of the two")
     if names is None:
         return declared
     facets = {name: points for name, points in declared.items() if name not in own}
-    return {**{suite: declared.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own}, **facets}
+    suited = {suite: declared.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own if suite not in gate.ratios}
+    return {**suited, **facets}
 
 
 def _alpha(gate: GateSpec) -> float:
@@ -479,7 +488,7 @@ def with_gate(spec: RunSpec, file: YamlFile, names: Names | None = None) -> RunS
     row["gate"] = _overlaid(row["gate"], file.table)
     found = _validated(row, file.name, {("gate", *place): line for place, line in file.lines.items()}, names)
     if spec.default_margins is not None:
-        declared = file.table.get("margins") or {}
+        declared = {**(file.table.get("margins") or {}), **(file.table.get("ratios") or {})}
         found._left_open = _LeftOpen(tuple(suite for suite in spec.default_margins if suite not in declared))
     return found
 
@@ -490,10 +499,11 @@ def _overlaid(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
         for key in ("profile", "alpha", "on_inconclusive"):
             kept.pop(key, None)
     merged = {**kept, **{key: value for key, value in table.items() if key != "format"}}
-    for key in ("margins", "estimand_margins"):
-        old, new = kept.get(key), table.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            merged[key] = {**old, **new}
+    for key, instead in (("margins", "ratios"), ("ratios", "margins"), ("estimand_margins", "")):
+        old, new, other = kept.get(key, {}), table.get(key, {}), table.get(instead, {})
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(other, Mapping):
+            # what the file gives the other kind of limit has this kind no more
+            merged[key] = {**{name: value for name, value in old.items() if name not in other}, **new}
     return merged
 
 

@@ -72,6 +72,7 @@ Points = Annotated[  # percentage points
     Field(gt=0, lt=100),
     _usable(lambda value: value >= LEAST_MARGIN, f"at least {LEAST_MARGIN} (percentage points)"),
 ]
+Ratio = Annotated[Number, Field(ge=1.01, le=100)]  # how many times as often
 
 
 @dataclass(frozen=True)

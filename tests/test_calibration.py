@@ -31,7 +31,7 @@ from kvaudit.reports.gate.controls import controls_of
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.stats.clustered import many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds, Effect
-from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_large
+from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_uneven
 from kvaudit.reports.stats.seeds import Recipe, many_recipe_effects
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 
@@ -142,7 +142,7 @@ def lost_templates():
 
 def test_a_gate_without_c_min_is_found_out(monkeypatch, lost_templates):
     monkeypatch.setattr("kvaudit.reports.stats.rule.clusters_required", lambda margin, alpha: 1)
-    monkeypatch.setattr(intervals, "too_large", lambda counts, margin: False)
+    monkeypatch.setattr(intervals, "too_uneven", lambda counts, margin, alpha: False)
     monkeypatch.setattr(intervals, "shows_margin", lambda sums, counts, **_: np.ones(len(sums), dtype=np.bool_))
     twenty = next(case for case in lost_templates if case.clusters == 20)
     assert twenty.rates(SEED)["passed"] > 0.2  # no broken template is drawn in .95^20 = 36 % of the simulations
@@ -254,7 +254,7 @@ def test_the_gate_decides_as_the_simulated_rule(clusters, broken, largest):
     counts = np.full(clusters, 2.0)
     counts[-1] = largest
     sums = np.where(np.arange(clusters) < broken, -2.0, 0.0)
-    shown, uneven = shows_margin(sums, counts, margin=0.05, alpha=0.05), too_large(counts, 0.05)
+    shown, uneven = shows_margin(sums, counts, margin=0.05, alpha=0.05), too_uneven(counts, 0.05, 0.05)
     for lower in (-0.2, -0.05, -0.04, 0.01):
         for upper in (-0.06, -0.01, 0.0, 0.02):
             for pvalue in (0.001, 0.05, 0.5):

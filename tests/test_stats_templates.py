@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 from statsmodels.emplike.descriptive import DescStat
 
 from kvaudit.reports.stats.rule import (
+    EXACT,
     SHARPNESS,
+    STEEPEST,
     Part,
     _log_ratio,
+    chi_square_limit,
     clusters_required,
+    largest_alone,
     parts_show_margin,
     shows_margin,
     template_bound,
     too_large,
+    too_uneven,
 )
 
 FIVE = {"margin": 0.05, "alpha": 0.05}
@@ -40,6 +46,41 @@ def test_templates_that_all_agree_clear_the_margin_well_before_c_min():
     assert enough[0] == 34
     assert enough == list(range(34, 60))
     assert SHARPNESS == 1.2
+
+
+@pytest.mark.parametrize(
+    ("clusters", "margin", "broken", "shown"),
+    [
+        (79, 0.05, 1, False),  # the chi-square itself
+        (82, 0.05, 1, False),  # 5 % of the templates break, one or none of 82 in .079
+        (83, 0.05, 1, True),  # in .076, but more is not asked than by the steepest limit
+        (90, 0.05, 1, True),  # in .056
+        (116, 0.05, 2, False),
+        (122, 0.05, 2, True),
+    ],
+)
+def test_before_a_step_whole_templates_are_counted_as_a_binomial_law_has_it(clusters, margin, broken, shown):
+    sums = np.where(np.arange(clusters) < broken, -5.0, 0.0)
+    ratio = _log_ratio(sums + 5 * margin, 5 * (1 - margin)) / chi_square_limit(clusters, 0.05) * SHARPNESS
+    likely = binom.cdf(broken, clusters, margin) > EXACT * 0.05
+    assert bool(ratio > (STEEPEST if likely else SHARPNESS)) is shown
+    assert bool(shows_margin(sums, np.full(clusters, 5), margin=margin, alpha=0.05)) is shown
+
+
+def test_of_one_size_all_are_the_largest_and_the_chance_is_that_of_c_min():
+    found = largest_alone(np.full(60, 5), 0.05)
+    assert (found.number, found.share) == (60, 1)
+    assert found.unseen == pytest.approx(0.95**60)
+    assert [too_uneven(np.full(c, 5), 0.05, 0.05) for c in (58, 59)] == [True, False]
+
+
+def test_the_larger_half_alone_may_not_hide_the_margin():
+    """Of 74 templates of 2 and 6 items the large ones hold 75 %; none of 37 breaks in (1 - .05 / .75)^37."""
+    found = largest_alone(np.tile([2, 6], 37), 0.05)
+    assert (found.number, found.share) == (37, 0.75)
+    assert found.unseen == pytest.approx((1 - 0.05 / 0.75) ** 37)
+    assert too_uneven(np.tile([2, 6], 37), 0.05, 0.05)
+    assert not too_uneven(np.tile([2, 6], 44), 0.05, 0.05)
 
 
 @pytest.mark.parametrize(("broken", "shown"), [(0, True), (1, False), (3, False)])

@@ -28,6 +28,16 @@ def plan(
     run: Annotated[Path | None, argument(help="A run: how many templates would decide each of its cells.")] = None,
     *,
     margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: how many times as often it may happen, as 1.1; needs --happens.", show_default=False
+        ),
+    ] = None,
+    happens: Annotated[
+        float | None,
+        typer.Option(help="How often it happens with the reference, as 0.3.", show_default=False),
+    ] = None,
     discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
     clusters: Annotated[int, typer.Option(help="Templates.")] = 60,
     items_per_cluster: Annotated[int, typer.Option(help="Items of each template.")] = 5,
@@ -59,7 +69,7 @@ def plan(
         if run is not None:
             _plan_next(run)
             return
-        from kvaudit.reports.gate.sizes import Design
+        from kvaudit.reports.gate.sizes import Design, held_to_ratio
 
         design = Design(
             margin=margin / 100,
@@ -79,7 +89,7 @@ def plan(
             rate=rate,
             remedies=remedies,
         )
-        _plan(design, suite, out)
+        _plan(held_to_ratio(design, ratio, happens), suite, out)
 
 
 def _plan_next(path: Path) -> None:
@@ -109,7 +119,7 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
     has = f"{d.effect.n_items} items in {d.effect.n_clusters} templates"
     if d.status is not Status.INCONCLUSIVE:
         return f"{name}: {d.status.value} with {has}"
-    needed = [templates_for(row.contrast, d.margin) for row in cell.rows]
+    needed = [templates_for(row.contrast, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
     if None in needed:
         past = d.effect.estimate <= -d.margin
         why = "the drop is past the margin already" if past else "not even forty times as many templates would"
@@ -142,29 +152,40 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
-    from kvaudit.reports.gate.sizes import smallest_margin
+    from kvaudit.reports.gate.sizes import smallest_margin, smallest_ratio
     from kvaudit.reports.layout.words import percent
 
     d = sizes.design
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
     yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each{seeds}"
     yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
-    yield f"chance to pass {100 * d.margin:g} pp", _chance(sizes)
+    held_to = f"{100 * d.margin:g} pp" if d.ratio is None else f"{d.ratio:g} x"
+    if d.ratio is not None:
+        yield f"what {held_to} comes to", f"{100 * d.margin:.2g} pp where it happens in {percent(d.happens)}"
+    yield f"chance to pass {held_to}", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
         yield f"chance to pass all {d.policies} policies", together
-    yield "price of the template rule", _price(sizes)
+    if d.ratio is None:
+        yield "price of the template rule", _price(sizes)
     beyond = f"more than the {percent(d.discordance)} of the items that differ can lose"
-    yield f"power to find a drop of {100 * d.margin:g} pp", beyond if sizes.detects is None else percent(sizes.detects)
-    smallest = smallest_margin(d)
-    yield f"margin passed with power {d.power:g}", "none" if smallest is None else f"{100 * smallest:.1f} pp"
+    yield (
+        f"power to find a drop of {100 * d.margin:.4g} pp",
+        beyond if sizes.detects is None else percent(sizes.detects),
+    )
+    if d.ratio is None:
+        smallest = smallest_margin(d)
+        yield f"margin passed with power {d.power:g}", "none" if smallest is None else f"{100 * smallest:.1f} pp"
+    else:
+        least = smallest_ratio(d)
+        yield f"ratio passed with power {d.power:g}", "none" if least is None else f"{least:.2f} x"
     found = f"{100 * sizes.detectable:.1f} pp"
     yield (
         f"drop found with power {d.power:g} (MDE)",
         f"{found}, {beyond}" if sizes.detectable > d.discordance else found,
     )
     yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
-    yield "C_min", f"{sizes.required_clusters} templates for {100 * d.margin:g} pp at alpha {d.alpha:g}"
+    yield "C_min", f"{sizes.required_clusters} templates for {held_to} at alpha {d.alpha:g}"
     missed = f"missed with probability {100 * d.alpha:g} %"
     yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and unsampled, {missed}"
     yield "answers", _answers(d)

@@ -69,7 +69,9 @@ def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
 
 def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
     """A suite's score, and its facets that have a margin; none where nothing is gated."""
-    margins = spec.gate.margins
+    # the most that a ratio can allow, whatever the reference's rate turns out to be
+    allowed = {name: 100 * (1 - 1 / ratio) for name, ratio in spec.gate.ratios.items()}
+    margins = {**spec.gate.margins, **allowed}
     facets = [name for name in margins if name not in spec.evaluate.suites and facet_of(name)[0] == suite]
     found = [Metric(suite, None, margins[suite] / 100)] if suite in margins else []
     found += [Metric(suite, facet_of(name)[1].name, margins[name] / 100) for name in facets]

@@ -17,6 +17,7 @@ SOURCES = (
     "clustered.py",
     "effect.py",
     "mover.py",
+    "ratio.py",
     "rule.py",
     "seeds.py",
     "shares.py",

@@ -16,6 +16,7 @@ from bench.calibration.checks import (
     intervals,
     judges,
     power,
+    ratios,
     recipes,
     standing,
     templates,
@@ -45,6 +46,7 @@ CHECKS = (
     Check(power.cases, power.figures, False),
     Check(graded.cases, graded.figures, True),
     Check(standing.cases, standing.figures, True),
+    Check(ratios.cases, ratios.figures, True),
 )
 TIMES = 10  # the draws of a repeated case
 

@@ -25,7 +25,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import CELL, change, contrast, seed_pairs, share_of_none
 from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.gate.decide import decide_beside
-from kvaudit.reports.gate.family import FamilyRow, GatedCell
+from kvaudit.reports.gate.family import single_cell
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import PASSED, Decision, Status, Verdict, worst
 from kvaudit.reports.records.load import RunData
@@ -118,7 +118,8 @@ def failing(drift: Drift, rules: Rules, verdict: Verdict) -> tuple[Failing, ...]
     decided = {_place(d, sides): d for d in verdict.decisions}
     wanted = [c for c in drift.contrasts if _is_deployed(c, sides, rules)]
     missing = [c for c in wanted if _place(c, sides) not in decided]
-    decided |= {_place(d, sides): d for d in decide_beside([_cell(c, rules) for c in missing], drift, rules)}
+    beside = [single_cell(c, rules, gated=False) for c in missing]
+    decided |= {_place(d, sides): d for d in decide_beside(beside, drift, rules)}
     cells = [decided[_place(c, sides)] for c in wanted]
     found = []
     for arm, policy in dict.fromkeys((d.arm, d.policy) for d in cells if not sides.is_uncompressed(d.policy)):
@@ -141,7 +142,7 @@ def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     return (
         c.estimand == estimand_of(sides, c.arm, c.policy)
         and c.policy in (*rules.primary, *sides.uncompressed)
-        and c.suite in rules.margins
+        and rules.holds(c.suite)
         and c.context_tokens in rules.contexts
         and c.arm in (sides.reference, *(rules.arms or sides.candidates))
     )
@@ -150,10 +151,6 @@ def _is_deployed(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 def _place(c: Contrast | Decision, sides: Comparison) -> tuple[str, str, str, str, int]:
     # uncompressed, alike and deployed are the same difference
     return "alike" if sides.is_uncompressed(c.policy) else c.estimand, *c.place[1:]
-
-
-def _cell(c: Contrast, rules: Rules) -> GatedCell:
-    return GatedCell(c.estimand, (FamilyRow(c, 1),), rules.margin(c.estimand, c.suite), gated=False)
 
 
 def mended(
@@ -208,7 +205,7 @@ def _decided(tables: Panels, drift: Drift, rules: Rules, arm: str, policy: str) 
         for (_, context), panel in tables.items()
         if context in rules.contexts
     ]
-    cells = [_cell(c, rules) for c in found if c.suite in rules.margins]
+    cells = [single_cell(c, rules, gated=False) for c in found if rules.holds(c.suite)]
     yield from decide_beside(cells, replace(drift, contrasts=tuple(found)), rules)
 
 

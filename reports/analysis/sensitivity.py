@@ -19,7 +19,7 @@ from kvaudit.reports.gate.verdict import FORM, Decision, Status, Verdict, worst
 from kvaudit.reports.records.rows import Panels
 from kvaudit.reports.stats.clustered import cr3_effect, totals
 from kvaudit.reports.stats.effect import Array, Effect
-from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_uneven
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, max_t_groups, sign_flip
 from kvaudit.reports.stats.tango import ess_tango
 
@@ -131,7 +131,7 @@ def _shown(z: Array, clusters: _Codes, margin: float, alpha: float) -> bool:
     t = totals(z, clusters)
     enough = effective_clusters(t.counts) >= clusters_required(margin, alpha) - 1e-9
     shows = enough and bool(shows_margin(t.sums, t.counts, margin=margin, alpha=alpha))
-    return shows and not too_large(t.counts, margin)
+    return shows and not too_uneven(t.counts, margin, alpha)
 
 
 def _of_effect(

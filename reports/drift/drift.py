@@ -28,7 +28,7 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_canary
 from kvaudit.reports.drift.comparison import Comparison, Reason, run_reasons
-from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift
+from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unwanted
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.churn import Flips, flips
@@ -258,6 +258,7 @@ def _with_numbers(
         effect=effect,
         recipe=recipe,
         rates=None if blank.estimand == INTERACTION else _rates(panel, weights, present),
+        unwanted=() if blank.estimand == INTERACTION else tuple(_unwanted(panel, weights, present)),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
@@ -318,6 +319,20 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_])
     """
     candidate, reference = paired_scores(panel, weights, present)
     return Rates(float(reference.mean()), float(candidate.mean()))
+
+
+def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[Unwanted]:
+    """By the scores, and by every reading of those that a judge was unsure of."""
+    _, clusters = np.unique(panel.clusters[present], return_inverse=True)
+    for scores in (panel.scores, *panel.readings):
+        sides = paired_scores(replace(panel, scores=scores), weights, present)
+        new, old = (1 - side.mean(axis=0) for side in sides)
+        yield Unwanted(
+            reference=np.bincount(clusters, weights=old).astype(np.float64),
+            candidate=np.bincount(clusters, weights=new).astype(np.float64),
+            before=float(np.maximum(old - new, 0).sum()),
+            after=float(np.maximum(new - old, 0).sum()),
+        )
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:

@@ -97,6 +97,19 @@ class ClusterSums:
 
 
 @dataclass(frozen=True)
+class Unwanted:
+    """How often what is not wanted happened on both sides of a difference, summed inside the clusters of its sums.
+
+    ``before`` is what happened with the reference alone, ``after`` with the candidate alone, over all items.
+    """
+
+    reference: npt.NDArray[np.float64]  # [C]
+    candidate: npt.NDArray[np.float64]  # [C]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
 class SeedDrift:
     """The drift of one paired training seed by itself, with the bounds that the gate's interval gives for it alone."""
 
@@ -164,6 +177,8 @@ class Contrast(CellName):
     seed_noise: float = 0.0  # of less than two seeds
     by_seed: tuple[SeedDrift, ...] = ()
     seed_sums: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
+    # by the judge's labels, then by each reading of what it was unsure of; none of an interaction. Not written
+    unwanted: tuple[Unwanted, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

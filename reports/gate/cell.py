@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from kvaudit.core.estimands import PARITY, WORST
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Contrast, People
@@ -15,6 +17,7 @@ from kvaudit.reports.gate.family import (
     FamilyRow,
     GatedCell,
 )
+from kvaudit.reports.gate.ratios import Ratio, ratio_of, templates_show
 from kvaudit.reports.gate.verdict import (
     LABELS,
     PASSED,
@@ -33,11 +36,14 @@ from kvaudit.reports.stats.rule import (
     Part,
     blind_spot,
     calls,
+    calls_of,
     clusters_required,
     effective_clusters,
+    largest_alone,
     parts_show_margin,
     template_bound,
     too_large,
+    too_uneven,
 )
 
 _STATUS = {
@@ -65,7 +71,7 @@ class Pvalues(NamedTuple):
 
 @dataclass(frozen=True)
 class Judged:
-    """One test of a cell, decided."""
+    """One test of a cell, decided; ``ratio`` where it is held to one."""
 
     row: FamilyRow
     status: Status
@@ -76,11 +82,20 @@ class Judged:
     room: float
     larger: Larger | None
     judge: Status | None = None  # by the judge's labels, where human labels decide
+    ratio: Ratio | None = None
+
+
+_StatusWhy = tuple[Status, tuple[Reason, ...]]
+_NO_RATIO = Reason(
+    LABELS,
+    "people labelled pairs that the judge tells apart, which says nothing of the reference's own rate: their labels "
+    "show no ratio, declare points in gate.margins",
+)
 
 
 def decide_cell(
     effect: Effect, margin: float, pvalue: float, templates: Sequence[Part], what: str = "regression"
-) -> tuple[Status, tuple[Reason, ...]]:
+) -> _StatusWhy:
     """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family.
 
     ``templates`` are the totals that the effect is the mean of, a part for each suite.
@@ -92,65 +107,118 @@ def decide_cell(
                 effect.upper,
                 pvalue,
                 clusters=_worth(templates, effect),
-                uneven=any(too_large(part.counts, margin) for part in templates),
+                uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
                 shown=parts_show_margin(templates, margin=margin, alpha=effect.alpha),
                 margin=margin,
                 alpha=effect.alpha,
             )
         )
     )
-    reason = _reason(call, effect, margin, templates, what)
-    return _STATUS[call], (reason,) if reason else ()
+    points = f"{100 * margin:g} pp"
+    past = "the interval reaches past the margin"
+    said = _Said(what, f"a {points} margin", f"a {what} of {points}", past, effect.upper < -margin)
+    return _STATUS[call], _reasons(call, effect, margin, templates, said)
 
 
-def _reason(call: Call, effect: Effect, margin: float, templates: Sequence[Part], what: str) -> Reason | None:
+def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> _StatusWhy:
+    """The rule of a test that is held to a ratio; ``margin`` is what that allows in score units.
+
+    Human labels say nothing of the reference's own rate, so nothing is within a ratio by them.
+    """
+    effect, templates = c.effect, templates_of(c)
+    assert effect is not None, "a contrast without a number has no ratio"
+    within, most = ratio.is_within and c.judged is None, f"{ratio.limit:g} x"
+    call = Call(
+        int(
+            calls_of(
+                np.array(within),
+                np.array(effect.upper < 0 and pvalue < effect.alpha),
+                enough=margin > 0 and _worth(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
+                uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
+                shown=within and templates_show(c, ratio.limit, effect.alpha),
+            )
+        )
+    )
+    past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {most}"
+    if ratio.times.estimate is None:
+        past = "nothing of it happened with the reference, and a multiple of nothing cannot be shown: declare points"
+    limit = f"{most} (of the reference's rate, so {100 * margin:.1f} pp)"
+    said = _Said("regression", limit, f"{most} as much of it", past, ratio.times.lower > ratio.limit)
+    return _STATUS[call], _reasons(call, effect, margin, templates, said)
+
+
+class _Said(NamedTuple):
+    """The words of a test: what is lost, its limit, a model at it, an interval past it; whether a drop is beyond it."""
+
+    what: str
+    limit: str
+    model: str
+    past: str
+    beyond: bool
+
+
+def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part], said: _Said) -> tuple[Reason, ...]:
     """Why a call is not a PASS."""
-    detected = f"{what} detected, beyond the margin" if effect.upper < -margin else f"{what} detected, its size open"
-    total = "lost everything" if what == "regression" else "gained everything"
-    needed = clusters_required(margin, effect.alpha)
+    size = "beyond the margin" if said.beyond else "its size open"
+    total = "lost everything" if said.what == "regression" else "gained everything"
     alike = _worth(templates, effect)
     worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
-    pp = f"{100 * margin:g} pp"
+    needed = clusters_required(margin, effect.alpha) if margin > 0 else 0
     reasons = {
-        Call.FAIL: Reason("MARGIN", detected),
-        Call.INCONCLUSIVE: Reason("MARGIN", "the interval reaches past the margin"),
+        Call.FAIL: Reason("MARGIN", f"{said.what} detected, {size}"),
+        Call.INCONCLUSIVE: Reason("MARGIN", said.past),
         Call.CLUSTERS: Reason(
-            "CLUSTERS", f"{effect.n_clusters} clusters{worth} cannot show a {pp} margin; {needed} are needed"
+            "CLUSTERS", f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
         ),
-        Call.UNEVEN: Reason(
-            "CLUSTERS",
-            f"one template holds more than {50 * margin:g} % of the items, so the others cannot show a {pp} margin",
-        ),
+        Call.UNEVEN: Reason("CLUSTERS", f"{_uneven(templates, margin)}, so the others cannot show {said.limit}"),
         Call.TEMPLATES: Reason(
             TEMPLATES,
             f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
-            f"model with a {what} of {pp}",
+            f"model with {said.model}",
         ),
     }
-    return reasons.get(call)
+    return (reasons[call],) if call in reasons else ()
 
 
-def judged(row: FamilyRow, margin: float, pvalues: Pvalues) -> Judged:
+def _uneven(templates: Sequence[Part], margin: float) -> str:
+    """Which templates are too large."""
+    if any(too_large(part.counts, margin) for part in templates):
+        return f"one template holds more than {50 * margin:g} % of the items"
+    own = max((largest_alone(part.counts, margin) for part in templates), key=lambda found: found.unseen)
+    return (
+        f"the {own.number} largest templates hold {100 * own.share:.0f} % of the items and could, if only they break, "
+        f"lose the margin unseen in {100 * own.unseen:.1f} % of audits"
+    )
+
+
+def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> Judged:
     """One test held to its margin; a contrast without a number is INVALID for its own reasons.
 
-    Human labels correct the effect, not the seed variance: the recipe is decided where it agrees with the checkpoints.
+    With a ``limit`` of the ratio ``margin`` is what that allows in score units. Human labels correct the effect, not
+    the seed variance: the recipe is decided where it agrees with the checkpoints.
     """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
+    ratio = None if limit is None else ratio_of(c, limit)
     status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
         effect = _toward(c.effect, row.sign)
-        status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
-        recipe = _recipe(row, margin, pvalues.recipe)
-        more = larger(c, margin, row.sign) if status is Status.INCONCLUSIVE else None
-        room = effect.lower + margin
+        recipe, room = _recipe(row, margin, pvalues.recipe), effect.lower + margin
+        if ratio is None:
+            status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
+        else:
+            status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
+            recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
+        more = larger(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
     judge = None
     # ``effect`` is then by human labels, and ``judged`` what the judge's alone gave
     if c.judged:
-        judge = judged(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge)).status
+        judge = judged(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
+        if ratio is not None and status is not Status.FAIL:
+            reasons, more = (_NO_RATIO,), None
         if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
             status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
-    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge)
+    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
@@ -198,21 +266,21 @@ def _toward(effect: Effect, sign: int) -> Effect:
 
 
 def decision(
-    cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[FamilyRow, float], Judged]
+    cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[FamilyRow, float, float | None], Judged]
 ) -> Decision:
     """A cell passes when all its tests do; the worst of them is the one that is shown."""
     first = cell.rows[0].contrast
-    if cell.margin is None:
+    if cell.margin is None and cell.ratio is None:
         missing = Reason("NOMARGIN", f"no margin declared for suite {first.suite!r}; add it to gate.margins")
         judged = [
             Judged(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
         ]
     else:
-        judged = [judge(row, cell.margin) for row in cell.rows]
+        judged = [judge(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
     shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
     # one test that more templates would not help leaves the cell without a remedy
     more = [j.larger for j in judged if j.status is Status.INCONCLUSIVE]
-    c = shown.row.contrast
+    c, margin = shown.row.contrast, cell.margin_of(shown.row)
     return Decision(
         estimand=cell.estimand,
         arm=c.arm,
@@ -223,23 +291,24 @@ def decision(
         status=shown.status,
         recipe=worst_recipe([j.recipe for j in judged]),
         reasons=shown.reasons,
-        margin=cell.margin,
+        margin=margin,
         pvalue_drop=shown.pvalue if c.effect else None,
         pvalue_holm=shown.holm if c.effect else None,
         adjusted_by=HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
-        clusters_required=clusters_required(cell.margin, alpha) if cell.margin else None,
+        clusters_required=clusters_required(margin, alpha) if margin else None,
         larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
         blind_spot=blind_spot(_worth(templates_of(c), c.effect), alpha) if c.effect else None,
         effect=c.effect,
         rates=c.rates,
         worst=c.worst,
         best=c.best,
-        template_bound=_template_bound(shown, cell.margin, alpha),
+        template_bound=None if cell.ratio else _template_bound(shown, margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
         statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
+        ratio=shown.ratio,
     )
 
 

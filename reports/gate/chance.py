@@ -12,11 +12,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.verdict import Larger
 from kvaudit.reports.stats.clustered import Array, ManyTotals, cr3_variance
-from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.ratio import Events, is_below, points_of, shows_ratio
+from kvaudit.reports.stats.rule import clusters_required, effective_clusters, shows_margin, too_uneven
 from kvaudit.reports.stats.signflip import random_signs
 from kvaudit.reports.stats.tango import design_effects, ess_tango_bounds
 
@@ -34,6 +37,7 @@ class Differences(NamedTuple):
 
     ``decoding`` and ``training`` are the shares of discordant items whose difference is drawn anew for every sample,
     and for every training seed; the rest differ whoever asks. ``correlation`` is the ICC inside a template.
+    ``happens`` is how often what is not wanted happens with the reference, where it is to be held to a ratio.
     """
 
     discordance: float
@@ -41,13 +45,14 @@ class Differences(NamedTuple):
     decoding: float
     training: float
     correlation: float
+    happens: float | None = None
 
 
 class Pool(NamedTuple):
     """Templates [P] of ``items`` each, averaged over ``draws`` answers: what many audits are drawn from.
 
     ``moved`` are the summed sizes of the item differences, ``differing`` how many items differ, ``split`` how many of
-    those in some answers only.
+    those in some answers only. ``unwanted`` is how often the reference did what is not wanted, where that is asked.
     """
 
     items: int
@@ -56,15 +61,20 @@ class Pool(NamedTuple):
     moved: Array
     differing: Array
     split: Array
+    unwanted: Array | None = None
 
 
 class Audits(NamedTuple):
-    """Audits [B] of C templates: the net ``sums`` [B, C] of items ``counts`` [C], and per audit what the gate reads."""
+    """Audits [B] of C templates: the net ``sums`` [B, C] of items ``counts`` [C], and per audit what the gate reads.
+
+    ``unwanted`` [B, C] is what the reference did that is not wanted, which a ratio needs.
+    """
 
     sums: Array
     counts: Array
     moved: Array  # [B]
     floor: Array  # [B] of the design effect
+    unwanted: Array | None = None
 
 
 @lru_cache(maxsize=4)  # a search over sizes or margins asks for one again and again
@@ -75,21 +85,47 @@ def pool_of(found: Differences, *, items: int, samples: int, seeds: int) -> Pool
     own = _averages(rng, found, shape, samples, seeds)
     template = _averages(rng, found, (shape[0], 1), samples, seeds)
     follows = rng.random(shape) < found.correlation**0.5  # two items follow, and are alike, this often squared
-    z = np.where(follows, template, own)
+    z = np.where(follows, template.net, own.net)
     differing = np.abs(z) > 1e-9
     split = np.abs(z - np.round(z)) > 1e-9
-    return Pool(items, samples * seeds, z.sum(axis=1), np.abs(z).sum(axis=1), differing.sum(axis=1), split.sum(axis=1))
+    unwanted = None if found.happens is None else _unwanted(rng, found, found.happens, follows, own, template)
+    totals = (z.sum(axis=1), np.abs(z).sum(axis=1), differing.sum(axis=1), split.sum(axis=1))
+    return Pool(items, samples * seeds, *totals, unwanted)
 
 
-def _averages(rng: np.random.Generator, found: Differences, shape: tuple[int, int], samples: int, seeds: int) -> Array:
+def _unwanted(
+    rng: np.random.Generator,
+    found: Differences,
+    happens: float,
+    follows: npt.NDArray[np.bool_],
+    own: _Averages,
+    template: _Averages,
+) -> Array:
+    """What the reference of a pool did: all of what was gained, nothing of what was lost, the rest at one rate."""
+    rate = (happens - (found.discordance + found.drift) / 2) / (1 - found.discordance)
+    alone, alike = (kind.gained + (rng.random(kind.net.shape) < rate) * (1 - kind.moved) for kind in (own, template))
+    total: Array = np.where(follows, alike, alone).sum(axis=1)
+    return total
+
+
+class _Averages(NamedTuple):
+    """Item differences, averaged over draws: the ``net``, what moved either way, and what was gained."""
+
+    net: Array
+    moved: Array
+    gained: Array
+
+
+def _averages(
+    rng: np.random.Generator, found: Differences, shape: tuple[int, int], samples: int, seeds: int
+) -> _Averages:
     """Item differences averaged over as many independent draws as the kind of the item has."""
     kind = rng.random(shape)
     draws = np.where(kind < found.decoding, samples * seeds, np.where(kind < found.decoding + found.training, seeds, 1))
     moved = rng.binomial(draws, found.discordance)
     # what moves gains with this chance, so that an item differs by the drift in the mean
     gained = rng.binomial(moved, min(1.0, max(0.0, (1 + found.drift / found.discordance) / 2)))
-    average: Array = (2 * gained - moved) / draws
-    return average
+    return _Averages((2 * gained - moved) / draws, moved / draws, gained / draws)
 
 
 def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
@@ -99,33 +135,82 @@ def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     moved, differing, split = (part[chosen].sum(axis=1) for part in (pool.moved, pool.differing, pool.split))
     # as ``deff_floors`` has it of items, which a pool does not keep
     floor = np.where(split == 0, 1.0, 1 / np.clip(differing, 1, pool.draws))
-    return Audits(pool.sums[chosen], np.full(clusters, float(pool.items)), moved, floor)
+    unwanted = None if pool.unwanted is None else pool.unwanted[chosen]
+    return Audits(pool.sums[chosen], np.full(clusters, float(pool.items)), moved, floor, unwanted)
 
 
-def turned(sums: Array, counts: Array, *, moved: float, floor: float, times: int, audits: int) -> Audits:
-    """Audits of ``times`` as many templates as those at hand (sums [C], counts [C]), each turned by a coin."""
+def turned(
+    sums: Array,
+    counts: Array,
+    *,
+    moved: float,
+    floor: float,
+    times: int,
+    audits: int,
+    unwanted: Array | None = None,
+) -> Audits:
+    """Audits of ``times`` as many templates as those at hand (sums [C], counts [C]), each turned by a coin.
+
+    A template that is turned has its two sides exchanged: ``unwanted`` [C] is then the candidate's.
+    """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_TURNED)
     turns = random_signs(rng, size, times * len(sums))
-    every = np.full(size, times * moved)
-    return Audits(turns * np.tile(sums, times), np.tile(counts, times), every, np.full(size, floor))
+    every, tiled = np.full(size, times * moved), np.tile(sums, times)
+    own = None if unwanted is None else np.tile(unwanted, times) - np.where(turns < 0, tiled, 0.0)
+    return Audits(turns * tiled, np.tile(counts, times), every, np.full(size, floor), own)
 
 
 def _affordable(clusters: int, audits: int, *, fewest: int = _FEWEST_AUDITS) -> int:
     return max(fewest, min(audits, _HELD // clusters))
 
 
-def pass_rate(found: Audits, *, margin: float, alpha: float) -> float:
-    """The share of audits that the gate passes."""
+def pass_rate(found: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
+    """The share of audits that the gate passes, held to a margin, or to a ratio where there is one."""
+    if ratio is not None:
+        return float(np.mean(_passes_ratio(found, ratio, alpha)))
     items = float(found.counts.sum())
-    if effective_clusters(found.counts) < clusters_required(margin, alpha) - 1e-9 or too_large(found.counts, margin):
+    if effective_clusters(found.counts) < clusters_required(margin, alpha) - 1e-9 or too_uneven(
+        found.counts, margin, alpha
+    ):
         return 0.0
     shown = shows_margin(found.sums, found.counts, margin=margin, alpha=alpha)
     return float(np.mean(shown & (_lower(found, items, alpha) > -margin)))
 
 
-def interval_rate(found: Audits, *, margin: float, alpha: float) -> float:
+def _passes_ratio(found: Audits, ratio: float, alpha: float) -> npt.NDArray[np.bool_]:
+    """Which audits pass a ratio: each asks as many templates as its own reference's rate makes necessary."""
+    assert found.unwanted is not None, "a ratio needs both sides"
+    allowed = points_of(ratio, found.unwanted.sum(axis=-1) / found.counts.sum())
+    enough = allowed >= _least_margin(found.counts, alpha)
+    passed: npt.NDArray[np.bool_] = enough & is_below(_events(found), ratio, alpha=alpha)
+    own, sums = found.unwanted[passed], found.sums[passed]  # templates are asked only where the interval passes
+    passed[passed] = shows_ratio(own, own - sums, found.counts, limit=ratio, alpha=alpha)
+    return passed
+
+
+def _least_margin(counts: Array, alpha: float) -> float:
+    """The least margin that templates of these sizes can show, to a hundredth of a point."""
+    worth, low, high = effective_clusters(counts), 0.0, 1.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        can = worth >= clusters_required(middle, alpha) - 1e-9 and not too_uneven(counts, middle, alpha)
+        low, high = (low, middle) if can else (middle, high)
+    return high
+
+
+def _events(found: Audits) -> Events:
+    assert found.unwanted is not None, "a ratio needs both sides"
+    net = found.sums.sum(axis=-1)
+    before, after = (found.moved + net) / 2, (found.moved - net) / 2
+    both = found.unwanted.sum(axis=-1) - before
+    return Events(both, before, after, found.unwanted, found.unwanted - found.sums, found.counts, found.floor)
+
+
+def interval_rate(found: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
     """The share of audits whose interval alone lies within the margin, whatever the templates say."""
+    if ratio is not None:
+        return float(np.mean(is_below(_events(found), ratio, alpha=alpha)))
     return float(np.mean(_lower(found, float(found.counts.sum()), alpha) > -margin))
 
 
@@ -139,26 +224,39 @@ def _lower(found: Audits, items: float, alpha: float) -> Array:
     return ess_tango_bounds(losses, gains, items, deff, df=len(found.counts) - 1, alpha=alpha).lower
 
 
-def larger(c: Contrast, margin: float, sign: int) -> Larger | None:
+def larger(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
     """How many times the templates of a contrast would pass, were there no drift; None where that is no remedy.
 
     That is where the estimate is past the margin already (of a test for a gain, ``sign`` -1, a gain), and where several
-    suites are combined: the margin has no share in each.
+    suites are combined: the margin has no share in each. With a ``ratio`` the margin is what that allows.
     """
     e = c.judged or c.effect
     if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
-    [own] = c.sums
     for word, times, audits in ((Larger.TWICE, 2, 256), (Larger.TEN_TIMES, 10, 128)):
-        found = turned(
-            own.sums, own.counts, moved=e.losses + e.gains, floor=min(1.0, e.deff), times=times, audits=audits
-        )
-        if pass_rate(found, margin=margin, alpha=e.alpha) >= _POWER:
+        if _would_pass(c, e, margin, ratio, times, audits):
             return word
     return Larger.NEVER
 
 
-def templates_for(c: Contrast, margin: float) -> int | None:
+def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
+    """Whether so many times the templates at hand pass with power .8, were there no drift."""
+    [own] = c.sums
+    unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
+    found = turned(
+        own.sums,
+        own.counts,
+        moved=e.losses + e.gains,
+        floor=min(1.0, e.deff),
+        times=times,
+        audits=audits,
+        unwanted=unwanted,
+    )
+    rate = pass_rate(found, margin=margin, alpha=e.alpha, ratio=None if unwanted is None else ratio)
+    return rate >= _POWER
+
+
+def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int | None:
     """How many templates like those at hand would pass, were there no drift, to a fifth of their number or so.
 
     None where no number up to forty times as many would, where the estimate is past the margin already, and where
@@ -167,11 +265,9 @@ def templates_for(c: Contrast, margin: float) -> int | None:
     e = c.judged or c.effect
     if e is None or c.effect is None or c.effect.estimate <= -margin or len(c.sums) != 1:
         return None
-    [own] = c.sums
     for times in _TIMES:
-        found = turned(own.sums, own.counts, moved=e.losses + e.gains, floor=min(1.0, e.deff), times=times, audits=128)
-        if pass_rate(found, margin=margin, alpha=e.alpha) >= _POWER:
-            return times * len(own.sums)
+        if _would_pass(c, e, margin, ratio, times, 128):
+            return times * len(c.sums[0].sums)
     return None
 
 

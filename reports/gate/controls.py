@@ -35,6 +35,7 @@ from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.stats.clustered import Array
+from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
@@ -115,19 +116,33 @@ def controls_of(answers: Iterable[Any], margins: Mapping[str, float]) -> tuple[C
 
 
 def found_controls(
-    known: Sequence[Answers], margins: Mapping[str, float], how: str = "uncompressed"
+    known: Sequence[Answers],
+    margins: Mapping[str, float],
+    how: str = "uncompressed",
+    ratios: Mapping[str, float] | None = None,
 ) -> tuple[Control, ...]:
-    """The same of answers that are summed up already; ``how`` they were served, in a word or two."""
+    """The same of answers that are summed up already; ``how`` they were served, in a word or two.
+
+    What is held to a ratio may lose what that allows at the rate of these answers.
+    """
     suites: dict[tuple[str, int], dict[str, Answers]] = {}
     for own in known:
         suites.setdefault((own.suite, own.context_tokens), {})[own.facet] = own
+    limits = ratios or {}
     return tuple(
-        _control(facets, facets[name], margins, margin, how)
-        for metric, margin in margins.items()
-        for (suite, _), facets in suites.items()
-        for name in facets
-        if metric == (f"{suite}.{name}" if name else suite)
+        _control(facets, own, margins, _margin(own, margins, limits), how)
+        for metric in (*margins, *limits)
+        for facets in suites.values()
+        for own in facets.values()
+        if metric == own.metric
     )
+
+
+def _margin(own: Answers, margins: Mapping[str, float], ratios: Mapping[str, float]) -> float:
+    """What a metric may lose, in score units."""
+    if own.metric in margins:
+        return margins[own.metric]
+    return float(points_of(ratios[own.metric], 1 - float(own.wanted.mean())))
 
 
 def _table(answers: Iterable[Any]) -> pd.DataFrame:
@@ -251,8 +266,8 @@ def _said(own: Answers) -> str:
 class Controls:
     """What the reference of a drift allows to be said, by contrast: uncompressed, and served as the contrast has it."""
 
-    def __init__(self, drift: Drift, margins: Mapping[str, float]) -> None:
-        self._drift, self._margins = drift, margins
+    def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
+        self._drift, self._margins, self._ratios = drift, margins, ratios
         self._served = cache(self._under)
         plain = drift.comparison.uncompressed
         self.uncompressed = tuple(control for policy in plain for control in self._served(policy))
@@ -278,7 +293,7 @@ class Controls:
         how = "uncompressed" if sides.is_uncompressed(policy) else "served alike"
         if sides.is_engine(policy):
             how += f" ({sides.label(policy)})"
-        found = found_controls(self._drift.answers.get(policy, ()), self._margins, how)
+        found = found_controls(self._drift.answers.get(policy, ()), self._margins, how, self._ratios)
         return tuple(replace(control, policy=policy) for control in found)
 
 

@@ -64,7 +64,8 @@ class Uneven:
 def uneven_cells(cells: Sequence[GatedCell]) -> list[Uneven]:
     """Those of the cells at hand whose answers people labelled."""
     # not those of worst and parity, which are made of the same contrasts
-    own = [(cell.rows[0].contrast, cell.margin) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
+    firsts = [(cell, cell.rows[0]) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
+    own = [(row.contrast, cell.margin_of(row)) for cell, row in firsts]
     return [Uneven(c, c.people.bias_upper) for c, m in own if c.people and m and not judge_may_pass(c.people, m)]
 
 
@@ -85,15 +86,16 @@ def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:
 
 def _broken_form(cell: GatedCell, drift: Drift) -> Reason | None:
     """Why a facet, which is silent of answers without form, passes nothing where those may have become many more."""
-    for c in (row.contrast for row in cell.rows):
+    for row in cell.rows:
+        c, margin = row.contrast, cell.margin_of(row)
         suite, _, facet = c.suite.rpartition(".")
-        if c.suite not in drift.comparison.facets or facet == WELL_FORMED or cell.margin is None:
+        if c.suite not in drift.comparison.facets or facet == WELL_FORMED or margin is None:
             continue
         place = (c.estimand, c.arm, c.policy, c.context_tokens, f"{suite}.{WELL_FORMED}")
         form = next((o for o in drift.contrasts if (*_cell(o), o.suite) == place), None)
         if form is None or form.effect is None or form.rates is None:
             return Reason(FORM, "how many answers have a form that can be read is not known")
-        if form.effect.lower <= -cell.margin:  # form has to be shown to hold, within the facet's own margin
+        if form.effect.lower <= -margin:  # form has to be shown to hold, within the facet's own margin
             shares = f"{100 * (1 - form.rates.reference):.1f} to {100 * (1 - form.rates.candidate):.1f} %"
             return Reason(FORM, f"answers without form, of which {facet} says nothing, went from {shares}")
     return None
@@ -139,7 +141,7 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
     """The verdict of a drift, by precedence INVALID > FAIL > NOT MEASURABLE > INCONCLUSIVE > WAIVED > PASS."""
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
-    controls = Controls(drift, rules.margins)
+    controls = Controls(drift, rules.margins, rules.ratios)
     uneven = uneven_cells([*cells, *beside])
 
     def open_where_unknown(d: Decision, cell: GatedCell) -> Decision:
@@ -184,7 +186,7 @@ def decide_beside(cells: Sequence[GatedCell], drift: Drift, rules: Rules) -> lis
     found, _ = _decisions(cells, rules.alpha)
     if rules.worst_seed:
         found = held_by_seeds(found, cells, rules.alpha)
-    controls, uneven = Controls(drift, rules.margins), uneven_cells(cells)
+    controls, uneven = Controls(drift, rules.margins, rules.ratios), uneven_cells(cells)
     found = [held_measurable(d, cell, controls) for d, cell in zip(found, cells, strict=True)]
     return [_held_back(d, cell, cells, uneven, drift, rules) for d, cell in zip(found, cells, strict=True)]
 
@@ -213,10 +215,10 @@ def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision]
     recipes = holm_family([_recipe_pvalue(row) for row in rows])
     places = {_key(row): i for i, row in enumerate(rows)}
 
-    def judge(row: FamilyRow, margin: float) -> Judged:
+    def judge(row: FamilyRow, margin: float, limit: float | None) -> Judged:
         i = places[_key(row)]
         own = (people[i], people[i]) if row.contrast.judged else (family.pvalues[i], family.holm[i])
-        return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]))
+        return judged(row, margin, Pvalues(*own, recipes[i], family.pvalues[i]), limit)
 
     adjustment = Adjustment(family.method, family.reason, family.floor, family.critical)
     return [decision(cell, alpha, adjustment, judge) for cell in cells], adjustment

@@ -30,4 +30,4 @@ class Decided:
     def contrasts(self) -> Iterator[Contrast]:
         """Those of whole suites and of the facets that the gate names; the others stand in their own section."""
         facets = self.comparison.facets
-        return (c for c in self.drift.contrasts if c.suite not in facets or c.suite in self.rules.margins)
+        return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))

@@ -16,7 +16,7 @@ import numpy as np
 from kvaudit.reports.gate.sizes import Design, chance
 from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.effect import Array
-from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_large
+from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_uneven
 
 LEAST_CHURN = 0.05  # discordance: no pilot sizes a run for fewer items that differ
 ASSUMED_CHURN = 0.10  # discordance that is assumed where no pilot saw a pair
@@ -86,11 +86,11 @@ def counts_of(layout: Layout, items: int, facet: str | None) -> Array:
 
 
 def can_pass(counts: Array, margin: float, alpha: float) -> bool:
-    """Whether templates with ``counts`` [C] items are enough, and none holds too many."""
+    """Whether templates with ``counts`` [C] items are enough, and neither one nor the largest hold too many."""
     if not len(counts):
         return False
     enough = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
-    return enough and not too_large(counts, margin)
+    return enough and not too_uneven(counts, margin, alpha)
 
 
 def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[int]:
@@ -103,7 +103,8 @@ def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[in
             own = counts[one.cluster] = counts.get(one.cluster, 0) + 1
             total, squares, largest = total + 1, squares + 2 * own - 1, max(largest, own)
         enough = total > 0 and total**2 / squares >= required - 1e-9
-        if enough and largest <= LARGEST_SHARE * metric.margin * total * (1 + 1e-9):
+        enough = enough and largest <= LARGEST_SHARE * metric.margin * total * (1 + 1e-9)
+        if enough and not too_uneven(np.array(list(counts.values())), metric.margin, alpha):
             found.append(items)
     return found
 

@@ -28,6 +28,7 @@ from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import Where
 from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.gate.ratios import points_in
 from kvaudit.reports.gate.rules import CONTRASTED, Rules
 from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.signflip import (
@@ -45,18 +46,23 @@ from kvaudit.reports.stats.signflip import (
 
 @dataclass(frozen=True)
 class GatedCell:
-    """A cell to decide; ``rows`` are the tests it is made of."""
+    """A cell to decide; ``rows`` are the tests it is made of. It is held to a ``margin``, or to a ``ratio``."""
 
     estimand: str
     rows: tuple[FamilyRow, ...]
     margin: float | None
     gated: bool
+    ratio: float | None = None
+
+    def margin_of(self, row: FamilyRow) -> float | None:
+        """The margin of a test, or what the ratio allows at its reference's rate; None where neither is known."""
+        return self.margin if self.ratio is None else points_in(row.contrast, self.ratio)
 
 
 def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     """Every cell that enters the verdict, in the order of the contrasts, then worst and parity."""
     sides = drift.comparison
-    cells = [_single(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
+    cells = [single_cell(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
     base = [c for c in drift.contrasts if is_base(c, sides, rules)]
     if WORST in rules.estimands:
         cells += _worst_policy(base, rules)
@@ -71,7 +77,7 @@ def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     """What is decided beside the verdict."""
-    return [_single(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
+    return [single_cell(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> Where:
@@ -127,7 +133,7 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """A suite is decided whatever is declared, since a margin may be missing; a facet where it has a margin."""
-    return c.suite not in sides.facets or c.suite in rules.margins
+    return c.suite not in sides.facets or rules.holds(c.suite)
 
 
 def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:
@@ -136,8 +142,10 @@ def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     return sides.is_uncompressed(c.policy) and c.estimand == other
 
 
-def _single(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    return GatedCell(c.estimand, (FamilyRow(c, 1),), rules.margin(c.estimand, c.suite), gated)
+def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
+    """A contrast as a cell of its own."""
+    limits = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
+    return GatedCell(c.estimand, (FamilyRow(c, 1),), limits[0], gated, limits[1])
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
@@ -147,7 +155,8 @@ def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]
         if c.policy in rules.deployable:
             groups.setdefault((c.arm, c.suite, c.context_tokens), []).append(c)
     for (_, suite, _), found in groups.items():
-        yield GatedCell(WORST, tuple(FamilyRow(c, 1) for c in found), rules.margin(WORST, suite), True)
+        limits = rules.margin(WORST, suite), rules.ratio(WORST, suite)
+        yield GatedCell(WORST, tuple(FamilyRow(c, 1) for c in found), limits[0], True, limits[1])
 
 
 Patterns = Mapping[str, Array]  # suite -> signs [B, C]

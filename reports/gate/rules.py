@@ -53,6 +53,7 @@ class Rules:
     deployable: tuple[str, ...] = ()  # the policies among which worst looks for the worst
     estimands: tuple[str, ...] = CONTRASTED
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
+    ratios: dict[str, float] = field(default_factory=dict)  # how many times as often at most, instead of a margin
     profile: str | None = None
     on_inconclusive: str = BLOCK
     not_measurable: str = BLOCK
@@ -68,6 +69,14 @@ class Rules:
     def margin(self, estimand: str, suite: str) -> float | None:
         """The margin of an estimand on a suite, None where none is declared."""
         return self.estimand_margins.get(estimand, self.margins.get(suite))
+
+    def ratio(self, estimand: str, suite: str) -> float | None:
+        """The ratio that an estimand on a suite is held to instead of a margin, None where there is none."""
+        return None if estimand in self.estimand_margins else self.ratios.get(suite)
+
+    def holds(self, metric: str) -> bool:
+        """Whether a suite or facet has a margin, or a ratio."""
+        return metric in self.margins or metric in self.ratios
 
 
 def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
@@ -87,6 +96,7 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
         arms=gate.arms,
         deployable=deployable or primary,
         estimands=_estimands(gate, comparison),
+        ratios={name: gate.ratios[name] for name in (*comparison.suites, *comparison.facets) if name in gate.ratios},
         estimand_margins={
             name: points / 100 for name, points in {"selectivity": DEFAULT_SELECTIVITY, **gate.estimand_margins}.items()
         },
@@ -105,6 +115,13 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
             if name in gate.estimands and not kinds[kind]:
                 suites = ", ".join(map(clipped, comparison.suites))
                 raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
+    if "parity" in gate.estimands and "parity" not in gate.estimand_margins:
+        held = [suite for suite in comparison.capability if suite in gate.ratios]
+        if held:
+            raise SpecError(
+                f"gate.estimands asks parity, whose margin is that of the suite, but {clipped(held[0])} has a ratio; "
+                "give gate.estimand_margins.parity"
+            )
     if "selectivity" in gate.estimands:
         _check_selectivity(comparison, gate.contexts or comparison.contexts)
     asked = set(gate.estimands)
@@ -217,6 +234,11 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
         ("margin", before.margins, rules.margins),
         ("margin of", before.estimand_margins, rules.estimand_margins),
     )
+    yield from (
+        f"ratio of {key} {_times(before.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
+        for key in sorted({*before.ratios, *rules.ratios})
+        if before.ratios.get(key) != rules.ratios.get(key)
+    )
     for word, older, newer in pairs:
         for key in sorted({*older, *newer}):
             if older.get(key) != newer.get(key):
@@ -252,6 +274,10 @@ def _short(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _times(value: float | None) -> str:
+    return "none" if value is None else f"{value:g} x"
 
 
 def _points(value: float | None) -> str:

@@ -39,7 +39,8 @@ def held_by_seeds(decisions: Sequence[Decision], cells: Sequence[GatedCell], alp
     def failing(cell: GatedCell) -> Iterator[SeedDrift]:
         for row, alone in _every([cell]):
             p = pvalues[id(row.contrast), row.sign, alone.seed.seed]
-            if p < alpha and cell.margin is not None and _lost(alone.seed, row.sign, cell.margin):
+            margin = cell.margin_of(row)
+            if p < alpha and margin is not None and _lost(alone.seed, row.sign, margin):
                 yield alone.seed
 
     return [_failed(d, list(failing(cell))) for d, cell in zip(decisions, cells, strict=True)]

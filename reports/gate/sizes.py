@@ -25,6 +25,7 @@ from kvaudit.reports.gate.chance import (
 )
 from kvaudit.reports.gate.rules import margin_of
 from kvaudit.reports.stats import power as kernels
+from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.rule import blind_spot, clusters_required
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 
@@ -64,6 +65,8 @@ class Design:
     power: float = 0.8
     rate: float | None = None
     remedies: int = 0  # that each policy is replaced by where it fails
+    ratio: float | None = None  # that decides instead of the margin, which is what it comes to
+    happens: float | None = None  # how often what is not wanted happens with the reference: a ratio needs it
 
     @property
     def items(self) -> int:
@@ -126,8 +129,8 @@ def plan_sizes(design: Design) -> Sizes:
         design=design,
         deff=deff,
         error=error,
-        passes=pass_rate(audits, margin=design.margin, alpha=design.alpha),
-        interval=interval_rate(audits, margin=design.margin, alpha=design.alpha),
+        passes=pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=design.ratio),
+        interval=interval_rate(audits, margin=design.margin, alpha=design.alpha, ratio=design.ratio),
         detects=_detects(design, deff),
         detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
         # a power of one half has quantile 0, so this is t at .975 times the error
@@ -153,6 +156,7 @@ def _pool(design: Design) -> Pool:
         decoding=design.sampling_share,
         training=design.training,
         correlation=design.correlation,
+        happens=design.happens if design.ratio else None,
     )
     return pool_of(found, items=design.items_per_cluster, samples=design.samples, seeds=design.seeds)
 
@@ -160,7 +164,7 @@ def _pool(design: Design) -> Pool:
 def chance(design: Design, *, audits: int = AUDITS) -> float:
     """P(PASS) of a design that was checked."""
     found = audits_of(_pool(design), design.clusters, audits=audits)
-    return pass_rate(found, margin=design.margin, alpha=design.alpha)
+    return pass_rate(found, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
 
 
 def steps(design: Design) -> Iterator[Step]:
@@ -216,6 +220,16 @@ def smallest_margin(design: Design) -> float | None:
     return _first(enough, 0.0, 0.999)
 
 
+def smallest_ratio(design: Design) -> float | None:
+    """The smallest ratio that is passed with the asked power, to a thousandth; None where none up to 100 is."""
+    audits = audits_of(_pool(design), design.clusters, audits=_SEARCHED)
+
+    def enough(ratio: float) -> bool:
+        return pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=ratio) >= design.power
+
+    return _first(enough, 1.0, 100.0)
+
+
 def lowest_drift(design: Design) -> float | None:
     """The lowest true drift that passes with the asked power, to a tenth of a point; None where no gain is enough."""
 
@@ -246,6 +260,9 @@ def _detects(design: Design, deff: float) -> float | None:
 
 def snippet(design: Design, clusters: int, suite: str) -> str:
     """The part of a spec that asks for that many templates."""
+    limit = f"margins: {{{suite}: {100 * design.margin:g}}}"
+    if design.ratio:
+        limit = f"ratios: {{{suite}: {design.ratio:g}}}"
     return (
         "evaluate:\n"
         f"  suites: {{{suite}: {{items: {clusters * design.items_per_cluster}}}}}"
@@ -253,7 +270,7 @@ def snippet(design: Design, clusters: int, suite: str) -> str:
         f"  samples: {design.samples}\n"
         "gate:\n"
         f"  alpha: {design.alpha:g}\n"
-        f"  margins: {{{suite}: {100 * design.margin:g}}}\n"
+        f"  {limit}\n"
     )
 
 
@@ -268,6 +285,23 @@ _COUNTS = {
 }
 _SHARES = {"margin": "--margin", "discordance": "--discordance", "power": "--power"}
 _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_share": "--seed-share"}
+
+
+def held_to_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
+    """The design held to a ratio, where one is given. Raises SpecError for one that cannot be."""
+    if ratio is None and happens is None:
+        return design
+    if ratio is None or not 1.01 <= ratio <= 100:
+        raise SpecError(f"--ratio is {ratio}, wanted how many times as often at most, from 1.01 to 100")
+    if happens is None or not 0 < happens < 1:
+        raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
+    lost, gained = (design.discordance - design.drift) / 2, (design.discordance + design.drift) / 2
+    if not gained <= happens <= 1 - lost:
+        raise SpecError(
+            f"--happens is {happens:g}, wanted from {gained:g} to {1 - lost:g}: of the items that differ "
+            f"({design.discordance:g}) it happens in what is won back, and not in what is lost"
+        )
+    return replace(design, ratio=ratio, happens=happens, margin=float(points_of(ratio, happens)))
 
 
 def check(design: Design) -> None:

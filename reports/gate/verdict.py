@@ -9,6 +9,7 @@ from enum import StrEnum
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import CellName, Rates, SeedDrift
 from kvaudit.reports.gate.controls import Control
+from kvaudit.reports.gate.ratios import Ratio
 from kvaudit.reports.gate.rules import WARN, Rules
 from kvaudit.reports.gate.waivers import Waiver
 from kvaudit.reports.stats.effect import Effect
@@ -89,6 +90,9 @@ class Decision(CellName):
     statement: str = ""
     waiver: Waiver | None = None
     judged: Status | None = None  # by the judge's labels, where human labels decide
+    ratio: Ratio | None = (
+        None  # what is decided by it; ``margin`` is then what its limit allows at the reference's rate
+    )
 
     @property
     def is_measurable(self) -> bool:

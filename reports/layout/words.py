@@ -15,6 +15,7 @@ from kvaudit.reports.gate.error_rates import ErrorRates
 from kvaudit.reports.gate.verdict import Decision, Larger, Status
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
+from kvaudit.reports.stats.ratio import Times
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
@@ -42,6 +43,17 @@ def worst_seed(seed: SeedDrift) -> str:
 def interval(estimate: float, low: float, high: float) -> str:
     """+3.5 pp [+0.4, +6.6]."""
     return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
+
+
+def held_to(d: Decision) -> str:
+    """What a cell is held to: 5 pp, or 1.1 x."""
+    return f"{d.ratio.limit:g} x" if d.ratio else f"{100 * (d.margin or 0):g} pp"
+
+
+def ratio_words(times: Times) -> str:
+    """1.18 x [1.06, 1.35]: how many times as often what is not wanted happens, with the 95 % interval."""
+    estimate = "no" if times.estimate is None else f"{times.estimate:.2f}"
+    return f"{estimate} x [{times.low:.2f}, {times.high:.2f}]"
 
 
 def percent(value: float | None) -> str:
@@ -183,6 +195,8 @@ def beyond(d: Decision) -> bool:
     """Whether a failing drop is shown to be larger than the margin; of parity a gain may be the failing side."""
     assert d.effect is not None
     margin = d.margin or 0.0
+    if d.ratio:
+        return d.ratio.times.lower > d.ratio.limit
     return d.effect.upper < -margin or (d.estimand == PARITY and d.effect.lower > margin)
 
 
@@ -192,15 +206,15 @@ def _advice(d: Decision, have: int) -> str:
         within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
         return "more templates in every suite" if d.estimand == SELECTIVITY and within else MORE_UNLIKELY
     if d.clusters_required and have < d.clusters_required:
-        return too_few(d.clusters_required, d.margin or 0, have)
+        return too_few(d.clusters_required, held_to(d), have)
     if d.larger is Larger.NEVER:
         return f"without a drift, ten times as many templates ({have}) would still not pass four times in five"
     return f"without a drift, {d.larger} as many templates ({have}) would pass four times in five"
 
 
-def too_few(required: int, margin: float, have: int) -> str:
+def too_few(required: int, wanted: str, have: int) -> str:
     """Why a cell could not pass whatever came out, and what to do: never to tolerate more."""
-    return f"needs {required} templates for {100 * margin:g} pp, the run has {have}: add templates"
+    return f"needs {required} templates for {wanted}, the run has {have}: add templates"
 
 
 def short_suites(findings: Decided) -> tuple[str, ...]:
@@ -211,7 +225,7 @@ def short_suites(findings: Decided) -> tuple[str, ...]:
     margins = findings.rules.margins
     need = {suite: clusters_required(margins[suite], findings.rules.alpha) for suite in have if suite in margins}
     return tuple(
-        f"{suite} {too_few(required, margins[suite], have[suite])}."
+        f"{suite} {too_few(required, f'{100 * margins[suite]:g} pp', have[suite])}."
         for suite, required in need.items()
         if have[suite] < required
     )

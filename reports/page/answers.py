@@ -219,10 +219,14 @@ def before_after(sides: Comparison, d: Decision) -> str:
 
 
 def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """What may happen more or less often, and how much more or less the rule's bound leaves open, in points."""
+    """How much more or less often it may happen, and how much the rule's bound leaves open: points, or times."""
     assert d.effect is not None
     facet = facet_counted(sides, d.suite)
-    sign = -100 if facet and not facet.wanted else 100
+    unwanted = facet is not None and not facet.wanted
+    if d.ratio:
+        of = "" if unwanted else " the misses"  # a ratio counts what is not wanted
+        return f"{d.ratio.limit:g} x{of}", f"{d.ratio.times.upper:.2f} x"
+    sign = -100 if unwanted else 100
     return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
 
 

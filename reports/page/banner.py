@@ -15,11 +15,13 @@ from kvaudit.reports.layout.words import (
     beyond,
     counted,
     drift,
+    held_to,
     is_relative,
     named,
     percent,
     points,
     rates,
+    ratio_words,
     short_suites,
     worst_seed,
 )
@@ -46,7 +48,8 @@ _TO_DO = {  # by the verdict of what is named
 def number(d: Decision) -> str:
     """The drift that a banner quotes, with its interval and margin."""
     assert d.effect is not None
-    return f"{drift(d.effect)}, margin {100 * (d.margin or 0):g} pp"
+    told = "margin" if d.ratio is None else f"{ratio_words(d.ratio.times)}, limit"
+    return f"{drift(d.effect)}, {told} {held_to(d)}"
 
 
 def verdict_sentence(verdict: Verdict) -> str:

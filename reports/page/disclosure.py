@@ -22,7 +22,7 @@ from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
 from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
-from kvaudit.reports.layout.words import NOT_SHOWN, interval, spelled, unsampled
+from kvaudit.reports.layout.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
@@ -90,7 +90,7 @@ class Measured:
     @property
     def sentence(self) -> str:
         """The number with what it counts, its margin and why it does not pass."""
-        margin = "" if self.margin is None else f", margin {100 * self.margin:g} pp"
+        margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 
 
@@ -486,8 +486,14 @@ def _of(found: Findings, cell: Contrast | Decision) -> Measured:
         verdict=decided.standing.value if decided else "not gated",
         items=effect.n_items if effect else 0,
         clusters=effect.n_clusters if effect else 0,
-        why="; ".join(map(str, cell.reasons)),
+        why="; ".join([*_by_ratio(cell), *map(str, cell.reasons)]),
     )
+
+
+def _by_ratio(cell: Decision | Contrast) -> Iterator[str]:
+    """What a cell with a ratio is decided by: the margin is only what that comes to."""
+    if isinstance(cell, Decision) and cell.ratio:
+        yield f"decided by the ratio {ratio_words(cell.ratio.times)}, limit {held_to(cell)}"
 
 
 def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:

@@ -119,7 +119,7 @@ def shown(findings: Decided) -> list[Event]:
 
 def _has_row(findings: Decided, e: Event) -> bool:
     """Whether a signer needs it: safety whatever came out, the rest where it is gated or moved."""
-    return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or e.contrast.suite in findings.rules.margins
+    return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.holds(e.contrast.suite)
 
 
 def failed_table(findings: Decided) -> Table:

@@ -11,7 +11,19 @@ from kvaudit.reports.gate.decide import suite_of
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.tables import Table, footnoted
-from kvaudit.reports.layout.words import against, drift, marked, named, note, points, pvalue, rates, with_length
+from kvaudit.reports.layout.words import (
+    against,
+    drift,
+    held_to,
+    marked,
+    named,
+    note,
+    points,
+    pvalue,
+    rates,
+    ratio_words,
+    with_length,
+)
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.stats.rule import clusters_required
@@ -49,7 +61,11 @@ def numbers(sides: Comparison, d: Decision) -> list[str]:
         return [rates(sides, d), "-", margin, "-"]
     e = d.effect
     bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
-    return [rates(sides, d), drift(e), bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
+    told = drift(e)
+    if d.ratio:
+        bounds = f"[{d.ratio.times.lower:.2f}, {d.ratio.times.upper:.2f}] x, limit {held_to(d)}"
+        told = f"{told}, {ratio_words(d.ratio.times)}"
+    return [rates(sides, d), told, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
 
 
 def adjusted(d: Decision) -> str:
@@ -63,8 +79,16 @@ def gate_notes(findings: Decided) -> tuple[str, ...]:
     """How to read the gate table, and what the templates can show."""
     gated = len(findings.verdict.gated)
     need = "; ".join(
-        f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
-        for suite, margin in findings.rules.margins.items()
+        [
+            *(
+                f"{suite} {clusters_required(margin, findings.rules.alpha)} for {100 * margin:g} pp"
+                for suite, margin in findings.rules.margins.items()
+            ),
+            *(
+                f"{suite} {_for_ratio(findings, suite)} for {times:g} x"
+                for suite, times in findings.rules.ratios.items()
+            ),
+        ]
     )
     return (
         f"Templates needed before a cell can pass: {inline(need)}.",
@@ -76,6 +100,15 @@ def gate_notes(findings: Decided) -> tuple[str, ...]:
         *judge_notes(findings.comparison),
         *HOW_TO_READ,
     )
+
+
+def _for_ratio(findings: Decided, suite: str) -> str:
+    """How many templates a ratio takes, which follows from how often it happens with the reference of its cells."""
+    own = [d.clusters_required for d in findings.verdict.decisions if d.gated and d.suite == suite]
+    known = sorted(count for count in own if count)
+    if not known:
+        return "-"
+    return f"{known[0]}" if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
 
 
 def judge_notes(sides: Comparison) -> Iterator[str]:

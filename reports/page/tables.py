@@ -120,6 +120,7 @@ def compared_table(findings: Findings) -> Table:
     rules = findings.rules
     alone = "; what was trained under one of them under that one and none alone" if sides.unserved else ""
     margins = [f"{s} {100 * own:g} pp{' (default)' * (s in rules.defaults)}" for s, own in rules.margins.items()]
+    margins += [f"{metric} {limit:g} x" for metric, limit in rules.ratios.items()]
     rows += [
         ("serving policies", "; ".join(map(sides.label, sides.policies)) + alone),
         ("gated policies", "; ".join(map(sides.label, rules.primary))),

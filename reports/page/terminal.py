@@ -72,6 +72,8 @@ def _means(d: Decision) -> str:
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
     beyond = d.effect is not None and d.margin is not None and d.effect.upper < -d.margin
+    if d.ratio:
+        beyond = d.ratio.times.lower > d.ratio.limit
     return "worse, by more than the limit" if beyond else "worse, how much is open"
 
 

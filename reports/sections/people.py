@@ -90,7 +90,7 @@ def _row(cell: LabelledCell) -> list[str]:
         drift(cell.raw),
         cell.judged.value,
         drift(cell.corrected),
-        f"{points(cell.corrected.lower)} {100 * cell.margin:g}",
+        f"{points(cell.corrected.lower)} {100 * cell.margin:.4g}",
         cell.decision.status.value,
         f"{people.discordant} + {people.concordant} of {people.pairs}",
         f"{bias}, {100 * people.bias_upper:.1f} pp",

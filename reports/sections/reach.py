@@ -16,7 +16,7 @@ from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Verdict
 from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import place_name
+from kvaudit.reports.layout.words import held_to, place_name
 from kvaudit.reports.sections.base import Inputs, Section
 
 POWER = 0.8
@@ -58,13 +58,19 @@ class ReachSection(Section[Reaches]):
         headers = ["cell", "templates", "margin, pp", "smallest drop found with power .8, pp"]
         rows = []
         for r in value:
-            numbers = [str(r.n_clusters), f"{100 * r.margin:g}", f"{100 * r.detectable:.1f}"]
+            numbers = [str(r.n_clusters), _held_to(r, decided.verdict), f"{100 * r.detectable:.1f}"]
             rows.append([place_name(decided.comparison, r.cell), *numbers, r.larger or "-"])
         yield table_of([*headers, "templates that would pass if nothing was lost"], rows)
 
     def finding(self, value: Reaches, decided: Decided) -> str:
         found = [r.detectable for r in value]
         return f"A drop of {100 * min(found):.1f} to {100 * max(found):.1f} pp, by cell."
+
+
+def _held_to(reach: Reach, verdict: Verdict) -> str:
+    """The margin, or what a ratio comes to in points."""
+    own = next((d for d in verdict.gated if d.ratio and d.name == reach.cell), None)
+    return f"{100 * reach.margin:g}" if own is None else f"{100 * reach.margin:.1f} ({held_to(own)})"
 
 
 def _reached(verdict: Verdict) -> Iterator[Reach]:

@@ -14,7 +14,10 @@ of the seen templates be, with one more template allowed that nobody saw and tha
 the margin? The worst unseen point is that of bounded means (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML).
 ``SHARPNESS`` makes the chi-square limit hold in samples of C_min templates; it is this project's, by simulation
 (``bench.calibration``). Nothing discordant gives C * -log(1 - margin), the exponent of C_min, which is asked besides:
-the chi-square limit by itself would do with 34 templates where C_min is 59.
+the chi-square limit by itself would do with 34 templates where C_min is 59. How many whole templates may break moves in
+steps, and a chi-square does not: just before a step it is too kind by half. So a sample must also be less likely than
+the fewest broken templates that the binomial law does not rule out (``EXACT``), as far as ``STEEPEST`` allows: all of
+that would take 8 points of PASS where many answers differ, and those blur the steps.
 No statistic: what bounds come to, and one bound without an estimate of its own.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +35,10 @@ from scipy import special
 
 Array = npt.NDArray[np.float64]
 SHARPNESS = 1.2  # 1.1 has level .061 where 5 % of the templates break
+EXACT = 1.15  # of the level: how often so few of the templates break, or fewer, where the margin is lost by whole ones
+STEEPEST = 1.27  # that is asked instead of ``SHARPNESS`` before a step
 LARGEST_SHARE = 0.5  # of the margin: a template that holds more of the items can hide it alone
+LARGE_HALF = 0.5  # of the items, held by the largest templates: what a size alone could decide
 _STEPS = 40  # halvings of the range of l
 _BOUND_STEPS = 17  # of the bound: a thousandth of a percentage point
 
@@ -62,7 +69,7 @@ class Call(IntEnum):
     FAIL = 2
     INCONCLUSIVE = 3
     CLUSTERS = 4  # fewer than C_min
-    UNEVEN = 5  # one holds too many of the items
+    UNEVEN = 5  # one, or the largest of them, hold too many of the items
     TEMPLATES = 6  # weighted otherwise, with one more that lost everything, they allow a loss of the margin
 
 
@@ -83,13 +90,29 @@ def calls(
     ``shown`` [...] is the template rule's word (``shows_margin``); a drop is one only where the family's p-value
     says so, in a PASS as in a FAIL.
     """
-    within = np.asarray(lower) > -margin
-    dropped = (np.asarray(upper) < 0) & (np.asarray(pvalue_drop) < alpha)
+    return calls_of(
+        np.asarray(lower) > -margin,
+        (np.asarray(upper) < 0) & (np.asarray(pvalue_drop) < alpha),
+        enough=clusters >= clusters_required(margin, alpha) - 1e-9,
+        uneven=uneven,
+        shown=shown,
+    )
+
+
+def calls_of(
+    within: npt.NDArray[np.bool_],
+    dropped: npt.NDArray[np.bool_],
+    *,
+    enough: bool,
+    uneven: bool,
+    shown: npt.ArrayLike,
+) -> npt.NDArray[np.int8]:
+    """The ``Call`` of cells [...] that are shown to lie within their limit, or whose drop is real."""
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
     # the last reason that holds is the one that is named
     if uneven:
         passed = np.full_like(passed, Call.UNEVEN)
-    if clusters < clusters_required(margin, alpha) - 1e-9:
+    if not enough:
         passed = np.full_like(passed, Call.CLUSTERS)
     # templates hold back what would pass alone: a loss that is shown needs none of their rules
     return np.where(within, passed, np.where(dropped, Call.FAIL, Call.INCONCLUSIVE)).astype(np.int8)
@@ -123,11 +146,40 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 
     Both must: by items, as the drift is, and by templates, so that no large template speaks for the small ones.
     """
-    totals, sizes = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
-    by_items = _rules_out(totals, sizes, margin, alpha)
+    sizes = np.asarray(counts, dtype=np.float64)
+    above, least = np.asarray(sums, dtype=np.float64) + margin * sizes, chi_square_limit(len(sizes), alpha)
+    most = STEEPEST / SHARPNESS * least
+    wanted = float(np.clip(_exact_limit(len(sizes), margin, alpha), least, most))
+    return shows_above(above, sizes, worst=1 - margin, wanted=wanted)
+
+
+def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
+    """The same of how far templates [..., C] lie above the limit; each lost item of an unseen one lies ``worst`` below.
+
+    ``wanted`` is the log-likelihood ratio that has to be exceeded.
+    """
+    by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():
         return by_items
-    return by_items & _rules_out(totals / sizes, np.ones_like(sizes), margin, alpha)
+    return by_items & _rules_out(above / sizes, np.ones_like(sizes), worst, wanted)
+
+
+def chi_square_limit(clusters: int, alpha: float) -> float:
+    """Half a squared quantile, sharpened: twice a log-likelihood ratio is a chi-square (Owen)."""
+    return SHARPNESS * float(special.stdtrit(clusters - 1, 1 - alpha)) ** 2 / 2
+
+
+@lru_cache(maxsize=4096)
+def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
+    """The ratio of the fewest broken templates of one size that a loss of the margin by whole ones leaves likely."""
+    broken = 0
+    while special.bdtr(broken, clusters, margin) <= EXACT * alpha:
+        broken += 1
+    share = broken / clusters
+    if broken == 0 or share >= margin:
+        return 0.0  # too few templates, which is asked besides; or an estimate that is past the margin itself
+    ratio = broken * math.log(share / margin) + (clusters - broken) * math.log((1 - share) / (1 - margin))
+    return ratio * (1 + 1e-9)
 
 
 def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:
@@ -154,6 +206,35 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
     return bool(sizes.max() > LARGEST_SHARE * margin * sizes.sum() * (1 + 1e-9))
 
 
+class Largest(NamedTuple):
+    """The largest templates, ``number`` of them with this ``share`` of the items, and how often none of them breaks.
+
+    That is where they alone lose the margin, by whole templates, each as often as the others.
+    """
+
+    number: int
+    share: float
+    unseen: float
+
+
+def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
+    """Which of the largest templates, that hold half of the items or more, could lose the margin unseen most often.
+
+    Of one size it is all of them, and C_min is where that is as rare as the level.
+    """
+    sizes = np.sort(np.asarray(counts, dtype=np.float64))[::-1]
+    shares, numbers = np.cumsum(sizes) / sizes.sum(), np.arange(1, len(sizes) + 1)
+    chance = np.where(shares >= max(LARGE_HALF, margin) - 1e-12, margin / shares, 1.0)
+    unseen = np.where(chance < 1, (1 - np.minimum(chance, 1.0)) ** numbers, 0.0)
+    most = int(np.argmax(unseen))
+    return Largest(most + 1, float(shares[most]), float(unseen[most]))
+
+
+def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
+    """Whether sizes are such that one template, or the largest of them alone, could hide a loss of the margin."""
+    return too_large(counts, margin) or largest_alone(counts, margin).unseen > alpha * (1 + 1e-9)
+
+
 def _part_bound(part: Part, alpha: float) -> float:
     """The lower bound of one suite's weighted mean; a negative weight turns losses into gains."""
     sign, size = (1.0, part.weight) if part.weight > 0 else (-1.0, -part.weight)
@@ -165,12 +246,9 @@ def _part_bound(part: Part, alpha: float) -> float:
     return -high * size
 
 
-def _rules_out(totals: Array, sizes: Array, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
-    above = totals + margin * sizes  # [..., C]: how far a template lies above a loss of the margin
+def _rules_out(above: Array, sizes: Array, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
     clear = above.mean(axis=-1) > 0  # otherwise the estimate itself is at the margin, or past it
-    unseen = (1 - margin) * float(np.sum(sizes**2) / sizes.sum())  # how far one that lost everything lies below it
-    # half a squared quantile: twice a log-likelihood ratio is a chi-square (Owen)
-    wanted = SHARPNESS * float(special.stdtrit(len(sizes) - 1, 1 - alpha)) ** 2 / 2
+    unseen = worst * float(np.sum(sizes**2) / sizes.sum())  # how far one that lost everything lies below it
     found = np.zeros(clear.shape, dtype=np.bool_)
     found[clear] = _log_ratio(above[clear], unseen) > wanted
     return found

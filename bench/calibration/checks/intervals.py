@@ -24,7 +24,7 @@ from bench.calibration.probit import Floats, Probit
 from bench.calibration.streams import blocks
 from kvaudit.reports.stats.clustered import cr3_variance, many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds
-from kvaudit.reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_large
+from kvaudit.reports.stats.rule import Call, calls, clusters_required, effective_clusters, shows_margin, too_uneven
 from kvaudit.reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, RELEASE_ALPHA = 0.05, 0.05, 0.025
@@ -127,7 +127,7 @@ def called_as(
         b.upper,
         pvalue_drop,
         clusters=effective_clusters(counts),
-        uneven=too_large(counts, margin),
+        uneven=too_uneven(counts, margin, alpha),
         shown=shown,
         margin=margin,
         alpha=alpha,

@@ -20,7 +20,7 @@ from bench.calibration.checks.templates import ASKED, DRAWS, FURTHEST
 from bench.calibration.probit import Floats, Probit
 from bench.calibration.streams import EVEN, UNEVEN, Block, blocks
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated_bounds, labelled_pairs, round_robin
-from kvaudit.reports.stats.rule import clusters_required, shows_margin, too_large
+from kvaudit.reports.stats.rule import clusters_required, shows_margin, too_uneven
 
 _ROW = 7
 _DRAWS = 4_000
@@ -120,7 +120,7 @@ class BlindCase(Case):
 
     def _passes(self, x: Labelled) -> _Flags:
         """As the gate decides a labelled cell."""
-        if too_large(x.pairs, MARGIN):
+        if too_uneven(x.pairs, MARGIN, ALPHA):
             return np.zeros(x.totals.shape[:-1], dtype=np.bool_)
         within = adjudicated_bounds(x, confidence=1 - ALPHA).low > -MARGIN
         shown: _Flags = within & shows_margin(x.totals, x.pairs, margin=MARGIN, alpha=ALPHA) & (x.unseen == 0)

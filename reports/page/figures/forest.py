@@ -13,7 +13,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, line, quiet, save
-from kvaudit.reports.layout.words import spelled
+from kvaudit.reports.layout.words import held_to, spelled
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),
@@ -91,7 +91,7 @@ def _panel(
     panel: Axes, decisions: Sequence[Decision], own: Sequence[Hashable], names: list[str], rows: Sequence[Hashable] = ()
 ) -> None:
     """Decisions in the rows ``own`` of all ``rows``, in their own order where none are given."""
-    margin = 100 * (decisions[0].margin or 0)
+    margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio comes to another one in every cell
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
     panel.axvline(0, color=INK, linewidth=0.8)
@@ -106,7 +106,8 @@ def _panel(
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
     panel.set_yticks(range(len(names)), [inline(name) for name in names])
     panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlabel(f"drift, pp (margin {margin:g})")
+    wanted = f"limit {held_to(decisions[0])}" if decisions[0].ratio else f"margin {margin:g}"
+    panel.set_xlabel(f"drift, pp ({wanted})")
     quiet(panel)
 
 

@@ -97,7 +97,8 @@ def _row(sides: Comparison, c: Contrast) -> str:
 def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
     """``names`` of the policies, in the order of their columns."""
     statuses = {d.place: d.status for d in findings.verdict.decisions}
-    rows, controls = _rows(findings.comparison, group), Controls(findings.drift, findings.rules.margins)
+    rules, rows = findings.rules, _rows(findings.comparison, group)
+    controls = Controls(findings.drift, rules.margins, rules.ratios)
     for c in group:
         x, y = list(names).index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0

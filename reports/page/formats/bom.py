@@ -70,7 +70,7 @@ def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
 
 
 def _metric(m: Measured) -> dict[str, Any]:
-    margin = "none" if m.margin is None else f"{100 * m.margin:g} pp"
+    margin = "none" if m.margin is None else f"{100 * m.margin:.4g} pp"
     where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
     return {
         "type": inline(f"drift of {m.says} in percentage points, margin {margin}: {m.verdict}"),

@@ -36,9 +36,15 @@ def render(page: Page) -> str:
 def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
     """What is told of the verdict and of the run, by its place among what sections found."""
     found = page.findings
-    yield 20, "rules", asdict(found.rules)
+    rules, verdict = asdict(found.rules), asdict(found.verdict)
+    if not found.rules.ratios:  # a run without any has the file that it had before there were such
+        del rules["ratios"]
+    for decision in verdict["decisions"]:
+        if decision["ratio"] is None:
+            del decision["ratio"]
+    yield 20, "rules", rules
     yield 50, "calibration", asdict(found.calibration) if found.calibration else None
-    yield 60, "verdict", {**asdict(found.verdict), "annotations": page.remarks, "alarm": page.banner.alarm}
+    yield 60, "verdict", {**verdict, "annotations": page.remarks, "alarm": page.banner.alarm}
     yield 100, "waivers", [asdict(waiver) for waiver in found.waivers]
     yield 140, "problems", found.problems
     yield 150, "provenance", found.provenance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvaudit.reports.gate.ratios import Ratio
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.layout.words import facet_counted, happens
@@ -63,7 +64,10 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(found: Findings, d: Decision) -> dict[str, Any]:
-    """Rates are shares of what ``counts`` names; ``drift``, its bounds and ``margin`` count what is wanted."""
+    """Rates are shares of what ``counts`` names; ``drift``, its bounds and ``margin`` count what is wanted.
+
+    Where a ratio decides, ``margin`` is what its limit comes to at the reference's rate.
+    """
     sides, effect, facet = found.comparison, d.effect, facet_counted(found.comparison, d.suite)
     before, after = happens(sides, d) or (None, None)
     return {
@@ -81,12 +85,20 @@ def _cell(found: Findings, d: Decision) -> dict[str, Any]:
         "drift": _short(effect.estimate if effect else None),
         "lower": _short(effect.lower if effect else None),
         "upper": _short(effect.upper if effect else None),
-        "margin": d.margin,
+        "margin": None if d.margin is None else _short(d.margin) if d.ratio else d.margin,
+        **({"ratio": _ratio(d.ratio)} if d.ratio else {}),
         "items": effect.n_items if effect else 0,
         "templates": effect.n_clusters if effect else 0,
         "status": d.status.value,
         "waived": d.waiver is not None,
     }
+
+
+def _ratio(found: Ratio) -> dict[str, Any]:
+    """How many times as often what is not wanted happens; what has no upper end is null."""
+    own = found.times
+    ends = {name: _short(getattr(own, name)) for name in ("estimate", "low", "high", "lower", "upper")}
+    return {"limit": found.limit, **ends}
 
 
 def _short(value: float | None) -> float | None:
