@@ -97,7 +97,16 @@ class GateSpec(SpecSection):
     """
 
     later = (
-        *("profile", "arms", "estimand_margins", "contexts", "deployable", "on_inconclusive", "not_measurable"),
+        *(
+            "profile",
+            "arms",
+            "estimand_margins",
+            "ratios",
+            "contexts",
+            "deployable",
+            "on_inconclusive",
+            "not_measurable",
+        ),
         *("worst_seed", "pin", "gate_file"),
     )
 
