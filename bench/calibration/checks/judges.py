@@ -81,7 +81,8 @@ class JudgeCase(Case):
 LEAST = clusters_required(MARGIN, ALPHA)
 BLIND_CLUSTERS, BLIND_ITEMS = range(LEAST, round(FURTHEST * LEAST) + 1, 4), 5
 EACH, BACKGROUNDS = (1, 2, 3), (0.02, 0.08)
-USUAL, _ENOUGH = 2, (72, 100)  # labels of a template unless told, and templates, that are asked for power
+USUAL = 2  # labels of a template unless told
+_ENOUGH = ((72, EVEN), (100, EVEN), (100, UNEVEN))  # that are asked for power; 72 uneven ones are too few to pass
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def cases(scale: Scale) -> list[Case]:
         JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in SIMULATED_JUDGES
     ]
     at_margin = product((MARGIN,), BACKGROUNDS, BLIND_CLUSTERS, EACH, (EVEN, UNEVEN))
-    alike = product((0.0,), BACKGROUNDS[-1:], _ENOUGH, (USUAL,), (EVEN, UNEVEN))
+    alike = [(0.0, BACKGROUNDS[-1], clusters, USUAL, sizes) for clusters, sizes in _ENOUGH]
     blind = [BlindCase(*design, simulations=scale.draws(DRAWS)) for design in (*at_margin, *alike)]
     return [*uneven, *(blind if scale.every_case else (blind[0], blind[-1]))]
 
@@ -163,7 +164,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
         ),
         at_least(
             _ROW,
-            f"human labels pass without drift, {USUAL} of each of {_ENOUGH[0]} or more templates, 8 % of answers flip",
+            f"human labels pass without drift, {USUAL} of each of 72 even or 100 uneven templates, 8 % of answers flip",
             alike,
             "passed",
             0.8,
