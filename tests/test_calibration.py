@@ -310,6 +310,7 @@ def test_large_templates_that_break_more_often_are_found_out_where_templates_are
     case = templates.TemplateCase(model, 61, 4, THREE_TO_ONE, 0.05, simulations=4000)
     assert case.rates(SEED)["passed"] == 0  # 61 templates of 2 and 6 items are worth 49
     monkeypatch.setattr(intervals, "effective_clusters", len)
+    monkeypatch.setattr(intervals, "too_uneven", lambda counts, margin, alpha: False)
     assert case.rates(SEED)["passed"] > 0.065
 
 

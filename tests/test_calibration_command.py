@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from reports_synthetic import Design, build
@@ -54,6 +55,8 @@ def test_it_prints_the_table_and_writes_the_figures(tiny, tmp_path):
 
 def test_a_figure_that_misses_exits_with_three(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("kvaudit.reports.stats.rule.clusters_required", lambda margin, alpha: 1)
+    monkeypatch.setattr(intervals, "too_uneven", lambda counts, margin, alpha: False)
+    monkeypatch.setattr(intervals, "shows_margin", lambda sums, counts, **_: np.ones(len(sums), dtype=np.bool_))
     done, out = calibrated(tmp_path)
     assert done.exit_code == 3, done.output
     assert json.loads(out.read_text())["ok"] is False

@@ -338,8 +338,8 @@ def test_sign_flips_test_the_margin_and_zero():
 
 
 def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
-    """One loss in 80 templates of one item: the t interval passes what ESS-Tango leaves open."""
-    design = small(policies=("none",), clusters=80, items=80, margins={"refusal": 5.0})
+    """One loss in 84 templates of one item: the t interval passes what ESS-Tango leaves open."""
+    design = small(policies=("none",), clusters=84, items=84, margins={"refusal": 5.0})
     score = lambda arm, _s, _p, i: not (arm == "naive" and i == 0)  # noqa: E731
     data = data_of(scored(design, score), spec_of(design))
     report = decided(data)

@@ -362,7 +362,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
     sides = SimpleNamespace(mode="training", policies=("none",), reference="r", labels={"none": "none"}, facets=())
     sides.uncompressed, sides.uncompressed_of, sides.label = ("none",), str, str
     sides.is_uncompressed, sides.is_engine = lambda policy: policy == "none", lambda _: False
-    rules = SimpleNamespace(margins={"refusal": 0.05})
+    rules = SimpleNamespace(margins={"refusal": 0.05}, ratios={})
     decisions = [SimpleNamespace(place=c.place, status=row[-1]) for c, row in zip(cells, alike, strict=True)]
 
     def drawn(decisions):

@@ -331,7 +331,8 @@ def test_the_files_in_the_docs_can_be_used(data, tmp_path):
     blocks = [part.partition("```")[0] for part in page.split("```yaml\n")[1:]]
     [gate] = [block for block in blocks if block.startswith("format: 1\nprofile")]
     [waiver] = [block for block in blocks if block.startswith("waivers:")]
-    text = gate.replace("agent: 5, ", "").replace(', "snapkv:budget=64"', "")  # what the made-up run does not have
+    text = gate.replace("agent: 5, ", "").replace(', "snapkv:budget=64"', "")  # what the made-up run does not have,
+    text = text.replace("agent.attack_success", "refusal.over_refused")  # and what it has
     report, _ = decided(
         data, gate=gate_file(tmp_path, text.replace("pin: pin.json", "")), waivers=waivers(tmp_path, waiver)
     )

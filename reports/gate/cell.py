@@ -164,13 +164,14 @@ def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part
     alike = _worth(templates, effect)
     worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
     needed = clusters_required(margin, effect.alpha) if margin > 0 else 0
+    uneven = _uneven(templates, margin) if call is Call.UNEVEN else ""
     reasons = {
         Call.FAIL: Reason("MARGIN", f"{said.what} detected, {size}"),
         Call.INCONCLUSIVE: Reason("MARGIN", said.past),
         Call.CLUSTERS: Reason(
             "CLUSTERS", f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
         ),
-        Call.UNEVEN: Reason("CLUSTERS", f"{_uneven(templates, margin)}, so the others cannot show {said.limit}"),
+        Call.UNEVEN: Reason("CLUSTERS", f"{uneven}, so the others cannot show {said.limit}"),
         Call.TEMPLATES: Reason(
             TEMPLATES,
             f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
