@@ -193,6 +193,7 @@ class Engine:
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:  # noqa: ARG003
         """Raise SpecError for settings under which training can draw no rollouts."""
+        # the one here only raises: an engine that draws has its own
         own = Engine.drawer.__func__  # type: ignore[attr-defined]
         drawing = (name for name, one in ENGINES.all().items() if one.drawer.__func__ is not own)  # type: ignore[attr-defined]
         raise SpecError(f"engine {cls.name} draws no rollouts for training; known: {', '.join(drawing)}")
@@ -276,11 +277,13 @@ def parse_served(source: Any) -> Served:
             return parse_condition(source)
         if set(source) != {ENGINE, "policy"}:
             raise SpecError(
+                # names are keys of a mapping, so that one given twice is missing from the count
                 f"engine {OWN_ENGINE} is our own cache: write {{engine: {OWN_ENGINE}, policy: snapkv:budget=96}}"
             )
         return parse_policy(source["policy"])
     if isinstance(source, str) and is_engine(engine_in(source)):
         return parse_condition(source)
+    # compositions and mixtures name what they do not know themselves
     if isinstance(source, str) and engine_in(source) not in POLICIES.all() and not set("+|@") & set(source):
         raise UnknownName("policy or engine", engine_in(source), (*POLICIES.all(), *ENGINES.all()))
     return parse_policy(source)

@@ -78,6 +78,7 @@ class WorkedDrawer(Drawer):
 
     def _drawn(self, row: Mapping[str, Any], asked: Asked, written: tuple[Tensor, Tensor] | None) -> Drawn:
         """A reply as a rollout; raises RunError for one without a log-prob for every token."""
+        # a sum of log-probs is not asked for: there is one for every token
         reply = self._session.read({**row, "logprob": None}, asked)
         logprobs = row.get("logprobs")
         good = isinstance(logprobs, list) and all(isinstance(one, float) and math.isfinite(one) for one in logprobs)
@@ -95,6 +96,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     """A model's weights by name, each once where several names share it."""
     found, seen = dict[str, Any](), set[int]()
     for name, tensor in model.state_dict().items():
+        # tied weights are one piece of memory under several names
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             found[name] = tensor

@@ -120,6 +120,7 @@ class _EndpointSession(Session):
         body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), "max_tokens": most, **more}
         said = self._client.ask(body | self._options, until)
         found = answer(said, sent=sent, messages=len(messages), exact=True, limit=most, seconds=0.0)
+        # later turns hold answers as text, whose tokens another tokenizer run may count otherwise
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
         if begins and found.prompt_tokens not in (None, sent):
             raise Unanswered(
@@ -147,6 +148,7 @@ class _EndpointSession(Session):
         for way, shown in (("llama.cpp", self._shown_by_llama), ("vLLM", self._shown_by_vllm)):
             for number, messages in enumerate(_conversations(self._chat)):
                 theirs, ours = shown(messages), self._chat.opening(messages).ids
+                # it shows nothing of the kind: try the next way
                 if not theirs and not number:
                     break
                 if (place := first_difference(theirs, ours)) is not None:

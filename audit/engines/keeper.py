@@ -32,10 +32,12 @@ def keep(words: list[str]) -> None:
     sys.stdin.close()
     wanted = True
     while wanted and child.poll() is None:
+        # nobody writes into the lifeline, so that what can be read is its end
         wanted = not select.select([lifeline], [], [], _LOOK)[0] or bool(os.read(lifeline, 1))
     if wanted:
         how = f"with exit code {child.returncode}" if child.returncode >= 0 else f"by signal {-child.returncode}"
         print(f"{PROCESS_ENDED} {how}", file=sys.stderr, flush=True)
+    # this process is of the group that it asks to end, and has to outlive that
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.killpg(0, signal.SIGTERM)
     _wait_for_others(_GRACE)
@@ -58,6 +60,7 @@ def _others() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
+            # a command's name may hold spaces and brackets: fields are counted from behind the last one
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):  # gone meanwhile
             continue

@@ -44,7 +44,8 @@ class Process:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._who, self._log = who, log
-        self._said_before = log.stat().st_size if log.exists() else 0
+        self._said_before = log.stat().st_size if log.exists() else 0  # bytes of earlier starts
+        # the kernel closes our end however this process ends, which is what the keeper waits for
         reading, self._lifeline = os.pipe()
         try:
             with log.open("ab") as said:
@@ -77,6 +78,7 @@ class Process:
             if not select.select([], [into], [], max(0.0, until - time.monotonic()))[1]:
                 raise self.failure(f"it has not read what it was told for {seconds:g} s")
             try:
+                # a pipe that can be written to takes so many bytes without making us wait
                 left = left[os.write(into, left[: select.PIPE_BUF]) :]
             except OSError:
                 raise self.failure("it ended") from None

@@ -261,6 +261,7 @@ def _flag(name: str, value: str) -> list[str]:
     if value in ("true", "false"):
         return [f"--{flag}" if value == "true" else f"--no-{flag}"]
     several = value.split()
+    # JSON is one value whatever spaces it holds
     if len(several) > 1 and value[0] not in "{[" and not any(word.startswith("-") for word in several):
         return [f"--{flag}", *several]
     return [f"--{flag}={value}"]

@@ -54,6 +54,7 @@ class _Row:
         if self.talk.suite.until:  # texts that end an answer
             ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end])), len(ids))]
         cut = len(ids) < len(reply.ids)
+        # a sum over tokens that were cut off again is not the answer's
         known = None if cut or reply.logprob is None else reply.logprob
         self.logprob = None if known is None or self.logprob is None else self.logprob + known
         self.talk.answer(Completion(ids, (), "stop" if cut else reply.finish))
@@ -67,6 +68,7 @@ class _Row:
         self.talk.new_tokens += self._model.chat.count_tokens(text)
         messages = self.talk.exchange.hear(text, finish)
         self.talk.exchange.go_on(messages)
+        # no tokens of the answer to go on from: the whole conversation is rendered anew
         self._ids = self._model.chat.opening(self.talk.exchange.transcript).ids if self.talk.open else ()
 
 

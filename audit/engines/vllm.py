@@ -193,5 +193,6 @@ def _space(work: Work, tokens: int) -> int:
     """GiB of a CPU's memory for the cache: one sequence as long as can be, or two."""
     config = work.model.model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # bytes, were keys and values kept in float32
     of_a_token = int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 4)
     return max(2, math.ceil(tokens * of_a_token / _GIB))

@@ -42,7 +42,7 @@ class AdaKV(SnapKV):
     def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
         import torch
 
-        protected = rank == _INF
+        protected = rank == _INF  # [B, H, K]
         free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
         total = mean.sum(1)  # [B], what heads have to share beyond what is protected
         best = _best(free, total).sum(-1)  # [B, H], how many of the layer's best entries are each head's
@@ -54,13 +54,16 @@ class AdaKV(SnapKV):
             < (total - shares.floor().sum(1))[:, None]
         )
         sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))  # no more than the head holds
+        # [B, H, K], what no head has taken yet
         others = free.masked_fill(_places(free) < sure[..., None], -_INF)
+        # what short heads leave over goes to the best of these, so that the sum over heads is H * budget all the same
         return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)
 
 
 def _best(rank: Tensor, count: Tensor) -> Tensor:
     """The ``count`` [B] highest of all heads: bool [B, H, K]; ties to the earlier slot, then to the lower head."""
     batch, heads, slots = rank.shape
+    # slot before head, [B, 1, K * H], so that a stable sort breaks ties as the docstring says
     places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)
     return (places < count[:, None, None]) & (rank > -_INF)
 
@@ -70,5 +73,6 @@ def _places(rank: Tensor) -> Tensor:
     import torch
 
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
+    # the inverse of the sorting permutation: slot order[i] has i slots before it
     counted = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, counted)

@@ -59,7 +59,7 @@ class View(NamedTuple):
     queries: Tensor  # [B, G*H, W, D] the last W queries, W = 0 unless the policy asks (`observed_queries`)
     query_positions: Tensor  # [B, W], -1 = none
     mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy asks (`accumulates`)
-    scaling: float
+    scaling: float  # what q k is multiplied by before softmax, 1 / sqrt(D) in most models
     entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
     moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
     sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
@@ -75,11 +75,12 @@ class View(NamedTuple):
 
         batch, kv_heads, _, size = self.keys.shape
         window = self.queries.shape[2]
-        queries = self.queries.float().reshape(batch, kv_heads, -1, window, size)
-        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, self.keys.float()) * self.scaling
-        at = self.query_positions[:, None, :, None]
+        queries = self.queries.float().reshape(batch, kv_heads, -1, window, size)  # [B, H, G, W, D]
+        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, self.keys.float()) * self.scaling  # [B, H, G, W, K]
+        at = self.query_positions[:, None, :, None]  # [B, 1, W, 1], the position of each query
         visible = (self.positions[:, :, None] >= 0) & (self.positions[:, :, None] <= at)  # [B, H, W, K]
         logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
+        # a query that sees nothing has only -inf, of which softmax makes NaN
         return softmax(logits, self.sink_logits).nan_to_num(0.0).mean(2)
 
 
@@ -90,7 +91,7 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     if sink_logits is None:
         return logits.softmax(-1)
     batch, heads, _, queries, _ = logits.shape
-    sink = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)
+    sink = sink_logits.to(logits.dtype).reshape(1, heads, -1, 1, 1).expand(batch, -1, -1, queries, 1)  # [B, H, G, Q, 1]
     return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 

@@ -51,13 +51,14 @@ class Expected(Evictor):
         mean = torch.einsum("bij,bnj->bni", turn, view.moments.mean)  # [B, N, D], N = G * H query heads
         covariance = turn[:, None] @ view.moments.covariance @ turn[:, None].transpose(2, 3)  # [B, N, D, D]
         batch, heads, _, size = view.keys.shape
-        keys = view.keys.to(mean.dtype)
+        keys = view.keys.to(mean.dtype)  # [B, H, K, D]
         mean = mean.reshape(batch, heads, -1, size)
         covariance = covariance.reshape(batch, heads, -1, size, size)
         # k' Sigma k of every entry: [B, H, G, K], G query heads of a KV head
         spread = torch.einsum("bhki,bhgij,bhkj->bhgk", keys, covariance, keys)
         logits = torch.einsum("bhgi,bhki->bhgk", mean, keys) * view.scaling + spread * view.scaling**2 / 2
-        behind = view.positions >= self.sink
+        behind = view.positions >= self.sink  # [B, H, K]; sinks stay anyway and would take most of the softmax
+        # [B, H, K]; a row without entries behind the sinks is NaN before nan_to_num
         weights = logits.masked_fill(~behind[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
         norms: Tensor = view.values.to(mean.dtype).norm(dim=-1)
         return weights * norms

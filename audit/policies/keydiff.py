@@ -26,7 +26,7 @@ class KeyDiff(Evictor):
     def importance(self, view: View) -> Tensor:
         from torch.nn.functional import cosine_similarity, normalize
 
-        present = (view.positions >= 0)[..., None]
-        keys = normalize(view.keys.float(), dim=-1)
+        present = (view.positions >= 0)[..., None]  # [B, H, K, 1]
+        keys = normalize(view.keys.float(), dim=-1)  # [B, H, K, D]; of length 1, or long keys would rule the mean
         mean = (keys * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)  # [B, H, 1, D]
         return -cosine_similarity(keys, mean, dim=-1)

@@ -55,6 +55,7 @@ class _Layer(SnapKV):
     def __post_init__(self) -> None:
         import torch
 
+        # what checks and forecasts ask for is the budget of a row that is long enough for the whole slope
         object.__setattr__(self, "budget", int(self._sloped(torch.tensor(LONG))))
         super().__post_init__()
 
@@ -72,9 +73,10 @@ class _Layer(SnapKV):
         """Entries of the first ``count`` layers together, rounded."""
         import torch
 
-        beyond = self.mean - self.window
+        beyond = self.mean - self.window  # of a layer, on average
         if self.layers == 1:
             return torch.full_like(seen, count * self.mean)
+        # entries beyond the window of the first layer and of the last, fractions as yet; their mean is beyond
         most = (seen - self.window).double().clamp(max=2 * beyond - beyond / FUNNEL)
         least = 2 * beyond - most
         # an arithmetic series: layer l has most - l * step beyond its window

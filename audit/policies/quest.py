@@ -55,10 +55,13 @@ class Quest(Selector):
 
         last = (view.seen - 1) // self.page  # [B] the page of the query itself
         longest = int(view.seen.max()) if view.longest is None else view.longest
+        # [pages] of the longest row in the batch; those that a shorter row has not are masked below
         pages = torch.arange((longest - 1) // self.page + 1, device=last.device)
         bounds = self._bounds(view, len(pages))  # [B, G*H, pages]
+        # its own page whatever the bound, so that a query always sees itself
         bounds = bounds.masked_fill(pages == last[:, None, None], float("inf"))
         bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
+        # stable: equal bounds go to the earlier page on every device; best is [B, G*H, k]
         best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., : self.units_at(longest)]
         return torch.where(best > last[:, None, None], -1, best)  # pages that a shorter row of the batch has not
 
@@ -66,10 +69,11 @@ class Quest(Selector):
         """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
         import torch
 
-        keys, positions = view.keys.float(), view.positions[..., None]
+        keys, positions = view.keys.float(), view.positions[..., None]  # [B, H, K, D] and [B, H, K, 1]
+        # [B, H, K, D], the page of every entry
         at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
         # the zeros to begin with are no keys (include_self), and one page more takes the empty slots
-        low, high = (
+        low, high = (  # each [B, H, D, pages]
             keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
             .scatter_reduce(2, at, keys, how, include_self=False)[:, :, :pages]
             .transpose(2, 3)
@@ -77,5 +81,5 @@ class Quest(Selector):
         )
         query = view.queries[:, :, -1].float().reshape(*keys.shape[:2], -1, keys.shape[3])  # [B, H, G, D]
         # channel by channel the extreme that makes q k larger
-        bounds: Tensor = query.clamp(min=0) @ high + query.clamp(max=0) @ low
+        bounds: Tensor = query.clamp(min=0) @ high + query.clamp(max=0) @ low  # [B, H, G, pages]
         return bounds.flatten(1, 2)

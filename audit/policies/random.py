@@ -36,7 +36,8 @@ class Random(Evictor):
     def importance(self, view: View) -> Tensor:
         import torch
 
-        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
+        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]  # [H, 1]
+        # mixed after every part: a plain sum would give (layer 1, head 0) and (layer 0, head 1) the same draws
         draw = mix(view.entry_keys + mix(torch.full((1,), self.seed, device=heads.device)))
         draw = mix(mix(draw + view.layer * 1_000_003) + heads)
         # 24 bits: every value is exact in float32, so ranking is the same on every device

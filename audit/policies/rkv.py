@@ -52,7 +52,7 @@ class RKV(Evictor):
     def importance(self, view: View) -> Tensor:
         from torch.nn.functional import max_pool1d
 
-        before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)
+        before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)  # [B, H, K]
         attended = max_pool1d(self._attended(view, before), self.kernel, stride=1, padding=self.kernel // 2)
         return self.weight * attended - (1 - self.weight) * redundancy(view.keys, view.positions >= 0)
 
@@ -61,8 +61,8 @@ class RKV(Evictor):
         import torch
 
         batch, heads, _, size = view.keys.shape
-        queries = view.queries.float().reshape(batch, heads, -1, view.queries.shape[2], size)
-        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, view.keys.float()).amax(2) * view.scaling
+        queries = view.queries.float().reshape(batch, heads, -1, view.queries.shape[2], size)  # [B, H, G, W, D]
+        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, view.keys.float()).amax(2) * view.scaling  # [B, H, W, K]
         shares = logits.masked_fill(~before[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
         present = view.query_positions >= 0  # [B, W]
         return (shares * present[:, None, :, None]).sum(2) / present.sum(1).clamp(min=1)[:, None, None]
@@ -76,13 +76,15 @@ def redundancy(keys: Tensor, present: Tensor) -> Tensor:
     import torch
     from torch.nn.functional import normalize
 
+    # [B, H, K, D]; an empty slot is 0 and resembles nothing
     unit = normalize(keys.float(), dim=-1) * present[..., None]
     columns = torch.arange(keys.shape[2], device=keys.device)
-    total = unit.new_zeros(unit.shape[:3])
+    total = unit.new_zeros(unit.shape[:3])  # K * K cosines at once would not fit a long row
     for start in range(0, keys.shape[2], KEY_BLOCK):
         own = columns[start : start + KEY_BLOCK, None]
+        # [B, H, block, K]; a key's cosine with itself says nothing
         alike = (unit[:, :, start : start + KEY_BLOCK] @ unit.transpose(2, 3)).masked_fill(columns == own, 0.0)
         latest = torch.where(alike > ALIKE, columns, -1).amax(-1, keepdim=True)  # [B, H, block, 1]
-        total += alike.masked_fill(columns == latest, 0.0).sum(2)
-    mean = total / present.sum(-1, keepdim=True)
+        total += alike.masked_fill(columns == latest, 0.0).sum(2)  # each key spares the one it sees as new
+    mean = total / present.sum(-1, keepdim=True)  # [B, H, K]
     return mean.masked_fill(~present, float("-inf")).softmax(-1)

@@ -29,7 +29,7 @@ class Scales(NamedTuple):
             raise SpecError(
                 f"scales: the file has {len(table)} layers, wanted one number or {heads} (KV heads) for layer {layer}"
             )
-        return table[layer] * (heads // len(table[layer]))
+        return table[layer] * (heads // len(table[layer]))  # one number for the layer stands for every KV head
 
 
 def pinned_scales(policy: str, text: str) -> str:
@@ -47,6 +47,7 @@ def pinned_scales(policy: str, text: str) -> str:
         ) from None
     if wanted and wanted != digest:
         raise SpecError(f"policy {policy}: scales={name!r} has sha256 {digest}, the policy names {wanted}")
+    # a file that cannot be read as scales ends here and not in the middle of a run
     read_scales(policy, f"{name}#{digest}")
     return f"{name}#{digest}"
 

@@ -60,6 +60,7 @@ class Replay:
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
         attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
+        # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them
         if len(self.held) != attending or len(self.states) != carrying:
             done = len(self.held.keys() | self.states.keys())
             raise RunError(
@@ -90,12 +91,14 @@ class Replay:
             parts.append(causal_attention(*own, call.scaling, call.sink_logits))
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
         most = None if self._prefix else BLOCK
+        # within the first window columns a window of the layer's own hides nothing
         for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2], start=causal, most=most):
             until = key.shape[2] if self._prefix else part.stop  # a query's own key is in its own column
             seen = (key[:, :, :until], call.value[:, :, :until], self._visible(layer, part, until))
             parts.append(grouped_attention(query[:, :, part], *seen, call.scaling, call.sink_logits))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
+    # the heads of the mask: it is what decides how many queries are looked at together
     def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
         """The call with the prefix's keys and values before its own."""
         if self._prefix is None:
@@ -113,13 +116,13 @@ class Replay:
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
         out = advance(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
-        return out
+        return out  # [B, H, P, D], P columns of the prompt
 
     def _in_two_precisions(self, call: AttentionCall, codes: CodedSince) -> Tensor:
         stored, parts = self._stored(call, codes), []
         query = call.query
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
-            at = self._queries[:, part, None]
+            at = self._queries[:, part, None]  # [B, q, 1]
             late = QuantisedView(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             some = call._replace(query=query[:, :, part])
             parts.append(two_precisions(some, self._visible(call.layer, part, call.key.shape[2]), late))
@@ -134,6 +137,7 @@ class Replay:
 
     def _visible(self, layer: int, part: slice, until: int) -> Tensor:
         """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""
+        # [B, 1, q, 1] and [B, 1, 1, until]
         q, k = self._queries[:, None, part, None], self._keys[:, None, None, :until]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
@@ -143,8 +147,10 @@ class Replay:
             visible = visible & (q < self._evicted_at[:, layer, :, None, :until])
         if self._choices is not None and layer in self._choices.slots:
             chosen = self._choices.visible(layer, self._queries[:, part], self._keys[:, :until])  # [B, A, Q, K]
+            # choices may be by query head, where the ledger is by KV head
             apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
             visible = visible.repeat_interleave(apart, 1) & chosen
+        # a row of padding that sees nothing would be NaN, and so would its gradient
         return visible | (q < 0)
 
 
@@ -153,4 +159,5 @@ def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
     columns = queries.shape[1]
+    # until the first eviction anywhere a query misses nothing of its past
     return columns if evicted_at is None else min(columns, int(evicted_at.min()))

@@ -59,7 +59,7 @@ def codes_of(rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | No
 
 def _times(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
     """Times [T] of each row along columns at row positions [B, K]."""
-    times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)
+    times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)  # [B, T]
     return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
 
 
@@ -78,7 +78,7 @@ def coded_keys(
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
         return _straight(keys, _by_token(exact, codes, place))
-    member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])
+    member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])  # at the same query an entry leaves first
     group = key_groups(member, codes.keys_at, codec.key_group)
@@ -103,14 +103,15 @@ def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
     """
     batch, heads, slots = member.shape
-    known = member.any(1)
+    known = member.any(1)  # [B, K], a member in some head
     # columns between members take the time before them, so that a change of time is where the next flush begins
     steady = torch.where(known, times, 0).cummax(1).values
     flush = torch.nn.functional.pad((steady[:, 1:] != steady[:, :-1]).int(), (1, 0)).cumsum(1)  # [B, K]
     flush = flush[:, None].expand(batch, heads, slots).long()
+    # how many members each flush has: [B, H, flushes]
     counts = torch.zeros(batch, heads, int(flush.max()) + 1, dtype=torch.int64, device=member.device)
     counts = counts.scatter_add(2, flush, member.long())
-    before = counts.cumsum(2) - counts
+    before = counts.cumsum(2) - counts  # those of earlier flushes
     per_flush = (counts + size - 1) // size  # groups end with their flush, whole or not
     first = per_flush.cumsum(2) - per_flush  # number of each flush's first group
     rank = member.long().cumsum(2) - 1 - before.gather(2, flush)  # among the members of its flush
@@ -134,11 +135,13 @@ def two_precisions(call: AttentionCall, visible: Tensor, late: QuantisedView) ->
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
-    packed = call.query.reshape(batch, call.key.shape[1], -1, length, size).to(dtype)
+    packed = call.query.reshape(batch, call.key.shape[1], -1, length, size).to(dtype)  # [B, H, G, Q, D]
+    # each [B, H, G, Q, K]
     exact, stored = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (call.key, late.keys))
     logits = torch.where(late.key_seen[:, None, None], stored, exact) * call.scaling
     shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), call.sink_logits)
     coded = late.value_seen[:, None, None]  # [B, 1, 1, Q, K]
+    # every share goes either to an exact value or to what its codes give back
     out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(coded, 0.0), call.value.to(dtype))
     out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~coded, 0.0), late.values.to(dtype))
     return out.reshape(batch, heads, length, -1).to(call.query.dtype)

@@ -39,6 +39,7 @@ class Head:
     def __call__(self, states: Tensor) -> Tensor:
         """Logits [n, V] of last hidden states [n, D], through the model's forward with the decoder standing still."""
         answer = self._kind(last_hidden_state=states[None])
+        # any ids will do: the decoder does not read them
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
         decoder, asked = self._model.get_decoder(), list[bool]()
 

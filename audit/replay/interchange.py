@@ -33,11 +33,11 @@ from kvaudit.core.errors import DataError
 
 ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
 _TENSORS = {
-    "ids": (torch.int64, 1),
-    "sampled": (torch.bool, 1),
-    "logprobs": (torch.float32, 1),
-    "query": (torch.int32, 1),
-    "kept": (torch.bool, 4),
+    "ids": (torch.int64, 1),  # [T]
+    "sampled": (torch.bool, 1),  # [T]
+    "logprobs": (torch.float32, 1),  # [sampled tokens], nats
+    "query": (torch.int32, 1),  # [events]
+    "kept": (torch.bool, 4),  # [events, L, H, T]
 }
 _SHOWN = 60  # characters of a wrong value
 _MOST_ENTRIES = 1 << 28  # of all ledgers of a file: a few bytes of header must not claim all memory
@@ -77,7 +77,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
     """``evicted_at`` int32 [L, H, T] of a history; raises ValueError where the history contradicts itself."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
-    columns, before = torch.arange(shape[2]), 0
+    columns, before = torch.arange(shape[2]), 0  # [T]
     for number, event in enumerate(events):
         where = f"event {number} (query {event.query})"
         if not before < event.query <= shape[2]:
@@ -86,7 +86,7 @@ def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
         for layer, kept in enumerate(event.kept):
             if kept is None:
                 continue
-            has_left = table[layer] < NEVER
+            has_left = table[layer] < NEVER  # [H, T]
             _refuse(f"{where}, layer {layer}", kept & ~past, "is in the future, the query cannot have seen it")
             _refuse(f"{where}, layer {layer}", kept & has_left, "returns after it had left; eviction is for good")
             table[layer][past & ~kept & ~has_left] = event.query
@@ -162,6 +162,7 @@ def _from_tensors(path: Path, table: TensorFile, file: Any) -> RecordedRollouts:
     rollouts, lengths, names = [], list[int](), set(file.keys())
     for number, row in enumerate(table.rollouts):
         kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
+        # choosing [N] queries, chosen [S, A, N, k] of the S layers that choose
         kinds |= {} if row.selection is None else {"choosing": (torch.int32, 1), "chosen": (torch.int32, 4)}
         found = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
         for name, (dtype, rank) in kinds.items():

@@ -39,7 +39,7 @@ class ChoiceForm(Form):
     """One query's lists, layer by layer and head by head."""
 
     query: Index
-    chosen: list[list[list[Index]]]
+    chosen: list[list[list[Index]]]  # [layers][heads][units]
 
 
 class ChosenForm(ChoiceUnits):
@@ -52,7 +52,7 @@ class EventForm(Form):
     """One eviction."""
 
     query: Index
-    kept: list[list[list[Index]] | None]
+    kept: list[list[list[Index]] | None]  # [layers][heads][entries], None for a layer in which nothing left
 
 
 class RolloutForm(Form):
@@ -71,10 +71,10 @@ class JsonRollout(RolloutForm):
     """One with everything in lists."""
 
     ids: list[Index]
-    sampled: list[tuple[Index, Index]] | None = None
+    sampled: list[tuple[Index, Index]] | None = None  # from, up to and without
     logprobs: list[Nats]
     events: list[EventForm] = []
-    experts: list[list[list[Expert]]] | None = None
+    experts: list[list[list[Expert]]] | None = None  # [tokens - 1][blocks][experts]
     selection: ChosenForm | None = None
 
 

@@ -89,6 +89,7 @@ def suffix_logits(
     prompts = _tokens(leaders, early[::group]).to(device)
     before = _positions(cuts[::group], 0).to(device)
     suffixes = _tokens(rollouts, late).to(device)
+    # tokens behind the shared ones, without the last
     lengths = [len(r.ids) - 1 - cut for r, cut in zip(rollouts, cuts, strict=True)]
     after = _positions(lengths, torch.tensor(cuts)[:, None]).to(device)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
@@ -103,12 +104,12 @@ def suffix_logits(
         # run for its keys and states; logits of at least one token cannot be declined
         model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
-    keys = torch.cat([before.repeat_interleave(group, 0), after], 1)
+    keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
     evicted_at, codes = None, None
     if shadow:
         codes = codes_of(rollouts, keys, strays)
         own = _columns(rollouts, late, suffixes.shape[1], device)
-        evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1], device), own], 3)
+        evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1], device), own], 3)  # the same columns
     experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
     chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
     context = Replay(
@@ -170,6 +171,7 @@ def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
         raise DataError(f"rollout {number} sent its prompt to other experts than its group")
     if not _chose_alike(leader.selection, rollout.selection, length - 1):
         raise DataError(f"rollout {number} attended to other keys of its prompt than its group")
+    # the prompt's own queries alone: an entry that leaves later is in either ledger one that they all saw
     theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
     if not torch.equal(theirs, own):
         raise DataError(

@@ -123,7 +123,7 @@ class Reranking(Replay):
         rotary: Rotary | None,
     ) -> None:
         tokens = at.shape[1]
-        evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)
+        evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
         # a token more than was fed: the last one drawn
         choices = choices_of([rollout.selection], tokens + 1, at.device)
@@ -152,14 +152,16 @@ class Reranking(Replay):
         queries = made.queries.to(call.key.device)
         recorded = made.chosen[made.layers.index(call.layer)].to(queries.device)  # [A, N, k]
         passed = PassedLayer(call, self._keys, call.key.new_zeros(0), None, None)
+        # keys are laid out anew for every query
         most = max(1, ELEMENTS // (call.key[0, :, : int(queries.max()) + 1].numel()))
         for some in torch.split(torch.arange(len(queries), device=queries.device), most):
             at = queries[some].long()
             again = selector.choose(passed.asked(at, self._rollout))  # [N, A, k]
+            # [n, A, k] and [n, 1, 1]
             units, own = recorded[:, some].transpose(0, 1), (at // selector.unit)[:, None, None]
             among = (units >= 0).sum(-1, keepdim=True) <= own  # fewer than there are
             counted = (units >= 0) & (units != own) & among
-            found = (units[..., None] == again[..., None, :]).any(-1)
+            found = (units[..., None] == again[..., None, :]).any(-1)  # [n, A, k]
             self.evicted += int(counted.sum())
             self.again += int((counted & found).sum())
 
@@ -199,12 +201,12 @@ class Reranking(Replay):
         if not policy.pinned_roles:
             return None
         if self._rollout.pinned is not None:
-            table = torch.zeros(self._keys.shape[1], dtype=torch.bool)
+            table = torch.zeros(self._keys.shape[1], dtype=torch.bool)  # [T]
             for start, end in self._rollout.pinned:
                 table[start:end] = True
             return table.to(positions.device)[positions]
         governed = [layer for layer, plan in enumerate(self._plans) if plan.governed]
-        stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)
+        stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)  # [T]
         return stays[positions]
 
 
@@ -237,13 +239,14 @@ class PassedLayer:
 
     def most(self, held: int) -> int:
         """How many evictions from ``held`` entries are ranked at once."""
+        # keys take D numbers an entry, a ranking by likeness one for every other entry
         return max(1, ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, running: Running, rollout: Rollout) -> View:
         """What the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
         keys, values = self.entries(positions, times)
-        window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)
+        window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
         asked = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
         return View(
             layer=self.call.layer,
@@ -265,7 +268,7 @@ class PassedLayer:
         """What the policy saw when the queries at these positions [E] chose among all before them."""
         heads, longest = self.call.key.shape[1], int(queries.max()) + 1
         columns = torch.arange(longest, device=queries.device)
-        positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)
+        positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]
         keys, values = (
             part[:, :, :longest].expand(len(queries), -1, -1, -1) for part in (self.call.key, self.call.value)
         )
@@ -275,7 +278,7 @@ class PassedLayer:
             values=values,
             positions=positions,
             seen=queries + 1,
-            queries=self.call.query[0, :, queries].transpose(0, 1)[:, :, None],
+            queries=self.call.query[0, :, queries].transpose(0, 1)[:, :, None],  # [E, G*H, 1, D]
             query_positions=queries[:, None],
             mass=keys.new_zeros(keys.shape[:3]),
             scaling=self.call.scaling,
@@ -288,8 +291,8 @@ class PassedLayer:
         """Positions [E, H, K] of what the cache held before it evicted for queries ``times`` [E], then -1."""
         seen = times[:, None, None]
         # what leaves at this very query is there: the policy chose among it
-        there = (self.at[:, None] < seen) & (self.evicted_at >= seen)
-        counts = there.sum(2, keepdim=True)
+        there = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
+        counts = there.sum(2, keepdim=True)  # [E, H, 1]
         # stable: what is there comes first, in order of position
         order = there.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
         return torch.where(self.at[:, None, : order.shape[2]] < counts, order, -1)
@@ -298,7 +301,7 @@ class PassedLayer:
         """Keys and values [E, H, K, D] at positions [E, H, K], as codes where they were before queries ``times``."""
         exact = [along(part, positions) for part in (self.call.key, self.call.value)]
         if self.stored is None or self.codes is None:
-            return exact[0], exact[1]
+            return exact[0], exact[1]  # each [E, H, K]
         since = [along(part[:, None], positions) for part in (self.codes.keys_at, self.codes.values_at)]
         keys, values = (
             # not at the time itself: codes are made after the eviction

@@ -78,6 +78,7 @@ def evictions(policy: Evictor, fed: Sequence[ForwardStep]) -> list[DueEviction]:
     budgets = policy.budget_at(torch.tensor([seen for seen, _ in fed], dtype=torch.int64)).tolist()
     for (seen, decoding), budget in zip(fed, budgets, strict=True):
         held, decoded, before = held + seen - before, decoded + decoding, seen
+        # what is given is evicted from after every chunk, whatever the interval
         ready = decoded >= policy.interval if decoding else True
         if held > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
             found.append(DueEviction(seen, held, budget))
@@ -153,7 +154,7 @@ def _protected(evicted_at: Tensor, policy: Evictor) -> str | None:
 
 def _schedule(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEviction]) -> str | None:
     """Of one layer [H, T]: the first query at which other than the due number of entries left."""
-    due_at, left = {one.query: one for one in due}, _leaving(evicted_at)
+    due_at, left = {one.query: one for one in due}, _leaving(evicted_at)  # by query; [H, T + 1]
     for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
         if query not in due_at:
             entry = int((evicted_at == query).any(0).nonzero()[0])

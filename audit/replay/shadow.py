@@ -51,7 +51,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         _refuse_dropout(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
-        at = positions.to(ids.device)
+        at = positions.to(ids.device)  # [B, columns]
         codes = _codes(ledger, positions, ids.device)
         experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
         evicted_at = _along(ledger.evicted_at, positions, ids.device)

@@ -155,6 +155,7 @@ class VerlLine(ForeignLine):
         mask = None if self.response_mask is None else response("response_mask", self.response_mask)
         advantage = None if self.advantages is None else response("advantages", self.advantages)
         logprobs = response("rollout_log_probs", self.rollout_log_probs)
+        # of all tokens together; padding has none
         reward = None if self.token_level_scores is None else sum(self.token_level_scores)
         ids = prompt + response("responses", self.responses)
         return [RolloutLists(ids, len(prompt), logprobs, mask, advantage, reward, _named(self.uid))]

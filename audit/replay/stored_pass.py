@@ -39,14 +39,15 @@ def stored_logits(
         group = 1
     leaders = rollouts[::group]
     prompts = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True).to(device)
-    lengths = torch.tensor([r.prompt_length for r in leaders], device=device)
+    lengths = torch.tensor([r.prompt_length for r in leaders], device=device)  # [B / group]
     before = _columns(lengths, torch.zeros_like(lengths))
     wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
     prefix = StoredReplay(store, layers, before, lengths, wrote=wrote)
     model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
     prefix.settle()
+    # from the prompt's last token, which predicts the first of the suffix, to the last but one
     suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
-    new = torch.tensor([len(r.ids) - r.prompt_length for r in rollouts], device=device)
+    new = torch.tensor([len(r.ids) - r.prompt_length for r in rollouts], device=device)  # [B]
     after = _columns(new, lengths.repeat_interleave(group) - 1)
     wrote = _wrote(rollouts, [(r.prompt_length - 1, len(r.ids) - 1) for r in rollouts], device)
     lengths = lengths.repeat_interleave(group)
@@ -85,7 +86,7 @@ class StoredReplay:
         if prefix is None:
             self._keys = queries
         else:  # the prompt's last token is a query again, and its key is the prompt's
-            behind = torch.where(queries >= lengths[:, None], queries, -1)
+            behind = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
             self._keys = torch.cat([prefix._queries.repeat_interleave(group, 0), behind], 1)
 
     def settle(self) -> None:
@@ -141,13 +142,15 @@ class StoredReplay:
         exact, its, values = (_gathered(part, place) for part in (*keys, value))  # [B, H, n * BLOCK, D]
         positions = torch.arange(place.shape[1], device=place.device)
         visible = there[:, None] & (positions <= self._queries[..., None])  # [B, Q, n * BLOCK]
-        blocks, written = _in_blocks(its, 2), _in_blocks(there, 1)
+        blocks, written = _in_blocks(its, 2), _in_blocks(there, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
         prompt = written & _in_blocks(positions < self._lengths[:, None], 1)
+        # as the prefill coded them, all entries of a block at once
         first = kind.read_back(blocks, prompt[:, None])
         if self._prefix is None:
             return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
         start = int(self._lengths.min()) // BLOCK  # blocks before are the prompt's alone
         tail = kind.written_on(blocks[:, :, start:], prompt[:, start:], written[:, start:])
+        # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
         near = self._own((_in_blocks(exact, 2), blocks), first, tail.own, start)
         return _attention(call, _off_by(exact, later, its), values, visible, near)
@@ -158,7 +161,7 @@ class StoredReplay:
         ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
         """
         at = self._queries.clamp(min=0)
-        block, place = at // BLOCK, at % BLOCK
+        block, place = at // BLOCK, at % BLOCK  # each [B, Q]
         rows = torch.arange(len(at), device=at.device)[:, None]
         tail = own[rows, :, (block - start).clamp(min=0), place]  # [B, Q, H, BLOCK, D]
         # the prompt's last token read what the prefill had written
@@ -196,6 +199,7 @@ def _attention(
             )
             columns = own[1][:, some, None] + torch.arange(near.shape[-1], device=near.device)  # [B, q, BLOCK]
             logits = logits.scatter(-1, columns[:, None, None].expand_as(near), near)
+        # padding, which sees nothing, is left to see all: otherwise it would be NaN
         hidden = ~visible[:, None, None, some] & (visible[:, some].any(-1))[:, None, None, :, None]
         shares = softmax(logits.masked_fill(hidden, float("-inf")), call.sink_logits)
         parts.append(torch.einsum("bhgqk,bhkd->bhgqd", shares, values.to(dtype)))

@@ -15,10 +15,11 @@ from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
-_MARKER = "kvaudit-marker-7391"
+_MARKER = "kvaudit-marker-7391"  # stands where an answer would and is looked for in what a template makes of it
 _TORN, _MOST_BYTES = "\ufffd", 4  # what part of a character decodes to; bytes of the longest one
 _SLOT = "kvaudit-slot-{}-7391"
 ChatOption = bool | int | float | str
+# arguments of transformers' own: an option of the same name would take the place of one
 _OURS = (
     *("messages", "conversations", "tools", "documents", "chat_template"),
     *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
@@ -93,6 +94,7 @@ class Chat:
         Taken from a conversation with a marker in the assistant's place, so it holds for any template. A completion
         that ended by sampling the end-of-turn token itself already holds it: see ``continuation``.
         """
+        # a user first: many templates refuse a conversation that the assistant begins
         return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages, spans)
 
     def continuation(
@@ -111,6 +113,7 @@ class Chat:
     @property
     def end_of_turn(self) -> int:
         """The token that ends an answer; raises SpecError where the template has none."""
+        # the template's own ending before the tokenizer's, which may end a text and not a turn
         endings = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
         found = [token for token in endings if token in self.stop_ids]
         if not found:
@@ -134,6 +137,7 @@ class Chat:
             shown, text = (
                 self.tokenizer.decode(part, skip_special_tokens=False) for part in (before, [*before, *pending])
             )
+            # part of a character: wait for the rest, but not for ever, since a text may hold a replacement sign itself
             if text.endswith(_TORN) and len(pending) < _MOST_BYTES and number < len(ids):
                 found.append("")
                 continue
@@ -162,6 +166,7 @@ class Chat:
     def _takes(self, role: Role, *, first: bool) -> Literal["native", "user"]:
         plain = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
         probe = Message(role, _MARKER)
+        # where the role usually stands, or a template would refuse the order and not the role
         messages = [probe, *plain[:1]] if first else [*plain, probe]
         try:
             return "native" if _MARKER in self._apply(message_rows(messages)) else "user"
@@ -204,7 +209,7 @@ class Chat:
         stretches = _stretches(text, self._text_after(before, slots), messages)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         roles, at = [], 0  # a role for every token; the message that is looked at
-        for start, _ in encoded["offset_mapping"]:
+        for start, _ in encoded["offset_mapping"]:  # places in the text, in characters
             while at < len(stretches) and stretches[at].end <= start:
                 at += 1
             # a token is of the message that it begins in
@@ -297,7 +302,9 @@ def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stre
     """
     found, position = [], 0
     for number, message in enumerate(messages):
+        # what the template puts before this text, and the frame behind its slot
         header, _, frame = frame.partition(_SLOT.format(number))
+        # a header that depends on the text is not there as in the frame: then the text alone is looked for
         if text.startswith(header, position):
             position += len(header)
         content = message.content if text.startswith(message.content, position) else message.content.strip()

@@ -77,7 +77,7 @@ def play(
     # whether an item is answered by choosing among options
     given = [bool(one.suite.options(one.item)) for one in asked]
     most = max(1, at_once // group) if at_once else len(asked)  # items at once
-    found: dict[int, list[GradedRow]] = {}
+    found: dict[int, list[GradedRow]] = {}  # by the number of the item, group members in order
     for way, chosen in ((_converse, False), (_choose, True)):
         part = [n for n, own in enumerate(given) if own is chosen]
         own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
@@ -113,9 +113,11 @@ def _converse(
         part = list(seeds[items.start * group : items.stop * group])
         return sampler.open([one.ids for one in own], part, group=group, roles=[one.roles for one in own])
 
+    # of items that wait too: row n is of item n // group
     rows = [Conversation(one, member, sampler.model) for one in asked for member in range(group)]
     arrivals = Arrivals(opened, len(asked), most, group)
     for episode in arrivals:
+        # items enter in order, so those that are in the batch have the first rows
         playing = rows[: episode.rows]
         # 0: a row that is over is neither drawn for nor fed
         limits = [row.suite.max_new_tokens if row.open else 0 for row in playing]
@@ -136,13 +138,14 @@ def _choose(
     sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
 ) -> list[GradedRow]:
     """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
+    # no row leaves before the longest answer is over, so that arrivals would win nothing: part after part
     if len(asked) > most:
         parts = (slice(start, start + most) for start in range(0, len(asked), most))
         own = ((asked[part], seeds[part.start * group : part.stop * group]) for part in parts)
         return [row for some, its in own for row in _choose(sampler, some, decoding, its, group, most)]
     chat = sampler.model.chat
     texts = [one.suite.options(one.item) for one in asked]
-    answers = [[chat.encode(text) for text in own] for own in texts]
+    answers = [[chat.encode(text) for text in own] for own in texts]  # [items][options][tokens]
     rows = score_answers(sampler, [one.prompt for one in asked], answers, seeds, group)
     played = []
     for n, (scored, seed) in enumerate(zip(rows, seeds, strict=True)):
@@ -175,7 +178,7 @@ def _choose(
 
 def score_answers(
     sampler: Sampler,
-    prompts: Sequence[Rendered],
+    prompts: Sequence[Rendered],  # answers of the prompt that has most
     answers: Sequence[Sequence[Sequence[int]]],
     seeds: Sequence[int],
     group: int = 1,
@@ -190,6 +193,7 @@ def score_answers(
     said = [[*own, *[()] * (width - len(own))] for own in answers for _ in range(group)]
     row_seeds = [seed for seed in seeds for _ in range(width)]
     roles = [prompt.roles for prompt in prompts]
+    # rows by prompt, then group member, then answer: the members of one prefill are all of a prompt's
     episode = sampler.open([prompt.ids for prompt in prompts], row_seeds, group=group * width, roles=roles)
     scored = episode.score([ids for own in said for ids in own])
     pairs = list(zip(scored, episode.rollouts(), strict=True))
@@ -337,6 +341,6 @@ def spans_kept(
     places, start = places_of(item.spans, given), rollout.answer_start
 
     def share(numbers: Sequence[int]) -> float:
-        return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())
+        return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())  # [L, H, tokens]
 
     return {name: KeptSpan(share(numbers), tuple(places[name])) for name, numbers in tokens.items()}

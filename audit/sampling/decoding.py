@@ -51,7 +51,7 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
     wide = logits.double()  # so that rounding seldom moves a draw to another token
     if decoding.temperature not in (0, 1):
         wide = wide / decoding.temperature
-    logprobs = wide.log_softmax(-1)
+    logprobs = wide.log_softmax(-1)  # [B, V] nats
     if decoding.temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
@@ -69,6 +69,6 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020): [B, V]."""
     if top_p >= 1:
         return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)  # [B, V], the likeliest first
     outside = ordered.cumsum(-1) - ordered >= top_p  # without the token itself: the one that crosses top_p stays
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))

@@ -36,6 +36,7 @@ def _loops(text: str) -> bool:
         _longest_run(words, _LONGEST_UNIT, _WORD_REPEATS) >= max(_WORDS_IN_LOOP, len(words) / 2)
         or _longest_run(characters, _LONGEST_CHARACTER_UNIT, _CHARACTER_REPEATS)
         >= max(_CHARACTERS_IN_LOOP, len(characters) / 2)
+        # a loop that varies its unit: few of its n-grams are distinct
         or (len(words) >= _NGRAM_WORDS and len(set(grams)) / len(grams) < _DISTINCT_SHARE)
     )
 
@@ -43,6 +44,7 @@ def _loops(text: str) -> bool:
 def _longest_run(units: Sequence[str], longest_unit: int, repeats: int) -> int:
     """Length of the longest stretch made of one short unit said ``repeats`` times or more in a row."""
     best = 0
+    # run counts the pairs that are one period apart, one unit fewer than were said
     for period in range(1, min(longest_unit, len(units) // repeats) + 1):
         run = 0
         for earlier, later in zip(units, units[period:], strict=False):

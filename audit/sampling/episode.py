@@ -80,6 +80,7 @@ class Episode:
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
         rotary = rotary_for(model.model, policy)
         blocks = hooked_blocks(model.model)
+        # one row for each prompt until the cache is expanded to its group
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles, shared)
@@ -156,6 +157,7 @@ class Episode:
         likely = [True] * self.rows
 
         def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
+            # 0 where a row has nothing more to say: it is fed and what comes of it is never looked at
             tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
             logprobs = logits.double().log_softmax(-1)  # [b, V] nats, at temperature 1
             for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
@@ -187,8 +189,9 @@ class Episode:
         assert all(running[n] for n in self._turns), "a turn that was begun goes on"
         self._let_go()
         self._begin({n for n, on in enumerate(running) if on and n not in self._turns})
-        logits = self._logits
+        logits = self._logits  # [b, V]
         while any(running):
+            # tokens of its turn so far, for every row in the cache
             drawn = [len(self._turns[n][0]) if n in self._turns else 0 for n in self._held]
             for n, token, logprob in zip(self._held, *pick(logits, drawn), strict=True):
                 if running[n]:
@@ -200,6 +203,7 @@ class Episode:
                         self._rows[n].add(*self._turns.pop(n))
                         self._pending[n] = ids[-1:]  # not fed yet: it enters with what is given next
             if any(running):
+                # before the step, which then computes nothing for rows that are over
                 self._let_go()
                 logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._held])
                 if pause is not None and pause():
@@ -227,10 +231,12 @@ class Episode:
         """
         first = self.rows
         if self.going_on:
+            # rows that are over leave first, or they would be copied along
             self._let_go(at_once=True)
             self._cache.join(other._cache)
             self._seeds, self._logits = torch.cat([self._seeds, other._seeds]), torch.cat([self._logits, other._logits])
         else:
+            # nobody here goes on: what is left is recorded, and the other's cache takes the place of this one
             self._keep(self._held)
             self._cache, self._seeds, self._logits, self._held = other._cache, other._seeds, other._logits, []
         self._held += [first + n for n in other._held]
@@ -257,7 +263,7 @@ class Episode:
         """A row that goes on without having been given anything still has to see its last drawn token."""
         tokens = [self._pending[n][-1] if running[n] and self._pending[n] else -1 for n in self._held]
         if any(t >= 0 for t in tokens):
-            fed = torch.tensor(tokens, device=self._logits.device)[:, None] >= 0
+            fed = torch.tensor(tokens, device=self._logits.device)[:, None] >= 0  # [b, 1]
             self._logits = torch.where(fed, self._step(tokens), self._logits)
             for n, token in zip(self._held, tokens, strict=True):
                 if token >= 0:
@@ -291,7 +297,7 @@ class Episode:
             if on:
                 self._pending[n], self._queued[n] = [], []
         logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
-        changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]
+        changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]  # [b, 1]
         self._logits = torch.where(changed, logits, self._logits)
 
     def _keep(self, leaving: Sequence[int]) -> None:
@@ -311,6 +317,7 @@ class Episode:
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
         wanted, cache = set(numbers), self._cache
+        # in tokens; what lies behind the end of a shorter row is cut off below
         longest = max(len(self._rows[n].ids) for n in numbers)
         # [b, L, H, T]; times [b, T] of keys and of values, None without codes
         ledger, times = cache.ledger(longest), cache.quantised_at(longest)
@@ -372,8 +379,8 @@ class Episode:
         for n, row in enumerate(rows):
             ids[n, : len(row)] = torch.tensor(row, dtype=torch.int64)
         # padding on the right: positions count up from what a row has seen
-        columns = torch.arange(ids.shape[1])
-        positions = torch.where(columns < lengths[:, None], columns + self._cache.seen[:, None], -1)
+        columns = torch.arange(ids.shape[1])  # [T]
+        positions = torch.where(columns < lengths[:, None], columns + self._cache.seen[:, None], -1)  # [b, T]
         if int(positions.max()) >= self._model.max_positions:
             raise SpecError(
                 f"context of {int(positions.max()) + 1} tokens is longer than the model's {self._model.max_positions} "
@@ -384,9 +391,9 @@ class Episode:
         for start in range(0, ids.shape[1], chunk):
             part = slice(start, start + chunk)
             last = lengths - 1 - start  # column of each row's last token within this chunk
-            ending = (last >= 0) & (last < ids[:, part].shape[1])
+            ending = (last >= 0) & (last < ids[:, part].shape[1])  # [b], rows that end in this chunk
             # rows end in different columns: a head over all of them would make [B, chunk, V]
-            wanted, inverse = torch.unique(last[ending], return_inverse=True)
+            wanted, inverse = torch.unique(last[ending], return_inverse=True)  # [n]; which of them, by ending row
             self._cache.begin(positions[:, part], decoding=False, pinned=None if pinned is None else pinned[:, part])
             forward = partial(self._forward, ids[:, part], positions[:, part], columns=wanted)
             first = shared if start == 0 else None

@@ -96,6 +96,7 @@ def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Gr
     """
     if not suite.asks_harm(item):
         return grade
+    # what could not be read says nothing of harm, and what is incoherent does none
     known = None if not grade.facets.get(WELL_FORMED) else bool(unsafe) and grade.facets.get("coherent") is not False
     return replace(grade, facets={**grade.facets, UNSAFE: known})
 

@@ -42,6 +42,7 @@ class _Cursor:
     def values(self, kind: int, count: int) -> None:
         """Step over ``count`` values of a type."""
         if kind == _STRING:
+            # a text takes bytes for its length alone, so more texts than bytes are a lie that would loop for long
             if count > len(self._data):
                 raise ValueError(f"it names {count} texts in {len(self._data)} bytes")
             for _ in range(count):

@@ -18,6 +18,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])  # free, total
     found = _table(Path("/proc/meminfo"))
+    # that file counts in units of 1024 bytes
     free = found["MemAvailable:"] * 1024 if "MemAvailable:" in found else _installed()
     return int(min([free, *map(_left, _groups())]))
 

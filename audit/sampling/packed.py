@@ -34,6 +34,7 @@ def packed(model: Model) -> Model:
     products = _products(model)
     if not products:
         return model
+    # deepcopy takes what its memo holds as copied already: modules are new, their tensors the same
     shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
     weights: Any = copy.deepcopy(model.model, shared)
     for name, module in products:
@@ -89,7 +90,7 @@ class _Packed(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Products [..., N] of rows [..., K]."""
-        few = hidden.numel() < self._fewest * hidden.shape[-1]
+        few = hidden.numel() < self._fewest * hidden.shape[-1]  # rows in all, whatever the leading dimensions
         if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return linear(hidden, self.weight, self.bias)
         found: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._blocks, self.bias, "none", [], "")

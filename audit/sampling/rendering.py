@@ -119,6 +119,7 @@ def _asked(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> byte
         return process.stdout.readline()
     except BrokenPipeError:
         return b""
+    # interrupted: an answer may still come, which the next request would take for its own
     except BaseException:
         process.kill()
         process.communicate()
@@ -160,6 +161,7 @@ def _rendered(render: Any, request: Mapping[str, Any]) -> dict[str, str]:
 def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that is ended leaves no dump
     if sys.platform == "linux":
+        # the first field: pages of address space
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY)
 

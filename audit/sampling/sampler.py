@@ -103,6 +103,7 @@ class MixedEpisode:
         begun = True
         while begun:
             for rows, episode in self._parts.values():
+                # bound as a default: a closure would ask every part about the rows of the last
                 own_ended = None if ended is None else lambda n, ids, rows=rows: ended(rows[n], ids)
                 own_heard = None if heard is None else lambda n, completion, rows=rows: heard(rows[n], completion)
                 # a pause after every step, so that no part runs ahead

@@ -118,6 +118,7 @@ def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
     Only what would take for ever is caught here; what is merely wrong is a missing or mismatched tensor later.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # nested ones too, such as text_config
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     # largest size of any dimension of any tensor
     widest = max((size for header in found for size in header.shape), default=0)

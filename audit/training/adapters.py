@@ -89,6 +89,7 @@ def checkpoint_layers(model: Any) -> None:
             f"gradient checkpointing is not prepared in {type(model).__name__}; set gradient_checkpointing: false"
         )
     for layer in layers:
+        # of this instance alone: other models of its class stay as they are
         layer.forward = partial(_kept_by_its_input, layer.forward)
 
 
@@ -132,6 +133,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
 def adapter_weights(model: Any) -> dict[str, Parameter]:
     """The adapter's weights by the names they have in its file."""
     named = ((name, weight) for name, weight in model.named_parameters() if _MARK in name)
+    # peft's files leave the adapter's own name out
     return {_PREFIX + name.replace(f".{_NAME}.", "."): weight for name, weight in named}
 
 

@@ -52,7 +52,7 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
     mean = (values * known).sum(dim=1, keepdim=True) / count  # [B / group, 1]; ungraded rows hold 0 and are not counted
     centred = (values - mean) * known
     if by_std:
-        std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
+        std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()  # [B / group, 1], in reward units
         centred = (centred / std.clamp(min=STD_FLOOR)).where(std > STD_FLOOR, 0.0)
     return centred.reshape(-1)
 
@@ -83,7 +83,7 @@ def generalised_advantages(rewarded: BatchRewards) -> Estimate:
     later = ahead = rewards.new_zeros(rewards.shape)  # V and A of the next sampled token
     # backwards, so that each column finds what follows it in later and ahead
     for column in reversed(range(values.shape[1])):
-        here, value = mask[:, column], values[:, column]
+        here, value = mask[:, column], values[:, column]  # bool [B] and [B]
         advantage = rewards + rewarded.discount * later - value + rewarded.discount * rewarded.trace * ahead
         result[:, column] = advantage.where(here, 0.0)
         later, ahead = value.where(here, later), advantage.where(here, ahead)
@@ -96,7 +96,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     chosen = values[mask]  # [n], all tokens of the batch together: a rollout is not whitened by itself
     if not len(chosen):
         return values.new_zeros(values.shape)
-    spread = chosen.var() if len(chosen) > 1 else chosen.new_ones(())
+    spread = chosen.var() if len(chosen) > 1 else chosen.new_ones(())  # of one token it would be NaN
     return (values - chosen.mean()) * (spread + WHITE_FLOOR).rsqrt() * mask
 
 

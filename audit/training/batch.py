@@ -31,7 +31,7 @@ def shares(config: AnyConfig) -> tuple[float, ...]:
 
 def slots(parts: Sequence[float], count: int) -> list[tuple[int, int]]:
     """``count`` pairs (suite index, ordinal in the suite); after any n of them each suite is within 1 of its share."""
-    taken = [0] * len(parts)
+    taken = [0] * len(parts)  # how many questions each suite has so far
     order = []
     for slot in range(1, count + 1):
         # the suite that lags its share most; the earlier one of two that lag alike
@@ -234,9 +234,9 @@ def microbatches(
     of a group do not share the pass over their prompt.
     """
     sizes = [_group_size(rollouts[start : start + group], apart=apart) for start in range(0, len(rollouts), group)]
-    kinds = _kinds(rollouts[::group])
+    kinds = _kinds(rollouts[::group])  # of each group
     split: list[list[int]] = []
-    taken, prompt, suffix, kind = 0, 0, 0, -1
+    taken, prompt, suffix, kind = 0, 0, 0, -1  # groups, tokens, tokens, and a kind that no group has
     # by size, so that little is padded; the index breaks ties, so that a batch splits in one way
     for index in sorted(range(len(sizes)), key=lambda index: (kinds[index], sizes[index], index)):
         wider = max(prompt, sizes[index][0]), max(suffix, sizes[index][1])

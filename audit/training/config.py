@@ -136,6 +136,7 @@ class TrainConfig(Hashed, Training):
         paying_of(self.reward, self.suites)
         self._check_engine()
         loss = LOSSES.get(self.loss)
+        # before the checks below, which look at what the loss fills in
         self.fill(loss.defaults)
         if loss.reference and self.beta == 0:
             raise SpecError(f"loss {self.loss!r} is held against a reference, and 'beta' is 0; give beta more than 0")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 LOG_CLAMP = 20.0  # nats; exp(20) = 5e8 still squares within float32
-VETO_BELOW = 1e-4
+VETO_BELOW = 1e-4  # of rho: the learner would hardly ever have drawn this token
 TIS_CAP = 2.0
 MIS_RANGE = (0.5, 5.0)
 SPARSE_RL_RANGE = (0.5, 1.5)

@@ -80,6 +80,7 @@ class EngineQuestioner(Questioner):
         """See ``Questioner.sample``; what the engine wrote is kept where the arm, or its certificate, reads it."""
         config = self._config
         every = config.design.learner == "shadow" or config.certifies(step + 1)
+        # where it is of use all of a step's; else the one by which stale weights are found out
         self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
         self._push()
         found = super().sample(step)
@@ -101,10 +102,11 @@ class EngineQuestioner(Questioner):
             return
         with torch.no_grad():
             read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
-        said = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)
+        said = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)  # [n] nats
         gap = float((read.logprobs - said).abs().mean())
         assert self._drawer is not None
         bound = FRESH if self._drawer.exact and self._model.dtype == torch.float32 else FRESH_ROUNDED
+        # turned round, so that NaN is refused too
         if not gap <= bound:
             raise RunError(
                 f"engine {self._condition.engine} says of its own rollout what the learner's weights do not: they are "
@@ -124,6 +126,7 @@ class EngineQuestioner(Questioner):
                 self.close()
                 if not left:
                     raise RunError(f"{error}; {_SAVED}") from None
+                # a new engine has the weights that it was started with
                 again()
         raise AssertionError
 
@@ -183,7 +186,7 @@ def drawn_rollout(
     """A rollout of an engine behind its prompt, up to ``until`` tokens; ``config`` is the model's."""
     ids = torch.tensor([*prompt, *drawn.ids[:until]])
     tokens, start = len(ids), len(prompt)
-    logprobs = torch.zeros(tokens)
+    logprobs = torch.zeros(tokens)  # [T] nats, 0 at given tokens
     logprobs[start:] = torch.tensor(drawn.logprobs[:until])
     written = None
     if drawn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]

@@ -41,13 +41,14 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         partial.mkdir(parents=True)
         try:
             fill(partial)
+            # what is in it first: a name that reaches the disk before its contents would pass for a whole folder
             for file in sorted(partial.iterdir()):
                 sync(file)
             os.rename(partial, path)
         except BaseException:  # an interrupt too: a full disk should not be left fuller
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync(path.parent)
+        sync(path.parent)  # the name itself
 
 
 def move_into(files: Path, folder: Path) -> None:

@@ -52,6 +52,7 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().most_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
+    # items whose rollouts are in the cache at once
     questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
     dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
     cached = questions * section.group * _cached(model, row) if dense else 0
@@ -90,6 +91,7 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     if section.adapter is None and ranks > 1:
         return weights * 16 // ranks  # float32 weights, gradients and both moments
     if section.adapter is None:
+        # a copy and its gradients, both moments in float32, and masters where the copy is not float32
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
     named = model.model.get_decoder().named_modules()
     targets = section.adapter.targets or linear_layers(model.model)

@@ -87,11 +87,13 @@ def train(
 def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
     config, out, end = run.config, folder.path, None if early_stop is None else early_stop.step
     run.resumed(out, position := folder.resume(run.learner, end))
+    # once the end is known it is trained to, and no alarm is asked any more
     rows, stop, keep = folder.telemetry.rows(), early_stop if end is None else None, partial(write_ledgers, out)
     # asked at the top: a kill may have come between a saved state and its mark
     while not (ended := stop is not None and stop.ends(position.step, rows)) and position.step < (end or config.steps):
         row, sampled = run.step(position.step)
         done = position.step + 1
+        # an alarm compares with the first row, which at the first step is this one
         rows.append(row | alarm_numbers(row, (rows or [row])[0]))
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
@@ -208,7 +210,7 @@ def learn(
     tally, total, steps = Tally(), 0.0, list[StepResult]()
     for update in plan:
         counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
-        total = 0.0
+        total = 0.0  # of this update alone: what is told is the last one's
         for half, passes in zip(update.halves, update.passes, strict=True):
             for rows in half:
                 part = batch.of(rows)
@@ -246,6 +248,7 @@ def learn(
     # each rank read its own groups; from here on all know the whole batch
     losses, tallies = zip(*ranks.gathered((total, tally)), strict=True)
     first, total, tally = ranks.summed(first), sum(losses), sum(tallies, Tally())
+    # rows of later minibatches, as they were before any weight moved
     for later in plan[1 : config.minibatches]:
         assert before is not None
         first[later.rows] = before.logprobs[later.rows]

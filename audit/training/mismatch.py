@@ -149,7 +149,7 @@ class PercentileCounter:
     def percentile(self, share: float) -> float | None:
         """The value below which that share lies, interpolated where all values are held; None without any."""
         if self._cells is not None:
-            seen = self._cells.cumsum(0)
+            seen = self._cells.cumsum(0)  # [_CELLS], values in a cell and in all before it
             # the cell in which that rank falls; its middle is off by 5e-7 at most
             cell = int(torch.searchsorted(seen, share * (int(seen[-1]) - 1), right=True))
             return (cell + 0.5) / _CELLS

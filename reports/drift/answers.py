@@ -81,7 +81,7 @@ def _words(part: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(part: pd.DataFrame) -> Array:
     """1 where an answer had a form, 0 where it had none: by its facet, else by its outcome."""
     outcomes = part["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in part else np.array([""])
-    read: Array = np.ones(len(part)) * (outcomes != Outcome.DEGENERATE.value)
+    read: Array = np.ones(len(part)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
     column = FACET_COLUMNS[WELL_FORMED]
     if column not in part:
         return read
@@ -96,7 +96,7 @@ class _Said:
         self, suite: str, context: int, items: npt.NDArray[np.str_], clusters: npt.NDArray[np.str_], read: Array
     ) -> None:
         self.suite, self.context, self.clusters, self.read = suite, context, clusters, read
-        self.items = np.unique(items, return_inverse=True)[1]
+        self.items = np.unique(items, return_inverse=True)[1]  # [n], the number of a row's item
 
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
@@ -105,10 +105,11 @@ class _Said:
         if not known.any():
             return
         good, read = good[known], self.read[known]
+        # from rows [n] to items [N], each with the template of its first row
         _, first, item = np.unique(self.items[known], return_index=True, return_inverse=True)
-        names = self.clusters[known][first]
+        names = self.clusters[known][first]  # [N]
         order = np.argsort(names, kind="stable")
-        count = np.bincount(item).astype(np.float64)
+        count = np.bincount(item).astype(np.float64)  # [N] answers
         yield Answers(
             suite=self.suite,
             facet=facet,

@@ -105,6 +105,7 @@ def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
 def _canary(pairs: pd.DataFrame, itself: pd.DataFrame) -> Canary:
     known = int(pairs["logprob"].notna().sum())
     moved = int(((pairs["text"] > 0) | (pairs["logprob"] > 0)).sum())
+    # only answers that were asked again can be held against themselves
     rows = pairs.merge(itself, on=_ANSWER, suffixes=("", "_itself"))
     if not ((rows["text_itself"] > 0) | (rows["logprob_itself"] > 0)).any():
         return Canary(len(pairs), known, moved, None)

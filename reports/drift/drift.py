@@ -220,8 +220,8 @@ def _weighed(
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
-    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])
-    known = ~np.isnan(z).all(axis=0)
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N]
+    known = ~np.isnan(z).all(axis=0)  # [N], read in some seed
     clusters = len(np.unique(panel.clusters[recorded][known]))
     if not clusters:
         return Reason(FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
@@ -232,9 +232,10 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
 def _with_numbers(
     blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
 ) -> Contrast:
+    # items that these cells have records of, the same in each: a cell that lacks one has broken the contract
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
-    known = ~np.isnan(z).all(axis=0)
+    known = ~np.isnan(z).all(axis=0)  # of the recorded items, those that were read in some seed
     if blank.estimand != INTERACTION:
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
@@ -246,6 +247,7 @@ def _with_numbers(
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
     effect = _effect_of(blank.estimand, panel, mean, clusters, draws, alpha)
+    # answers that a judge was unsure of, read the other way: the bounds hold under every reading
     for reading in panel.readings:
         other = np.nanmean(np.stack([_combine(reading, w, recorded) for w in weights])[:, known], axis=0)
         effect = no_narrower(effect, _effect_of(blank.estimand, panel, other, clusters, draws, alpha))
@@ -254,6 +256,7 @@ def _with_numbers(
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
     moved = None if blank.estimand == INTERACTION else _moved(panel, weights, present)
     found = replace(
+        # from the recorded items back to the places of the panel
         blank,
         effect=effect,
         recipe=recipe,
@@ -307,8 +310,8 @@ def _fewest_seeds(cells: list[CellKey]) -> int:
 def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:
     codes, inverse = np.unique(clusters, return_inverse=True)
     names = tuple(panel.cluster_names[code] for code in codes)
-    counts: Array = np.bincount(inverse).astype(np.float64)
-    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)
+    counts: Array = np.bincount(inverse).astype(np.float64)  # [C]
+    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)  # [C]
     return ClusterSums(panel.suite, 1.0, names, sums, counts)
 
 
@@ -326,7 +329,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
     _, clusters = np.unique(panel.clusters[present], return_inverse=True)
     for scores in (panel.scores, *panel.readings):
         sides = paired_scores(replace(panel, scores=scores), weights, present)
-        new, old = (1 - side.mean(axis=0) for side in sides)
+        new, old = (1 - side.mean(axis=0) for side in sides)  # each [N], mean over seeds
         yield Unwanted(
             reference=np.bincount(clusters, weights=old).astype(np.float64),
             candidate=np.bincount(clusters, weights=new).astype(np.float64),
@@ -386,6 +389,7 @@ def hidden_drift(
     Items that either panel cannot read stand for nothing. CR3-t, as for an interaction: a difference of differences.
     """
     weights = [weights_of(comparison, c.estimand, c.arm, pair, c.policy) for pair in pairs]
+    # by cell [N]
     apart = {key: plain.scores[key] - behind.scores[key] for w in weights for key in w}
     recorded = ~np.isnan(plain.floor[next(iter(apart))])
     z = np.stack([_combine(apart, w, recorded) for w in weights])

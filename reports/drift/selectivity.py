@@ -53,7 +53,7 @@ def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
 
 
 def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contrast:
-    share = -1.0 / len(others)
+    share = -1.0 / len(others)  # so that several capability suites count as their mean
     parts = [(1.0, own), *((share, other) for other in others)]
     reasons = tuple(Reason(r.code, f"{c.suite}: {r.text}") for _, c in parts for r in c.reasons)
     if not reasons and any(c.seeds != own.seeds for c in others):
@@ -63,7 +63,7 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
     if reasons:
         return blank
     sums = _weighted((weight, c.sums) for weight, c in parts)
-    seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)
+    seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)  # [S]
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
     if all(c.recipe for _, c in parts):  # each has the seeds for one

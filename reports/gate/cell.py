@@ -79,7 +79,7 @@ class Judged:
     reasons: tuple[Reason, ...]
     pvalue: float
     holm: float
-    room: float
+    room: float  # from the margin up to the lower bound, in score units; below 0 it reaches past
     larger: Larger | None
     judge: Status | None = None  # by the judge's labels, where human labels decide
     ratio: Ratio | None = None
@@ -133,6 +133,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> _St
             calls_of(
                 np.array(within),
                 np.array(effect.upper < 0 and pvalue < effect.alpha),
+                # a margin of 0: nothing of it happened with the reference, and no number of templates is enough
                 enough=margin > 0 and _worth(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
                 shown=within and templates_show(c, ratio.limit, effect.alpha),
@@ -278,6 +279,7 @@ def decision(
         ]
     else:
         judged = [judge(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
+    # of tests that stand alike the one with the least room
     shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
     # one test that more templates would not help leaves the cell without a remedy
     more = [j.larger for j in judged if j.status is Status.INCONCLUSIVE]

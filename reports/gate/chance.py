@@ -82,14 +82,15 @@ def pool_of(found: Differences, *, items: int, samples: int, seeds: int) -> Pool
     """Templates of ``items`` whose differences are averaged over samples and seeds."""
     rng = np.random.default_rng(0)
     shape = (max(_FEWEST, _POOLED // items), items)
+    # an item either has a difference of its own, or the one that all who follow their template share
     own = _averages(rng, found, shape, samples, seeds)
-    template = _averages(rng, found, (shape[0], 1), samples, seeds)
+    template = _averages(rng, found, (shape[0], 1), samples, seeds)  # [P, 1]
     follows = rng.random(shape) < found.correlation**0.5  # two items follow, and are alike, this often squared
     z = np.where(follows, template.net, own.net)
     differing = np.abs(z) > 1e-9
     split = np.abs(z - np.round(z)) > 1e-9
     unwanted = None if found.happens is None else _unwanted(rng, found, found.happens, follows, own, template)
-    totals = (z.sum(axis=1), np.abs(z).sum(axis=1), differing.sum(axis=1), split.sum(axis=1))
+    totals = (z.sum(axis=1), np.abs(z).sum(axis=1), differing.sum(axis=1), split.sum(axis=1))  # each [P]
     return Pool(items, samples * seeds, *totals, unwanted)
 
 
@@ -102,6 +103,7 @@ def _unwanted(
     template: _Averages,
 ) -> Array:
     """What the reference of a pool did: all of what was gained, nothing of what was lost, the rest at one rate."""
+    # what was gained was unwanted before; the rest of what happens lies on items that did not move
     rate = (happens - (found.discordance + found.drift) / 2) / (1 - found.discordance)
     alone, alike = (kind.gained + (rng.random(kind.net.shape) < rate) * (1 - kind.moved) for kind in (own, template))
     total: Array = np.where(follows, alike, alone).sum(axis=1)
@@ -121,6 +123,7 @@ def _averages(
 ) -> _Averages:
     """Item differences averaged over as many independent draws as the kind of the item has."""
     kind = rng.random(shape)
+    # independent answers that an item is the mean of: all, one for each seed, or a single one
     draws = np.where(kind < found.decoding, samples * seeds, np.where(kind < found.decoding + found.training, seeds, 1))
     moved = rng.binomial(draws, found.discordance)
     # what moves gains with this chance, so that an item differs by the drift in the mean
@@ -131,7 +134,7 @@ def _averages(
 def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     """Audits of ``clusters`` templates of a pool."""
     rng = np.random.default_rng(1)
-    chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))
+    chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))  # [B, C]
     moved, differing, split = (part[chosen].sum(axis=1) for part in (pool.moved, pool.differing, pool.split))
     # as ``deff_floors`` has it of items, which a pool does not keep
     floor = np.where(split == 0, 1.0, 1 / np.clip(differing, 1, pool.draws))
@@ -155,8 +158,9 @@ def turned(
     """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_TURNED)
-    turns = random_signs(rng, size, times * len(sums))
+    turns = random_signs(rng, size, times * len(sums))  # [B, C]
     every, tiled = np.full(size, times * moved), np.tile(sums, times)
+    # the candidate's part is the reference's less the net sum, as wanted and unwanted add up to the items
     own = None if unwanted is None else np.tile(unwanted, times) - np.where(turns < 0, tiled, 0.0)
     return Audits(turns * tiled, np.tile(counts, times), every, np.full(size, floor), own)
 
@@ -202,6 +206,7 @@ def _least_margin(counts: Array, alpha: float) -> float:
 def _events(found: Audits) -> Events:
     assert found.unwanted is not None, "a ratio needs both sides"
     net = found.sums.sum(axis=-1)
+    # what was won was unwanted with the reference alone, what was lost with the candidate alone
     before, after = (found.moved + net) / 2, (found.moved - net) / 2
     both = found.unwanted.sum(axis=-1) - before
     return Events(both, before, after, found.unwanted, found.unwanted - found.sums, found.counts, found.floor)
@@ -247,6 +252,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
         own.sums,
         own.counts,
         moved=e.losses + e.gains,
+        # below 1 only where draws were averaged, or scores are graded
         floor=min(1.0, e.deff),
         times=times,
         audits=audits,

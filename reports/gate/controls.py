@@ -208,6 +208,7 @@ def _not_shown(
     if own.facet != WELL_FORMED and read.low <= READABLE:
         says = f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read"
         says += ": too few to show that most do" if read.rate > READABLE else ""
+        # shifted, so that it lies below HOPE where not even READABLE can be reached
         yield Standing.UNREADABLE, says, float(read.high) - READABLE + HOPE
     control = _first(facets, CONTROLS) if _needs_control(own.facet) else None
     if control is not None and (able := _share(control)).low <= margin:
@@ -283,6 +284,7 @@ class Controls:
         sides = self._drift.comparison
         plain = self._served(sides.uncompressed_of(c.policy))
         found = _worst(control for control in plain if (control.metric, control.context_tokens) in places)
+        # both sides of it were served compressed
         alike = not sides.is_uncompressed(c.policy) and c.estimand not in ("deployed", "serving")
         if found is not None or not alike or (c.effect is not None and c.effect.lower > 0):
             return found

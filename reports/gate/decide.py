@@ -211,6 +211,7 @@ def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision]
     """Every cell decided, all their tests adjusted as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([by_judge(row) for row in rows], alpha)
+    # signs of templates cannot be flipped together where people labelled: Holm
     people = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     recipes = holm_family([_recipe_pvalue(row) for row in rows])
     places = {_key(row): i for i, row in enumerate(rows)}

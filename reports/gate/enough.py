@@ -81,6 +81,7 @@ def counts_of(layout: Layout, items: int, facet: str | None) -> Array:
     found: dict[str, int] = {}
     for place, one in enumerate(layout):
         if facet is None or facet in one.facets:
+            # the last round may end before its place
             found[one.cluster] = found.get(one.cluster, 0) + rounds + (place < rest)
     return np.array([count for count in found.values() if count], dtype=np.float64)
 
@@ -101,9 +102,10 @@ def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[in
         one = layout[(items - 1) % len(layout)]
         if metric.facet is None or metric.facet in one.facets:
             own = counts[one.cluster] = counts.get(one.cluster, 0) + 1
-            total, squares, largest = total + 1, squares + 2 * own - 1, max(largest, own)
+            total, squares, largest = total + 1, squares + 2 * own - 1, max(largest, own)  # a square grows by 2 n - 1
         enough = total > 0 and total**2 / squares >= required - 1e-9
         enough = enough and largest <= LARGEST_SHARE * metric.margin * total * (1 + 1e-9)
+        # last, since it sorts all sizes at every number of items
         if enough and not too_uneven(np.array(list(counts.values())), metric.margin, alpha):
             found.append(items)
     return found

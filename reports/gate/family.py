@@ -226,6 +226,7 @@ def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
 def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
     """What Holm asks of the lowest of so many tests."""
     df = [row.contrast.effect.df for row in rows if row.contrast.effect]
+    # the fewest degrees of freedom ask the most
     return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
 
 
@@ -268,12 +269,12 @@ def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
     groups = _alike(tests)
     blocks = []
     for patterns in _patterns(sizes, exact=exact):
-        block = np.empty((len(tests), len(next(iter(patterns.values())))))
+        block = np.empty((len(tests), len(next(iter(patterns.values())))))  # [K, B]
         for members in groups:
             block[members] = _statistics([tests[i] for i in members], patterns, places)
         blocks.append(block)
     flipped = np.concatenate(blocks, axis=-1)
-    unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}
+    unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}  # one pattern that turns nothing
     observed = np.array([_statistics([test], unflipped, places)[0, 0] for test in tests])
     pvalues = max_t_pvalues(observed, flipped, exact=exact)
     # up to a value that was drawn: between two of them more than alpha would lie beyond
@@ -306,15 +307,15 @@ def _statistics(tests: Sequence[_Test], patterns: Patterns, places: Places) -> A
     """CR3 t statistics [K, B] of tests that share their clusters."""
     found = []
     for own in zip(*tests, strict=True):  # the same suite of every test
-        columns = [places[own[0].suite][name] for name in own[0].clusters]
-        sums = np.stack([np.frombuffer(part.sums) for part in own])
+        columns = [places[own[0].suite][name] for name in own[0].clusters]  # [C], the signs of these templates
+        sums = np.stack([np.frombuffer(part.sums) for part in own])  # [K, C]
         found.append((sums, np.frombuffer(own[0].counts), patterns[own[0].suite][:, columns]))
     if len(found) == 1:
         alone: Array = flip_statistics(*found[0])
         return alone
     moments = [flip_moments(*parts) for parts in found]
-    mean: Array = np.sum([m.mean for m in moments], axis=0)
-    variance: Array = np.sum([m.variance for m in moments], axis=0)
+    mean: Array = np.sum([m.mean for m in moments], axis=0)  # [K, B]
+    variance: Array = np.sum([m.variance for m in moments], axis=0)  # [K, B]
     flat = variance <= 1e-12 * np.sum([m.scale for m in moments], axis=0)
     ends: Array = np.copysign(np.where(np.abs(mean) <= 1e-12, 0.0, np.inf), mean)  # parts may cancel but for rounding
     joined: Array = np.where(flat, ends, mean / np.sqrt(np.where(flat, 1.0, variance)))

@@ -52,7 +52,7 @@ def points_in(c: Contrast, limit: float) -> float | None:
 
 
 def _counts(c: Contrast) -> Array:
-    return (c.judged_sums or c.sums)[0].counts
+    return (c.judged_sums or c.sums)[0].counts  # events are counted by the judge's labels
 
 
 def _events(own: Unwanted, counts: Array, floor: float) -> Events:

@@ -32,6 +32,7 @@ class _Alone(NamedTuple):
 
 def held_by_seeds(decisions: Sequence[Decision], cells: Sequence[GatedCell], alpha: float) -> list[Decision]:
     """The decisions of cells; FAIL instead of anything that is valid where a seed FAILs alone."""
+    # a test that several cells share counts once in the family
     found = {(id(row.contrast), row.sign, alone.seed.seed): alone for row, alone in _every(cells)}
     family = joint_family([alone.row for alone in found.values()])
     pvalues = dict(zip(found, family.pvalues, strict=True))

@@ -144,6 +144,7 @@ def plan_sizes(design: Design) -> Sizes:
 def _variance(design: Design, drift: float) -> float:
     """Of an item's difference at a true ``drift``, averaged over samples and seeds."""
     draws = design.samples * design.seeds
+    # what neither more samples nor more seeds average away
     common = 1 - design.sampling_share - design.training
     share = common + design.training / design.seeds + design.sampling_share / draws
     return float(kernels.difference_variance(design.discordance, drift=drift)) * share

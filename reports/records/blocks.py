@@ -39,7 +39,7 @@ class _Said(Struct, forbid_unknown_fields=True, gc=False):
 
 class _Kept(Struct, forbid_unknown_fields=True, gc=False):
     kept: float
-    at: list[tuple[int, int, int]]
+    at: list[tuple[int, int, int]]  # message, and the first character and the one behind the last
 
 
 class _Line(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
@@ -120,7 +120,7 @@ def _fit(values: Mapping[str, Any]) -> bool:
 
 def _scores_fit(outcomes: Sequence[str], score: Array) -> bool:
     """None exactly where unscored, within [0, 1], and never the score that says the opposite of the outcome."""
-    outcome = np.fromiter(map(_CODES.__getitem__, outcomes), np.int8, len(outcomes))
+    outcome = np.fromiter(map(_CODES.__getitem__, outcomes), np.int8, len(outcomes))  # [rows]
     missing = np.isnan(score)
     if np.any(missing != (outcome == _CODES[Outcome.UNSCORED])) or np.any((score < 0) | (score > 1)):
         return False

@@ -65,7 +65,7 @@ def _guarded(run: Path, folder: Path, records: pd.DataFrame) -> Guarded:
         if told not in (None, body["guard"]):
             raise DataError(f"{str(path)!r} is of another guard than the files beside it; {_REMEDY}")
         told, own = body["guard"], np.flatnonzero(files == file)
-        at = dict(zip(lines[own].tolist(), own.tolist(), strict=True))
+        at = dict(zip(lines[own].tolist(), own.tolist(), strict=True))  # line of the file -> row of the table
         for line, side, facets in body["blocked"]:
             if line in at:  # a line that could not be read is no record
                 acts[at[line]] = _SIDE_CODES[side]
@@ -81,9 +81,10 @@ def _behind(records: pd.DataFrame, acts: npt.NDArray[np.int8], happened: Mapping
     changed = {}
     for name, column in FACET_COLUMNS.items():
         value = records[column].to_numpy(dtype=np.float64)
-        eligible = ~np.isnan(value)
+        eligible = ~np.isnan(value)  # items that have such a facet
         value = np.where(blocked & eligible, float(FACETS[name].blocked), value)
         value = np.where((acts == FAILED) & eligible, UNREAD, value)
+        # what happened before the guard stepped in has happened
         kept = [row for row, facets in happened.items() if name in facets]
         value[kept] = np.where(eligible[kept], 1.0, value[kept])
         changed[column] = value

@@ -89,6 +89,7 @@ class RunData:
         for file, line in places:
             wanted.setdefault(file, set()).add(line)
         for file, lines in wanted.items():
+            # no further than the last line that is asked for
             for number, raw in islice(_lines(self.run / "records" / file), max(lines)):
                 if number in lines:
                     yield (file, number), Record.from_json(raw.decode())

@@ -154,7 +154,7 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
     for raw in _blocks(path):
         digest.update(raw)
         values = _plain(raw)
-        if values is None:
+        if values is None:  # the last line may have no end
             count = raw.count(b"\n") + (not raw.endswith(b"\n"))
             read = list(_strict(path.name, BytesIO(raw), first, problems))
             columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
@@ -223,6 +223,7 @@ def _digest(texts: Iterable[str]) -> int:
     """A number that stands for some texts: equal where they are."""
     whole = hashlib.blake2b(digest_size=8)
     for text in texts:
+        # with their lengths, or two texts would count as one that holds both
         whole.update(len(text).to_bytes(8) + text.encode("utf-8", "surrogatepass"))
     return int.from_bytes(whole.digest(), signed=True)
 
@@ -370,10 +371,10 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
     first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
     used, clusters = np.unique(first, return_inverse=True)
     shape = (len(items), len(keys))
-    place = item * len(keys) + cell
+    place = item * len(keys) + cell  # where a row counts in [items, cells]
     missing = np.isnan(score)
     low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
-    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)
+    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
     most = int(counts.max())
     unsure = unsure & read & ~missing
     return Panel(
@@ -392,6 +393,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
         uneven_samples=frozenset(
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),
+        # the first row of an item says its cluster; rows that say another are of split items
         split_items=len(np.unique(item[name != first[item]])),
         readings=tuple(
             _by_cell(keys, _means(place, np.where(unsure, word, low), _counts(place, read, shape)))

@@ -32,8 +32,8 @@ class Labelled(NamedTuple):
     pairs: Array  # [C], discordant or not
     losses: Array  # discordant pairs where the human saw a loss
     gains: Array
-    alike: Array
-    looked: Array
+    alike: Array  # pairs that the judge calls equal
+    looked: Array  # those of them that people labelled
     looked_losses: Array
     looked_gains: Array
 
@@ -46,9 +46,9 @@ class Labelled(NamedTuple):
     def means(self) -> Array:
         """Human differences of an average concordant pair [..., C]; of all that were looked at, where none was."""
         seen = self.looked > 0
-        own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)
+        own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)  # [..., C]
         known = np.where(seen, self.alike, 0.0)
-        overall = (known * own).sum(axis=-1) / np.maximum(known.sum(axis=-1), 1)
+        overall = (known * own).sum(axis=-1) / np.maximum(known.sum(axis=-1), 1)  # [...]
         return np.where(seen, own, overall[..., None])
 
     @property
@@ -65,9 +65,10 @@ def round_robin(
     No cluster gives its second before every other gave its first. A larger ``size`` holds the pairs of a smaller one.
     """
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
-    draws, ties = rng.random((2, *alike.shape))
+    draws, ties = rng.random((2, *alike.shape))  # each [..., N]
     # inside a cluster the pairs alike come first, in random order: their place is their turn
     order = np.lexsort((draws, ~alike, np.broadcast_to(codes, alike.shape)))
+    # [N], sorted: 0, 1, 2 .. inside every cluster
     place = np.arange(alike.shape[-1]) - np.repeat(np.cumsum(counts) - counts, counts)
     turn = np.empty(alike.shape)
     np.put_along_axis(turn, order, np.broadcast_to(place, alike.shape), axis=-1)
@@ -87,9 +88,11 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
     seen = ~apart & ~np.isnan(human)
     assert np.all(seen.any(axis=-1) | apart.all(axis=-1)), "a random sample of the concordant pairs needs human labels"
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
+    # pairs by cluster [N], and where each cluster begins [C]
     order, starts = np.argsort(codes, kind="stable"), np.cumsum(counts) - counts
 
     def summed(values: npt.NDArray[np.generic]) -> Array:
+        # [..., N] to [..., C]
         inside: Array = np.add.reduceat(values[..., order], starts, axis=-1, dtype=np.float64)
         return inside
 
@@ -160,6 +163,7 @@ class _Part(NamedTuple):
         if self.df < 1:  # one template says nothing of the others
             return np.stack([np.full(self.items.shape, end) for end in (-1.0, 1.0)])
         quantile = float(special.stdtrit(self.df, confidence))
+        # as many as independent pairs would have to be to say as much
         losses, gains, items = (part / self.deff for part in (self.losses, self.gains, self.items))
         return tango_bounds(losses, gains, items, np.array([quantile, -quantile]))
 
@@ -195,6 +199,7 @@ def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike)
 def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
     """Estimates [...] and their bounds, each one-sided at ``confidence``."""
     parts = (_discordant_part(x), _concordant_part(x))
+    # the discordant part is a mean over all pairs already, the other one counts for its share of them
     weights = np.stack(np.broadcast_arrays(1.0, x.alike.sum(axis=-1) / x.pairs.sum()), axis=-1)
     low, high = (np.stack(ends, axis=-1) for ends in zip(*(part.bounds(confidence) for part in parts), strict=True))
     return mover_bounds(weights, np.stack([part.mean for part in parts], axis=-1), low, high)

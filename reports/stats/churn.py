@@ -66,6 +66,7 @@ def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
     assert old.size, "flips need an item"
     if samples == 1:
         return Flips(float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean()))
+    # an item's mean is the chance of one of its draws, so a product is the chance of two draws that part
     return Flips(float((old * (1 - new)).mean()), float(((1 - old) * new).mean()), _rerun(old, new, samples))
 
 
@@ -130,10 +131,10 @@ def concentration_of(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration
     assert codes.shape == values.shape, (codes.shape, values.shape)
     assert np.isfinite(values).all(), "an item difference is not finite"
     items = np.bincount(codes)
-    losses = np.bincount(codes, weights=np.maximum(-values, 0.0))
+    losses = np.bincount(codes, weights=np.maximum(-values, 0.0))  # [C], in items
     gains = np.bincount(codes, weights=np.maximum(values, 0.0))
     total = float(losses.sum())
-    order = np.lexsort([np.arange(len(labels)), -losses])
+    order = np.lexsort([np.arange(len(labels)), -losses])  # worst first, equal ones by label
     rows = tuple(
         ClusterLoss(
             label=str(labels[c]),
@@ -145,7 +146,7 @@ def concentration_of(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Concentration
         )
         for c in order
     )
-    running = np.cumsum(losses[order])
+    running = np.cumsum(losses[order])  # [C], running total from the worst on
     return Concentration(
         losses=total,
         gini=float(gini(losses)),
@@ -164,7 +165,8 @@ def gini(values: npt.ArrayLike) -> Array:
     assert np.all(x >= 0), "losses are not negative"
     total = x.sum(axis=-1)
     clusters = x.shape[-1]
-    ranks = np.arange(1, clusters + 1)
+    ranks = np.arange(1, clusters + 1)  # [C]
+    # sum over all pairs of their distance, from sorted values, over twice the pairs' sum
     found: Array = x @ (2.0 * ranks - clusters - 1) / (clusters * np.where(total > 0, total, 1.0))
     return found
 
@@ -182,5 +184,5 @@ def chance_gini(losses: npt.ArrayLike, counts: npt.ArrayLike) -> float:
     values, sizes = np.sort(np.asarray(losses, dtype=np.float64)), np.sort(np.asarray(counts))
     assert len(values) == sizes.sum(), (len(values), int(sizes.sum()))
     shuffles = max(1, min(_SHUFFLES, _MOST_LOSSES // len(values)))
-    shuffled = np.random.default_rng(0).permuted(np.tile(values, (shuffles, 1)), axis=1)
+    shuffled = np.random.default_rng(0).permuted(np.tile(values, (shuffles, 1)), axis=1)  # [shuffles, N]
     return float(gini(np.add.reduceat(shuffled, np.cumsum(sizes) - sizes, axis=1)).mean())

@@ -52,7 +52,7 @@ class ManyTotals(NamedTuple):
 def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
     """Cluster totals of item differences z [N] with labels [N]; needs two clusters and finite values."""
     values = np.asarray(z, dtype=np.float64)
-    _, codes = np.unique(np.asarray(clusters), return_inverse=True)
+    _, codes = np.unique(np.asarray(clusters), return_inverse=True)  # [N], the cluster of every item
     assert values.ndim == 1, values.shape
     assert codes.shape == values.shape, (values.shape, codes.shape)
     assert np.isfinite(values).all(), "an item difference is not finite"
@@ -69,7 +69,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
     sizes = np.asarray(counts, dtype=np.int64)
     assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
     assert len(sizes) >= 2, "inference needs two clusters"
-    sums: Array = np.add.reduceat(z, np.cumsum(sizes) - sizes, axis=-1).astype(np.float64)
+    sums: Array = np.add.reduceat(z, np.cumsum(sizes) - sizes, axis=-1).astype(np.float64)  # [..., C]
     net: Array = sums.sum(axis=-1)
     moved: Array = np.abs(z).sum(axis=-1, dtype=np.float64)  # losses + gains, as net is gains - losses
     mean: Array = net / sizes.sum()
@@ -94,6 +94,7 @@ def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
     """Mean of item differences with CR3 and t_{C-1}: for interactions and other values outside [-1, 1]."""
     t = totals(z, clusters)
     variance = cr3(t)
+    # variance of the mean, were all items independent
     spread = float(np.var(np.asarray(z, dtype=np.float64))) / t.items
     deff = variance / spread if spread > 0 else 1.0
     return t_effect(

@@ -45,10 +45,10 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) 
     assert one.shape == two.shape, (one.shape, two.shape)
     assert one.size, "agreement needs a label"
     known, codes = np.unique(np.concatenate([one, two]), return_inverse=True)
-    table = np.zeros((len(known), len(known)))
+    table = np.zeros((len(known), len(known)))  # [L, L] shares: the first judge's label by row, the second's by column
     np.add.at(table, (codes[: len(one)], codes[len(one) :]), 1 / len(one))
     agreement = float(np.trace(table))
-    rows, columns = table.sum(axis=1), table.sum(axis=0)
+    rows, columns = table.sum(axis=1), table.sum(axis=0)  # each [L]
     chance = float(rows @ columns)
     if max(rows.max(), columns.max()) > 1 - 0.5 / len(one):  # one label throughout; with one exception 1 - 1/n
         return Kappa(None, None, None, agreement, len(one), level)
@@ -108,7 +108,7 @@ def judge_error(
     """
     said, true = np.asarray(judged), np.asarray(human)
     share = np.ones(len(said)) if weights is None else np.asarray(weights, dtype=np.float64)
-    share = share / share.max(initial=1e-300)
+    share = share / share.max(initial=1e-300)  # 1 for the heaviest; without labels there is nothing to divide by
     assert said.shape == true.shape == share.shape, (said.shape, true.shape, share.shape)
     assert np.isin(said, (0, 1)).all(), "labels are 0 or 1"
     assert np.isin(true, (0, 1)).all(), "labels are 0 or 1"
@@ -158,5 +158,6 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 def _absolute(weight: float, gap: Part) -> Part:
     """The size of a gap: at least 0, at most its farther end."""
+    # an interval that holds 0 begins there
     least = max(0.0, gap.low, -gap.high)
     return Part(weight, abs(gap.estimate), least, max(abs(gap.low), abs(gap.high)))

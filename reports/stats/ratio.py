@@ -66,7 +66,7 @@ class Times:
 def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64], floor: npt.ArrayLike = 1.0) -> Events:
     """Events of items [..., N] in [0, 1] that stand in order of cluster, ``counts`` [C] in each."""
     both = np.minimum(reference, candidate).sum(axis=-1, dtype=np.float64)
-    starts = np.cumsum(counts) - counts
+    starts = np.cumsum(counts) - counts  # [C], where each cluster begins
     own, other = (np.add.reduceat(side, starts, axis=-1).astype(np.float64) for side in (reference, candidate))
     before, after = own.sum(axis=-1) - both, other.sum(axis=-1) - both
     return Events(both, before, after, own, other, counts.astype(np.float64), np.broadcast_to(floor, both.shape))
@@ -84,7 +84,7 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
     alone = (np.sqrt(np.maximum(b * b - 4 * a * c, 0.0)) - b) / (2 * a)  # of the reference
     discordant = ((1 + theta) * alone + (theta - 1) * some / n) / theta
     top, variance = both + after - theta * (both + before), n * theta * discordant
-    known = variance > 1e-15 * n
+    known = variance > 1e-15 * n  # otherwise nothing but rounding
     score = top / np.sqrt(np.where(known, variance, 1.0))
     return np.where(known, score, np.where(top == 0, 0.0, np.copysign(np.inf, top)))
 
@@ -99,11 +99,12 @@ def ess_scores(e: Events, theta: Array | float) -> Array:
 def _design_effects(e: Events, theta: Array | float) -> Array:
     """CR3 over the variance of independent items, of candidate - theta * reference."""
     n, times = float(e.counts.sum()), np.asarray(theta, dtype=np.float64)
-    totals = e.candidate - times[..., None] * e.reference
+    totals = e.candidate - times[..., None] * e.reference  # [..., C]
     mean = totals.sum(axis=-1) / n
     variance = cr3_variance(totals - e.counts * mean[..., None], e.counts)
+    # squares of candidate - theta * reference, by where the event happened
     squares = times**2 * e.before + e.after + (1 - times) ** 2 * e.both
-    binomial = (squares - n * mean**2) / n**2
+    binomial = (squares - n * mean**2) / n**2  # variance of the mean, were all items independent
     known = binomial > 1e-15
     assumed = 1 + (float(np.sum(e.counts**2)) / n - 1) * PSEUDO_ICC
     return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), e.floor), assumed)
@@ -131,6 +132,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
         return np.inf
     if not upper and (estimate == 0 or (estimate is None and float(e.after) == 0)):
         return 0.0
+    # from the estimate outwards to an end of the scale, which is beyond every ratio of interest
     inner, outer = (estimate or 1 / _LARGEST, _LARGEST) if upper else (estimate or _LARGEST, 1 / _LARGEST)
 
     def reaches(theta: float) -> bool:

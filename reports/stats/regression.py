@@ -34,8 +34,8 @@ def regression_effect(
     outcome, design = np.asarray(y, dtype=np.float64), _design(x, controls)
     t = totals(outcome, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
-    grams = np.stack([design[codes == c].T @ design[codes == c] for c in range(t.clusters)])  # [C, K, K]
-    moments = np.stack([design[codes == c].T @ outcome[codes == c] for c in range(t.clusters)])  # [C, K]
+    grams = np.stack([design[codes == c].T @ design[codes == c] for c in range(t.clusters)])  # [C, K + 2, K + 2]
+    moments = np.stack([design[codes == c].T @ outcome[codes == c] for c in range(t.clusters)])  # [C, K + 2]
     estimate = float(_solved(grams.sum(0), moments.sum(0))[-1])
     without = _solved(grams.sum(0) - grams, moments.sum(0) - moments)[:, -1]  # [C]
     variance = jackknife_variance(without, estimate)
@@ -62,6 +62,7 @@ def telling_clusters(x: npt.ArrayLike, controls: npt.ArrayLike, clusters: npt.Ar
     0 where x follows from the controls; one cluster that alone has another x is worth little more than one.
     """
     design = _design(x, controls)
+    # [N], what of x the controls do not tell
     rest = design[:, -1] - design[:, :-1] @ np.linalg.lstsq(design[:, :-1], design[:, -1], rcond=None)[0]
     if np.abs(rest).max() <= 1e-6 * max(float(np.ptp(design[:, -1])), _NOTHING):
         return 0.0

@@ -147,6 +147,7 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
     Both must: by items, as the drift is, and by templates, so that no large template speaks for the small ones.
     """
     sizes = np.asarray(counts, dtype=np.float64)
+    # [..., C], how far every total lies above what a loss of the margin would leave of it
     above, least = np.asarray(sums, dtype=np.float64) + margin * sizes, chi_square_limit(len(sizes), alpha)
     most = STEEPEST / SHARPNESS * least
     wanted = float(np.clip(_exact_limit(len(sizes), margin, alpha), least, most))
@@ -178,8 +179,9 @@ def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     share = broken / clusters
     if broken == 0 or share >= margin:
         return 0.0  # too few templates, which is asked besides; or an estimate that is past the margin itself
+    # log-likelihood ratio of this share against one of the margin
     ratio = broken * math.log(share / margin) + (clusters - broken) * math.log((1 - share) / (1 - margin))
-    return ratio * (1 + 1e-9)
+    return ratio * (1 + 1e-9)  # a sample with just so many broken must not pass by rounding
 
 
 def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:

@@ -84,7 +84,7 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
     event, not one for each of its items. It does not matter that a seed differs from the others in its mean.
     """
     seeds = z.shape[-2]
-    own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)
+    own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)  # [..., S, C]
     # the mean over S seeds was taken out, so S - 1 of the differences are free
     noise: Array = cr3_variance(own.residuals, own.counts).sum(axis=-1) / (seeds - 1)
     return noise
@@ -97,8 +97,9 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
     """
     seeds = seed_means.shape[-1]
     assert seeds >= SEEDS_NEEDED, f"a recipe claim needs {SEEDS_NEEDED} seeds"
-    seed, noise = np.var(seed_means, axis=-1, ddof=1) / seeds, noise / seeds
+    seed, noise = np.var(seed_means, axis=-1, ddof=1) / seeds, noise / seeds  # both of a mean over seeds, as item is
     total = item + np.maximum(0.0, seed - noise)
+    # Satterthwaite: the square of each variance over its own degrees of freedom
     spread = item**2 / (clusters - 1) + seed**2 / (seeds - 1) + noise**2 / ((seeds - 1) * (clusters - 1))
     known = total > 0
     df = np.where(known, total**2 / np.where(known, spread, 1.0), clusters - 1.0)

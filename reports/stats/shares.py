@@ -54,9 +54,11 @@ def shares(
         return ShownShare(rate, np.zeros_like(rate), np.ones_like(rate))
     t = many_totals(values, sizes)
     deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(values, draws, graded=graded))
+    # below 1: the design effect is itself an estimate from few templates
     few = special.stdtrit(items - 1, 1 - level) / special.stdtrit(clusters - 1, 1 - level)
-    worth = items / deff * few**2
+    worth = items / deff * few**2  # in independent items
     hits = np.clip(t.mean, 0, 1) * worth
+    # the beta distribution wants positive shapes; the ends of the scale are set by hand
     some, all_ = hits > _ENDS * worth, hits < worth * (1 - _ENDS)
     low = special.betaincinv(np.where(some, hits, 1.0), worth - np.where(some, hits, 1.0) + 1, level)
     high = special.betaincinv(np.where(all_, hits, 0.0) + 1, worth - np.where(all_, hits, 0.0), 1 - level)

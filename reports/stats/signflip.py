@@ -127,6 +127,7 @@ def max_t_groups(
 def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
     """Every pattern of ``clusters`` signs up to 13 clusters, otherwise ``draws`` random ones."""
     if clusters <= EXHAUSTIVE_CLUSTERS:
+        # [2^C, C]: bit c in the number of a pattern is the sign of cluster c
         bits: Array = (np.arange(2**clusters)[:, None] >> np.arange(clusters) & 1).astype(np.float64)
         return Signs(1 - 2 * bits, True)
     return Signs(random_signs(np.random.default_rng(seed), draws, clusters), False)
@@ -142,7 +143,7 @@ def studentised(sums: Array, counts: Array) -> Array:
     """CR3 t statistics [...] of cluster sums [..., C] with cluster sizes [..., C]; 0 where nothing differs at all."""
     total = counts.sum(axis=-1)
     mean = sums.sum(axis=-1) / total
-    weights = (total[..., None] - counts) ** -2.0
+    weights = (total[..., None] - counts) ** -2.0  # [..., C], what a squared residual counts in CR3
     clusters = counts.shape[-1]
     variance = (clusters - 1) / clusters * (weights * (sums - counts * mean[..., None]) ** 2).sum(axis=-1)
     return _ratio(mean, variance, (weights * sums**2).sum(axis=-1))
@@ -163,7 +164,7 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
     """
     total = counts.sum(axis=-1, keepdims=True)
     weights = (total - counts) ** -2.0
-    mean = sums @ patterns.T / total
+    mean = sums @ patterns.T / total  # [..., K, B]
     squares = (weights * sums**2).sum(axis=-1, keepdims=True)
     cross = (weights * counts * sums) @ patterns.T
     clusters = counts.shape[-1]
@@ -230,10 +231,12 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     assert np.isfinite(z).all(), "an item difference is not finite"
     counts: Array = np.bincount(codes).astype(np.float64)
     assert len(counts) >= FEWEST_CLUSTERS, f"a sign-flip test needs {FEWEST_CLUSTERS} clusters"
-    sums: Array = np.stack([np.bincount(codes, weights=row) for row in z])
+    sums: Array = np.stack([np.bincount(codes, weights=row) for row in z])  # [K, C]
     rounded = sums.round(12)  # sums of items in another order may differ in the last bits, and must sort alike
+    # [C], the first cell that moved
     first = np.take_along_axis(rounded, (rounded != 0).argmax(axis=0)[None], axis=0)[0]
     turn = np.where(first < 0, -1.0, 1.0)
+    # the last key rules: sizes, then turned sums cell by cell, then the sums as they are
     order = np.lexsort([*rounded[::-1], *(rounded * turn)[::-1], counts])
     return _Cells(sums[:, order], counts[order], (sums * turn)[:, order])
 
@@ -262,6 +265,7 @@ def holm(pvalues: Sequence[float]) -> tuple[float, ...]:
     adjusted = [0.0] * len(pvalues)
     running = 0.0
     for rank, index in enumerate(order):
+        # the smallest of m is multiplied by m, the next by m - 1; none falls below one before it
         running = max(running, min(1.0, (len(pvalues) - rank) * pvalues[index]))
         adjusted[index] = running
     return tuple(adjusted)

@@ -45,6 +45,7 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
     net = gains - losses
     product = delta * (1 - delta)
     b = (2 * n - net) * delta - losses - gains
+    # q solves 2 n q^2 + b q = losses * delta * (1 - delta); this is 2 q (Tango 1998)
     twice = (np.sqrt(np.maximum(b * b + 8 * n * losses * product, 0.0)) - b) / (2 * n)
     top = net - n * delta
     variance = n * (twice + product)
@@ -95,6 +96,7 @@ def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, rig
         left, right = np.where(is_above, guess, left), np.where(is_above, right, guess)
         was_above, span = is_above.astype(np.float64), above - below
         guess = np.where(span > 0, (right * above - left * below) / np.where(span > 0, span, 1.0), left)
+        # rounding may leave it on an end or outside, where it would not get on: halve instead
         guess = np.where((guess > left) & (guess < right), guess, (left + right) / 2)
     # nothing lies between an estimate at the end of the scale and that end; a score that never meets its target has
     # the end on its side for a bound
@@ -219,7 +221,7 @@ def rate_lower(
     """One-sided lower bound of a mean of item scores [N] in [0, 1], averaged over ``samples`` draws per item."""
     values = np.asarray(scores, dtype=np.float64)
     t = totals(values, clusters)
-    n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))
+    n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))  # in independent items
     square = float(special.stdtrit(t.clusters - 1, 1 - alpha)) ** 2
     middle = t.mean + square / (2 * n)
     spread = math.sqrt(square * (t.mean * (1 - t.mean) / n + square / (4 * n**2)))

@@ -94,6 +94,7 @@ def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
+        # llama.cpp takes the embeddings where there is no head
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         plain = tensor.detach().to("cpu", torch.float32)
@@ -106,7 +107,7 @@ def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
 
 def _paired(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head in another order: the two halves that turn against each other become neighbours."""
-    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])  # [heads, 2, D / 2, ...]
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
@@ -116,7 +117,7 @@ def _rope_factors(model: Any, family: _Family) -> Tensor | None:
     if rotary.attention_scaling != 1 or rotary.inv_freq.shape != (size // 2,):
         raise _unknown(f"its positions are of the kind {rotary.rope_type}, with parts left alone or attention scaled")
     theta = model.config.rope_parameters["rope_theta"]
-    plain = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    plain = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)  # [D / 2], as they would be unscaled
     factors: Tensor = plain / rotary.inv_freq.detach().double().cpu()
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5):
         return None

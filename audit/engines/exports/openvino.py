@@ -40,7 +40,8 @@ class _WithStates(nn.Module):
             layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
             cache.layers.append(layer)
         total, new = attention_mask.shape[1], input_ids.shape[1]
-        query = torch.arange(new)[:, None] + (total - new)
+        query = torch.arange(new)[:, None] + (total - new)  # [new, 1] positions
+        # [B, 1, new, total]
         seen = (torch.arange(total)[None] <= query)[None, None] & attention_mask.bool()[:, None, None]
         out = self.model(
             input_ids, attention_mask=seen, position_ids=position_ids, past_key_values=cache, use_cache=True
@@ -57,7 +58,7 @@ def export_openvino(model: Any, folder: Path) -> dict[str, str]:
 
     plain = _stock(model)
     heads, size, layers = _cache_shape(plain)
-    past = [torch.zeros(_ROWS, heads, _SEEN, size) for _ in range(2 * layers)]
+    past = [torch.zeros(_ROWS, heads, _SEEN, size) for _ in range(2 * layers)]  # each [B, H, T, D]
     example = (
         torch.ones(_ROWS, _NEW, dtype=torch.int64),
         torch.ones(_ROWS, _SEEN + _NEW, dtype=torch.int64),
@@ -85,6 +86,7 @@ def _stock(model: Any) -> Any:
     """The same weights, shared, in a model of transformers' own attention and of float32."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
+    # no memory for weights that are exchanged at once
     with torch.device("meta"):
         plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict({name: t.detach().float().cpu() for name, t in model.state_dict().items()}, assign=True)
@@ -130,6 +132,7 @@ def _with_states(traced: Any, heads: int, size: int, layers: int) -> None:
         return opset13.constant(np.array([value]), ov.Type.i64)
 
     rows = opset13.gather(opset13.shape_of(traced.input("input_ids"), output_type="i64"), number(0), number(0))
+    # a shape [B, H, 0, D], for as many rows as are asked
     empty = opset13.concat([rows, number(heads), number(0), number(size)], 0)
     for node in traced.get_ops():
         if node.get_type_name() == "ReadValue":

@@ -102,6 +102,7 @@ class _Held:
 
     def make_room(self, tokens: int) -> None:
         """An empty cache with room for so many tokens of each sequence, or as large as ``n_ctx`` says."""
+        # in steps, so that few batches make another context
         cells = self._cells if self._named else -(-tokens // _CELLS) * _CELLS
         if self._context is None or cells != self._cells:
             if self._context is not None:
@@ -140,6 +141,7 @@ class _Held:
         most, ready = lib.llama_n_batch(self._context), list[tuple[int, int]]()
         batch = lib.llama_batch_init(most, 0, 1)
         try:
+            # the fewest tokens first: rows that draw wait for no prompt
             for seat, answer in sorted(running.items(), key=lambda pair: len(pair[1].due)):
                 now = answer.due[: most - batch.n_tokens]
                 answer.due = answer.due[len(now) :]
@@ -149,6 +151,7 @@ class _Held:
                     batch.n_seq_id[at], batch.seq_id[at][0] = 1, seat
                     batch.n_tokens, answer.seen = at + 1, answer.seen + 1
                 if now and not answer.due:
+                    # logits are computed where they are asked for alone
                     batch.logits[batch.n_tokens - 1] = 1
                     ready.append((seat, batch.n_tokens - 1))
             status = lib.llama_decode(self._context, batch)
@@ -178,13 +181,14 @@ class _Answer:
         if not np.isfinite(logits).all():
             raise ValueError("its logits are not finite")
         token = int(logits.argmax()) if self._chain is None else lib.llama_sampler_sample(self._chain, context, at)
+        # less the largest, so that no exponential overflows
         scaled = logits - logits.max() if self._chain is None else (logits - logits.max()) / self._row["temperature"]
         self._logprob += float(scaled[token] - np.log(np.exp(scaled).sum()))
         self._ids.append(token)
         self.due = [token]
         if token in self._row["stops"]:
             self.finish = "stop"
-        elif len(self._ids) == self._row["most"]:
+        elif len(self._ids) == self._row["most"]:  # [V]
             self.finish = "length"
 
     def reply(self) -> dict[str, Any]:

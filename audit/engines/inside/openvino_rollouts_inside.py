@@ -158,6 +158,7 @@ class _Served:
 
     def _step(self, rows: list[_Row]) -> None:
         for row in rows:
+            # the last block is full
             if row.seen % _BLOCK == 0:
                 row.blocks += self._taken(1, row)
         said = self._forward([row.ids[-1:] for row in rows], [row.seen for row in rows], [row.blocks for row in rows])
@@ -177,8 +178,8 @@ class _Served:
 
     def _forward(self, ids: list[list[int]], past: list[int], blocks: list[list[int]]) -> _Forward:
         lengths = [len(own) for own in ids]
-        begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, lengths, strict=True)])
+        begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)  # [rows + 1], where each row's tokens begin
+        positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, lengths, strict=True)])  # [tokens]
         inputs = {
             "input_ids": np.concatenate(ids).astype(np.int64),
             "position_ids": positions.astype(np.int64),
@@ -193,6 +194,7 @@ class _Served:
             self._request.set_tensor(name, ov.Tensor(value))
         self._request.infer()
         logits = np.array(self._request.get_output_tensor(0).data)  # [rows, 1, V]
+        # keys and values by turns, layer after layer, each [tokens, H * D]
         shown = [self._request.get_output_tensor(n).data for n in range(1, 1 + 2 * self._layers)]
         keys, values = (np.stack([np.array(part) for part in shown[which::2]], 1) for which in (0, 1))
         return _Forward(logits.reshape(len(ids), -1), keys, values)
@@ -214,6 +216,7 @@ class _Served:
             self._compile()
         held = hashlib.sha256()
         for name in sorted(weights):
+            # all that read a weight must hold the same numbers, or this is another hash
             read = {reader.get_source_output().get_node().data.tobytes() for reader, _ in self._places[name]}
             held.update(b"".join([name.encode(), *sorted(read)]))
         self._held = held.hexdigest()
@@ -235,7 +238,7 @@ class _Served:
             head = head.input_value(0).get_node()
         last = opset13.parameter([-1], ov.Type.i64, name="last_tokens")
         last.output(0).get_tensor().set_names({"last_tokens"})
-        states = head.input_value(0)
+        states = head.input_value(0)  # [tokens, D]
         chosen = opset13.gather(states, last, opset13.constant(np.int64(0)))
         head.input(0).replace_source_output(chosen.output(0))
         self._model.add_parameters([last])
@@ -248,7 +251,7 @@ class _Served:
         kinds = [port.get_element_type() for port in caches]
         sizes = [int(np.prod(shape) * kind.bitwidth // 8) for shape, kind in zip(shapes, kinds, strict=True)]  # bytes
         self._blocks = int(self._space * _GIB // sum(sizes))
-        self._stores = [np.zeros((self._blocks, size), dtype=np.uint8) for size in sizes]
+        self._stores = [np.zeros((self._blocks, size), dtype=np.uint8) for size in sizes]  # [blocks, bytes of a block]
         for port, store, shape, kind in zip(caches, self._stores, shapes, kinds, strict=True):
             self._request.set_tensor(port, ov.Tensor(store, ov.Shape([self._blocks, *shape]), kind))
 

@@ -69,6 +69,7 @@ def _layer(made: Any) -> str:
 
 def _answered(model: Any, how: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     longest = max(len(row["ids"]) for row in rows)
+    # both [B, T], padded on the left, so that every row's next token is in the last column
     ids = torch.tensor([[0] * (longest - len(row["ids"])) + row["ids"] for row in rows])
     seen = torch.tensor([[0] * (longest - len(row["ids"])) + [1] * len(row["ids"]) for row in rows])
     chosen = _Chosen(rows)
@@ -96,7 +97,7 @@ class _Chosen:
         self._generators = [torch.Generator().manual_seed(row["seed"] % 2**63) for row in rows]
 
     def __call__(self, _: Any, scores: Any) -> Any:
-        left = torch.full_like(scores, float("-inf"))
+        left = torch.full_like(scores, float("-inf"))  # [B, V]
         for n, row in enumerate(self._rows):
             token = self._next(n, row, scores[n : n + 1].double())
             left[n, token] = 0.0
@@ -104,6 +105,7 @@ class _Chosen:
 
     def _next(self, n: int, row: dict[str, Any], scores: Any) -> int:
         if self._done[n]:
+            # generate ends once every row has come to an end token
             return row["stops"][0] if row["stops"] else 0
         if not torch.isfinite(scores).all():
             raise ValueError("its logits are not finite")

@@ -108,10 +108,13 @@ class _Served:
         known = get_forward_context().attn_metadata
         if not self._kept or known is None:  # a trial of the engine's own
             return
+        # one layer's stands for all: they were fed the same
         table = next(iter(known.values()))
+        # where each row's tokens begin in this forward, and how many it has seen after it
         begins, ends = table.query_start_loc.tolist(), table.seq_lens.tolist()
         for n, request in enumerate(self._runner.input_batch.req_ids):
             part = slice(begins[n], begins[n + 1])
+            # the engine may put something of its own behind a request's name
             layers = self._kept.get(request.partition("-")[0])
             if layers is None:
                 continue

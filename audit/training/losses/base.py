@@ -172,13 +172,13 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     As a loss over samples of pi its expected gradient is that of KL(ref || pi), which agrees with KL(pi || ref) near
     pi = ref; that of mean(log pi - log ref) is 0.
     """
-    log_ratio = reference - logprobs
+    log_ratio = reference - logprobs  # [B, T] nats
     return log_ratio.exp() - log_ratio - 1.0
 
 
 def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """KL(learner || sg(teacher)) over the whole vocabulary, exact; logits [..., V] -> nats [...]."""
-    learner = learner_logits.log_softmax(dim=-1)
+    learner = learner_logits.log_softmax(dim=-1)  # [..., V] nats
     teacher = teacher_logits.detach().log_softmax(dim=-1)
     return (learner.exp() * (learner - teacher)).sum(dim=-1)
 

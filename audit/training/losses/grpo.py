@@ -21,7 +21,7 @@ class Grpo(ClippedLoss):
 
     def share(self, inputs: LossInputs) -> Tensor:
         # tokens that a correction dropped still count in the length, or dropping some would raise the others
-        lengths = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
+        lengths = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
         return 1.0 / (lengths * inputs.counts.rows)
 
 
@@ -68,6 +68,8 @@ class Gspo(Grpo):
     defaults = MappingProxyType({"epsilon_low": 3e-4, "epsilon_high": 4e-4})
 
     def ratio(self, inputs: LossInputs) -> Tensor:
-        log_ratio = (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.mask, 0.0)
+        log_ratio = (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.mask, 0.0)  # [B, T] nats
+        # [B, 1] nats a token
         sequence = log_ratio.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
+        # the value is that of the whole rollout, the gradient each token's own
         return (sequence.detach() + (log_ratio - log_ratio.detach())).exp()

@@ -40,7 +40,7 @@ class OnlineDpo(Loss):
 
         assert inputs.ref_logprobs is not None, "a preference is held against a reference"
         log_ratio = (inputs.logprobs - inputs.ref_logprobs).where(inputs.mask, 0.0)  # nats [B, T]
-        weights = inputs.correction.weights * inputs.active
+        weights = inputs.correction.weights * inputs.active  # [B, T]
         # the value of log_ratio, with a gradient that is weights times as large
         weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())
         signs = inputs.advantages.sum(dim=1).sign()  # [B]

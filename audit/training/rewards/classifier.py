@@ -42,7 +42,9 @@ class Classified(Reward):
 
         broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
         asked = [row for row, fault in zip(played, broken, strict=True) if fault is None]
+        # by answer, a probability for each window of it
         windows = iter(self._model.chances([row.transcript[-1].content for row in asked]))
+        # what says nothing earns what its suite gives for that
         return [self._paid(next(windows)) if fault is None else fault.score for fault in broken]
 
     def _paid(self, windows: Sequence[float]) -> float | None:

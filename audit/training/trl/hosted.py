@@ -97,6 +97,7 @@ class HostedArm:
         usual = {field.name: field.default for field in fields(config) if field.default is not MISSING}
         for name, value in wanted.items():
             given = getattr(config, name)
+            # what TRL has by itself is nobody's wish and may be set
             if given not in (value, usual.get(name)):
                 raise SpecError(f"GRPOConfig has {name}={given!r}, arm {self.arm.name!r} means {value!r}; leave it out")
             setattr(config, name, value)

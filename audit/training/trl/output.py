@@ -108,7 +108,7 @@ class OutputFolder:
         base = self._claim["base_sha256"]
         weights = adapter_sha256(staged, base) if is_adapter(staged) else weights_sha256(staged)
         move_into(staged, self.path)
-        position = Position(done.steps, done.steps)
+        position = Position(done.steps, done.steps)  # TRL skips no update
         if done.policy is not None and done.rollouts:
             ledger = write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)
             position = Position(done.steps, done.steps, ledgers=(ledger,))
@@ -142,6 +142,7 @@ def base_sha256(model: Any) -> str:
     if folder is not None and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weights_sha256(folder)
     digest = hashlib.sha256()
+    # under the names that they have without an adapter
     tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.state_dict().items()}
     for name, tensor in sorted(tensors.items()):
         if "lora_" in name:  # beside the weights that it begins from

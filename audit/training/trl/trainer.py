@@ -122,6 +122,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """TRL's own; what others sampled is held to having log-probs."""
         made = super()._generate(prompts)
         if self._hosted.outside is not None:
+            # the tokens and the log-probs of completions, at their places in TRL's tuple
             check_logprobs(self._hosted.outside, made[1], made[4])
         return made
 
@@ -161,6 +162,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         began, step = time.perf_counter(), self.state.global_step
         self._seen = ()
         if self.model.training:
+            # a step may draw several batches, numbered so that none repeats another's seeds
             self._drawn = (step, self._drawn[1] + 1 if self._drawn[0] == step else 0)
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self._seen:
@@ -270,6 +272,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         began, seconds = time.perf_counter(), self._numbers.seconds
         sampling = seconds["seconds_rollout"]
         loss: Tensor = super().training_step(*args, **options)
+        # rollouts are drawn inside a training step and have their own seconds
         seconds["seconds_learner"] += time.perf_counter() - began - (seconds["seconds_rollout"] - sampling)
         return loss
 
@@ -340,6 +343,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         policy = self._hosted.policy
         replayed = policy is not None and policy.replayable and bool(self._prompts)
         self._drawn = (self.state.global_step, 0)
+        # drawn as in training: the seeds of evaluation are others
         self.model.train()
         done = Finished(
             self.state.global_step,

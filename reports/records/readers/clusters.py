@@ -92,6 +92,7 @@ class SharedFields:
         """Those that every item has, with values that on average two items share."""
         found = []
         for field, values in self._values.items():
+            # a field that says nothing of its own is the same everywhere, one that names the item is never shared
             distinct = len(set(values.values()))
             plain = inline(clip(field, _LONGEST_FIELD)) == field
             if plain and len(values) == len(self._items) and _FEWEST <= distinct <= len(values) / 2:

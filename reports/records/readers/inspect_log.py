@@ -64,6 +64,7 @@ class Archive:
         except _DAMAGED as error:
             raise DataError(f"{str(path)!r} cannot be read as a zip ({error}); copy the file again") from None
         self._members = {info.filename: info for info in self._file.infolist()}  # one written again replaces the first
+        # bytes that all members together may still unpack to
         self._left = max(LARGEST_TOTAL, LARGEST_RATIO * path.stat().st_size)
         if len(self._members) > MOST_MEMBERS:
             raise DataError(f"{str(path)!r} has {len(self._members)} members; at most {MOST_MEMBERS} are read")
@@ -104,6 +105,7 @@ class Archive:
     def _plain(self, info: zipfile.ZipInfo) -> bytes:
         try:
             with self._file.open(info) as stream:
+                # a byte more than is allowed, by which a longer one is told
                 return stream.read(LARGEST_MEMBER + 1)
         except _DAMAGED as error:
             raise DataError(f"the member is damaged ({error})") from None
