@@ -120,7 +120,7 @@ class _EndpointSession(Session):
         body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), "max_tokens": most, **more}
         said = self._client.ask(body | self._options, until)
         found = answer(said, sent=sent, messages=len(messages), exact=True, limit=most, seconds=0.0)
-        # later turns hold answers as text, whose tokens another tokenizer run may count otherwise
+        # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
         if begins and found.prompt_tokens not in (None, sent):
             raise Unanswered(

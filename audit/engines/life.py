@@ -141,6 +141,7 @@ class Process:
         self._lifeline = -1
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE)
+        # the keeper ends the group by itself; this is for one that hangs
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

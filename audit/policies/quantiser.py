@@ -56,6 +56,7 @@ class Quantiser(Policy):
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
         """The query that is the first to read each of these entries as codes, after a row has seen ``seen`` tokens."""
+        # on write an entry's own query is the first, else the next one to come, at position seen
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
@@ -152,6 +153,7 @@ class Absmax(Quantiser):
         import torch
 
         scale = parameters[..., 0]
+        # a fixed scale may leave values beyond the largest code
         return (x / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
 
 

@@ -82,7 +82,7 @@ def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
         where = f"event {number} (query {event.query})"
         if not before < event.query <= shape[2]:
             raise ValueError(f"{where}: queries rise, from 1 to at most {shape[2]} tokens; the one before is {before}")
-        past, before = columns < event.query, event.query
+        past, before = columns < event.query, event.query  # [T], entries before the query
         for layer, kept in enumerate(event.kept):
             if kept is None:
                 continue
@@ -201,6 +201,7 @@ def _rollout(
         raise
     except ValueError as error:
         raise ValueError(f"rollout {number}, {error}") from None
+    # the last answer begins with the last run of drawn tokens
     starts = [start for start, _ in _spans(sampled.tolist())]
     start = starts[-1] if starts else prompt_length
     return Rollout(

@@ -71,7 +71,7 @@ class JsonRollout(RolloutForm):
     """One with everything in lists."""
 
     ids: list[Index]
-    sampled: list[tuple[Index, Index]] | None = None  # from, up to and without
+    sampled: list[tuple[Index, Index]] | None = None  # the first, and the one behind the last
     logprobs: list[Nats]
     events: list[EventForm] = []
     experts: list[list[list[Expert]]] | None = None  # [tokens - 1][blocks][experts]

@@ -171,7 +171,6 @@ def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
         raise DataError(f"rollout {number} sent its prompt to other experts than its group")
     if not _chose_alike(leader.selection, rollout.selection, length - 1):
         raise DataError(f"rollout {number} attended to other keys of its prompt than its group")
-    # the prompt's own queries alone: an entry that leaves later is in either ledger one that they all saw
     theirs, own = (r.evicted_at[:, :, : length - 1].clamp(max=length - 1) for r in (leader, rollout))
     if not torch.equal(theirs, own):
         raise DataError(

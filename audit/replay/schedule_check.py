@@ -63,6 +63,7 @@ def forwards(rollout: Rollout, chunk: int) -> list[ForwardStep]:
     while start < end:
         # the prompt enters by itself, also where more is given before anything is drawn
         most = min(end, start + chunk, rollout.prompt_length if start < rollout.prompt_length else end)
+        # a forward ends before the next drawn token, which is fed by itself
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         drawn_next = start + 1 < len(sampled) and sampled[start + 1]
         found.append(ForwardStep(stop, sampled[start] and drawn_next))

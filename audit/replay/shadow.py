@@ -59,6 +59,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
         context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=chosen)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
+        # what was given by place is now under its name, or it would be given twice
         return (), call | more | {"position_ids": at.clamp(min=0)}
 
     def refuse(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,6 +131,7 @@ def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
     """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
     batch, layers, heads, length = times.shape
     padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
+    # padding, and a token that never entered the cache, read the column behind the end
     index = torch.where((positions >= 0) & (positions < length), positions, length)
     index = index[:, None, None].expand(batch, layers, heads, -1)
     return padded.gather(3, index).to(device)

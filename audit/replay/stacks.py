@@ -240,6 +240,7 @@ def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedR
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         number = 0
+        # a byte more than is allowed, by which a longer line is told
         while line := file.readline(_LONGEST + 1):
             number += 1
             if len(line) > _LONGEST:
@@ -314,6 +315,7 @@ def _rollout(part: RolloutLists) -> Rollout:
     logprobs, count = torch.tensor(part.logprobs, dtype=torch.float32), int(drawn.sum())
     if len(logprobs) not in (length, count):
         raise ValueError(f"has {len(logprobs)} log-probs for {length} completion tokens, {count} of them sampled")
+    # of every completion token: those of given ones say nothing of a sampler
     if len(logprobs) == length:
         logprobs = logprobs[drawn]
     sampled = torch.cat([torch.zeros(part.prompt_length, dtype=torch.bool), drawn])

@@ -65,6 +65,7 @@ def checkpoint_sha256(folder: Path) -> str:
     """
     if not is_adapter(folder):
         return weights_sha256(folder)
+    # without the folder itself, whose hash comes last
     base, *adapters = reversed(_stack(str(folder.resolve()))[1:])
     if not base.endswith(".gguf"):
         digest = weights_sha256(locate(base))

@@ -106,6 +106,7 @@ def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish
     facets = suite.facets(item)
     if finish_reason == "error":
         return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown(facets))
+    # what was said behind the item's own messages, which may hold answers that are not the model's
     fault = _fault(transcript[len(item.messages) :], finish_reason)
     if fault and not (fault == "truncated" and suite.reads_cut and _spoke(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE

@@ -251,6 +251,7 @@ def _own_folder(name_or_path: str) -> Path:
 
 def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
     found = list(headers(weight_files(folder)))
+    # before anything is built: a config may ask for more than any memory holds
     check_sizes(folder, found)
     model, info = kind.from_pretrained(
         folder,

@@ -214,6 +214,7 @@ def _weighed(
     blank = Contrast(
         estimand, arm, policy, panel.suite, panel.context_tokens, seeds=tuple(seeds), reasons=tuple(reasons)
     )
+    # nothing else is wrong: the estimate may be said, without an interval
     if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
@@ -263,6 +264,7 @@ def _with_numbers(
         rates=None if blank.estimand == INTERACTION else _rates(panel, weights, present),
         unwanted=() if blank.estimand == INTERACTION else tuple(_unwanted(panel, weights, present)),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
+        # what nobody could score counted against the candidate, then for it
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
         sums=(_cluster_sums(panel, mean, clusters),),

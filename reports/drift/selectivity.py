@@ -104,6 +104,7 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
     """Item variance and seed variance of drifts [S], less what items do to the latter; see ``stats.seeds``."""
+    # no more degrees of freedom than the suite with the fewest templates has
     clusters = min(len(part.counts) for _, c in parts for part in c.sums)
     noise = np.array(_noise(parts))
     found = recipe_variance(np.array(item.variance), seeds, noise, clusters)
@@ -116,6 +117,7 @@ def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
     assert len(known) == len(parts), "a part has no number"
     wide = mover([(w, e.estimate, e.low, e.high) for w, e in known])
     narrow = mover([(w, e.estimate, e.lower, e.upper) for w, e in known])
+    # losses, gains and design effect stay those of the safety suite
     first = known[0][1]
     below = _drop_pvalue(wide.estimate, spread)
     return replace(

@@ -135,6 +135,7 @@ def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     """Audits of ``clusters`` templates of a pool."""
     rng = np.random.default_rng(1)
     chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))  # [B, C]
+    # each [B]
     moved, differing, split = (part[chosen].sum(axis=1) for part in (pool.moved, pool.differing, pool.split))
     # as ``deff_floors`` has it of items, which a pool does not keep
     floor = np.where(split == 0, 1.0, 1 / np.clip(differing, 1, pool.draws))

@@ -75,6 +75,7 @@ def held(d: Decision, cell: GatedCell, uneven: Sequence[Uneven]) -> Decision:
     That is so for every test without human labels whose candidate, policy, suite and length are those of an uneven
     cell.
     """
+    # tests that human labels decide need no word of the judge
     alone = [row.contrast for row in cell.rows if row.contrast.judged is None]
     biased = [u.bias_upper for u in uneven if any(_same_answers(u.contrast, c) for c in alone)]
     if not biased:

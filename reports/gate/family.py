@@ -263,8 +263,10 @@ def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
     templates: dict[str, set[str]] = {}
     for part in (part for test in tests for part in test):
         templates.setdefault(part.suite, set()).update(part.clusters)
+    # sorted: the order in which cells name their templates gives no other signs
     places = {suite: {name: i for i, name in enumerate(sorted(templates[suite]))} for suite in sorted(templates)}
     sizes = {suite: len(table) for suite, table in places.items()}
+    # patterns of several suites would be the product of theirs
     exact = len(sizes) == 1 and max(sizes.values()) <= EXHAUSTIVE_CLUSTERS
     groups = _alike(tests)
     blocks = []
@@ -307,7 +309,7 @@ def _statistics(tests: Sequence[_Test], patterns: Patterns, places: Places) -> A
     """CR3 t statistics [K, B] of tests that share their clusters."""
     found = []
     for own in zip(*tests, strict=True):  # the same suite of every test
-        columns = [places[own[0].suite][name] for name in own[0].clusters]  # [C], the signs of these templates
+        columns = [places[own[0].suite][name] for name in own[0].clusters]  # [C], where their signs are
         sums = np.stack([np.frombuffer(part.sums) for part in own])  # [K, C]
         found.append((sums, np.frombuffer(own[0].counts), patterns[own[0].suite][:, columns]))
     if len(found) == 1:

@@ -264,6 +264,7 @@ def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Compa
         rules = replace(rules, pin=pin or pin_from(data.provenance))
     declared = file.table.get("margins") if file is not None else None
     left = {suite: kind for suite, kind in table_of(data.provenance, DEFAULT_MARGINS).items() if suite in rules.margins}
+    # what a gate file declares itself is no default any more
     rules = replace(rules, defaults={suite: kind for suite, kind in left.items() if suite not in (declared or {})})
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 

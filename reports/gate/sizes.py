@@ -237,6 +237,7 @@ def lowest_drift(design: Design) -> float | None:
     def enough(drift: float) -> bool:
         return chance(replace(design, drift=drift), audits=_SEARCHED) >= design.power
 
+    # no drift is larger than the share of items that differ
     return _first(enough, -min(design.margin, design.discordance), design.discordance)
 
 

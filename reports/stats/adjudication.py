@@ -85,7 +85,7 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
     assert apart.shape == human.shape, (apart.shape, human.shape)
     assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
     assert not np.isinf(human).any(), "a human label is not finite"
-    seen = ~apart & ~np.isnan(human)
+    seen = ~apart & ~np.isnan(human)  # labelled ones of those alike
     assert np.all(seen.any(axis=-1) | apart.all(axis=-1)), "a random sample of the concordant pairs needs human labels"
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     # pairs by cluster [N], and where each cluster begins [C]
@@ -121,6 +121,7 @@ def adjudicated(
     (-1, 0, 1; NaN where nobody looked), ``clusters`` [N]. A pair is an item, or one sample of it in its item's cluster.
     """
     x = labelled_pairs(discordant, human_z, clusters)
+    # for the printed interval, and for the bounds of the gate
     two, one = (adjudicated_bounds(x, confidence=c) for c in (0.5 + LEVEL / 2, 1 - alpha))
     drop = _drop_pvalue(x)
     apart, alike = _discordant_part(x), _concordant_part(x)

@@ -166,7 +166,7 @@ def gini(values: npt.ArrayLike) -> Array:
     total = x.sum(axis=-1)
     clusters = x.shape[-1]
     ranks = np.arange(1, clusters + 1)  # [C]
-    # sum over all pairs of their distance, from sorted values, over twice the pairs' sum
+    # the distances of all pairs, summed up from sorted values, over C times the total
     found: Array = x @ (2.0 * ranks - clusters - 1) / (clusters * np.where(total > 0, total, 1.0))
     return found
 

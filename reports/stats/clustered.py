@@ -130,6 +130,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
     """The t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
     center: Array = np.asarray(mean, dtype=np.float64)
     error: Array = np.sqrt(np.asarray(variance, dtype=np.float64))
+    # for the printed interval, and for the gate's bounds
     two, one = (special.stdtrit(df, q) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
     below = _drop_pvalues(center, error, df)
     pvalue = np.minimum(1.0, 2 * np.minimum(below, 1 - below))

@@ -68,6 +68,7 @@ def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array
     estimate = (gains - losses) / n
     wanted = np.reshape(targets, (-1,) + (1,) * np.ndim(estimate))
     shape = np.broadcast_shapes(wanted.shape, np.shape(estimate))
+    # a lower bound lies between -1 and the estimate, an upper one between that and 1
     left = np.broadcast_to(np.where(wanted > 0, -1.0, estimate), shape).copy()
     right = np.broadcast_to(np.where(wanted > 0, estimate, 1.0), shape).copy()
     return _root(losses, gains, n, wanted, left, right)
@@ -81,6 +82,7 @@ def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, rig
         capped: Array = np.clip(tango_scores(losses, gains, n, delta) - wanted, -cap, cap)
         return capped
 
+    # just inside: at an end itself the score may have no variance
     gap = 1e-12
     ends, empty = (left, right), right - left <= 2 * gap
     at_left, at_right = (excess(np.where(empty, end, end + inward)) for end, inward in ((left, gap), (right, -gap)))
@@ -158,7 +160,7 @@ def many_ess_tango(
 
 def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
     """ESS-Tango of N = ``items`` from summed losses and gains [...] and design effects [...]."""
-    b, c, n = losses / deff, gains / deff, items / deff
+    b, c, n = losses / deff, gains / deff, items / deff  # at their worth in independent items
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))
     at_zero = tango_scores(b, c, n, 0.0)

@@ -123,6 +123,7 @@ class _Served:
         self._free, self._first = list(range(self._blocks)), {}
         leaders: dict[tuple[int, ...], _Row] = {}
         for row in rows:
+            # the first row of a prompt reads it for all others
             leaders.setdefault(tuple(row.ids), row)
         for some in _batches(list(leaders.values())):
             self._prefill(some)
@@ -153,7 +154,7 @@ class _Served:
         if len(row.ids) % _BLOCK:
             (own,) = self._taken(1, row)
             for store in self._stores:
-                store[own] = store[leader.blocks[whole]]
+                store[own] = store[leader.blocks[whole]]  # every layer's keys and values of that block
             row.blocks.append(own)
 
     def _step(self, rows: list[_Row]) -> None:
@@ -181,14 +182,14 @@ class _Served:
         begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)  # [rows + 1], where each row's tokens begin
         positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, lengths, strict=True)])  # [tokens]
         inputs = {
-            "input_ids": np.concatenate(ids).astype(np.int64),
-            "position_ids": positions.astype(np.int64),
-            "past_lens": np.array(past, dtype=np.int32),
-            "subsequence_begins": begins,
-            "block_indices": np.concatenate(blocks).astype(np.int32),
+            "input_ids": np.concatenate(ids).astype(np.int64),  # [tokens]
+            "position_ids": positions.astype(np.int64),  # [tokens]
+            "past_lens": np.array(past, dtype=np.int32),  # [rows], tokens in the cache
+            "subsequence_begins": begins,  # [rows + 1]
+            "block_indices": np.concatenate(blocks).astype(np.int32),  # [blocks of all rows]
             "block_indices_begins": np.concatenate([[0], np.cumsum([len(b) for b in blocks])]).astype(np.int32),
             "max_context_len": np.array(max(p + n for p, n in zip(past, lengths, strict=True)), dtype=np.int32),
-            "last_tokens": (begins[1:] - 1).astype(np.int64),
+            "last_tokens": (begins[1:] - 1).astype(np.int64),  # [rows]
         }
         for name, value in inputs.items():
             self._request.set_tensor(name, ov.Tensor(value))

@@ -23,6 +23,7 @@ from typing import Any
 
 def answer_lines(path: str) -> None:
     """Answer until nobody asks any more."""
+    # our own way out, kept before the engine's prints are turned away from it
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # an engine's own prints would be taken for answers
     for number, line in enumerate(sys.stdin, start=1):

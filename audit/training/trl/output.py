@@ -108,7 +108,7 @@ class OutputFolder:
         base = self._claim["base_sha256"]
         weights = adapter_sha256(staged, base) if is_adapter(staged) else weights_sha256(staged)
         move_into(staged, self.path)
-        position = Position(done.steps, done.steps)  # TRL skips no update
+        position = Position(done.steps, done.steps)  # every step of TRL counts as an update
         if done.policy is not None and done.rollouts:
             ledger = write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)
             position = Position(done.steps, done.steps, ledgers=(ledger,))
