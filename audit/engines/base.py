@@ -262,6 +262,7 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
     """The condition that text or a mapping describes; raises UnknownName for an engine and SpecError for a value."""
     if isinstance(source, str):
         engine, given = engine_in(source), dict[str, Any](settings_in(source))
+        # names are keys of a mapping, so that one given twice is missing from the count
         if len(given) != sum(map(bool, source.partition(":")[2].split(","))):
             raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
     else:
@@ -277,7 +278,6 @@ def parse_served(source: Any) -> Served:
             return parse_condition(source)
         if set(source) != {ENGINE, "policy"}:
             raise SpecError(
-                # names are keys of a mapping, so that one given twice is missing from the count
                 f"engine {OWN_ENGINE} is our own cache: write {{engine: {OWN_ENGINE}, policy: snapkv:budget=96}}"
             )
         return parse_policy(source["policy"])

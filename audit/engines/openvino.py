@@ -142,8 +142,8 @@ class OpenVino(Engine):
         group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
         known = {keys, values} <= {*_CODED, *exact} and group.isdigit()
         if not known or any(name in settings for name in _UNKNOWN_STORE):
-            # u8 and u4 say their bits
             return None
+        # u8 and u4 say their bits
         coded = ByToken(int(values[1:]), int(group)) if values in _CODED else exact[values]
         return EngineStore(ByChannel(int(keys[1:])) if keys in _CODED else exact[keys], coded)
 

@@ -73,6 +73,6 @@ def _places(rank: Tensor) -> Tensor:
     import torch
 
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
-    # the inverse of the sorting permutation: slot order[i] has i slots before it
     counted = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
+    # the inverse of the sorting permutation: slot order[i] has i slots before it
     return torch.empty_like(order).scatter_(-1, order, counted)

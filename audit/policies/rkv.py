@@ -79,7 +79,7 @@ def redundancy(keys: Tensor, present: Tensor) -> Tensor:
     # [B, H, K, D]; an empty slot is 0 and resembles nothing
     unit = normalize(keys.float(), dim=-1) * present[..., None]
     columns = torch.arange(keys.shape[2], device=keys.device)
-    total = unit.new_zeros(unit.shape[:3])  # K * K cosines at once would not fit a long row
+    total = unit.new_zeros(unit.shape[:3])  # [B, H, K]
     for start in range(0, keys.shape[2], KEY_BLOCK):
         own = columns[start : start + KEY_BLOCK, None]
         # [B, H, block, K]; a key's cosine with itself says nothing

@@ -52,15 +52,15 @@ class Replay:
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
+        # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, States] = {}
-        self._real, self._last = (queries >= 0).cpu(), last
+        self._real, self._last = (queries >= 0).cpu(), last  # [B, Q], tokens that are no padding
         self._settled = False
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
         attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
-        # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them
         if len(self.held) != attending or len(self.states) != carrying:
             done = len(self.held.keys() | self.states.keys())
             raise RunError(
@@ -83,22 +83,22 @@ class Replay:
         if self._codes and window is None:  # a layer with a window of its own is never quantised
             return self._in_two_precisions(call, self._codes)
         query, key = call.query, call.key
+        # within the first window columns a window of the layer's own hides nothing
         causal = 0 if chosen else min(self._causal, window or self._causal)
         parts = []
         if causal:
             early = slice(causal)
             own = query[:, :, early], key[:, :, early], call.value[:, :, early]
             parts.append(causal_attention(*own, call.scaling, call.sink_logits))
+        # the heads of the mask: it is what decides how many queries are looked at together
         heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
         most = None if self._prefix else BLOCK
-        # within the first window columns a window of the layer's own hides nothing
         for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2], start=causal, most=most):
             until = key.shape[2] if self._prefix else part.stop  # a query's own key is in its own column
             seen = (key[:, :, :until], call.value[:, :, :until], self._visible(layer, part, until))
             parts.append(grouped_attention(query[:, :, part], *seen, call.scaling, call.sink_logits))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    # the heads of the mask: it is what decides how many queries are looked at together
     def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
         """The call with the prefix's keys and values before its own."""
         if self._prefix is None:
@@ -108,6 +108,7 @@ class Replay:
                 "gradient checkpointing with use_reentrant=True loses the gradient of the prompt that a group "
                 "shares; use gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
+        # each [B, H, P, D], P columns of the prompt
         before = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[call.layer]]
         return call._replace(key=torch.cat([before[0], call.key], 2), value=torch.cat([before[1], call.value], 2))
 
@@ -116,13 +117,14 @@ class Replay:
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
         out = advance(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
-        return out  # [B, H, P, D], P columns of the prompt
+        return out
 
     def _in_two_precisions(self, call: AttentionCall, codes: CodedSince) -> Tensor:
         stored, parts = self._stored(call, codes), []
         query = call.query
         for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
             at = self._queries[:, part, None]  # [B, q, 1]
+            # which query sees which entry as a code: [B, q, K]
             late = QuantisedView(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             some = call._replace(query=query[:, :, part])
             parts.append(two_precisions(some, self._visible(call.layer, part, call.key.shape[2]), late))
@@ -139,7 +141,7 @@ class Replay:
         """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""
         # [B, 1, q, 1] and [B, 1, 1, until]
         q, k = self._queries[:, None, part, None], self._keys[:, None, None, :until]
-        visible = (k >= 0) & (k <= q)
+        visible = (k >= 0) & (k <= q)  # [B, H, K]
         window = self._plans[layer].sliding_window
         if window is not None:
             visible = visible & (q - k < window)

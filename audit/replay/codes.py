@@ -81,11 +81,11 @@ def coded_keys(
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])  # at the same query an entry leaves first
-    group = key_groups(member, codes.keys_at, codec.key_group)
+    group = key_groups(member, codes.keys_at, codec.key_group)  # [B, H, K], -1 for none
     groups = int(group.max()) + 1
     if groups == 0:
         return keys
-    parameters = parameters_of(group, fit_groups(exact, group, groups, codec))
+    parameters = parameters_of(group, fit_groups(exact, group, groups, codec))  # [B, H, K, D, P]
     own = codes.recorded(place, exact, encode_as(exact, parameters, codec), parameters)
     return _straight(keys, torch.where(member[..., None], decode_keys(own, parameters, codec), exact))
 

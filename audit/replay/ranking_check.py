@@ -179,6 +179,7 @@ class Reranking(Replay):
             several = torch.tensor([one.query for one in alike], device=passed.evicted_at.device)
             for times in torch.split(several, passed.most(held)):
                 view = passed.view(times, policy, running, self._rollout)
+                # [E, H, K], what left at this very query by the record
                 left = (along(passed.evicted_at, view.positions) == times[:, None, None]) & (view.positions >= 0)
                 yield _Ranks(policy.importance(view).float(), view.positions, times, left)
 
@@ -191,7 +192,7 @@ class Reranking(Replay):
         for alike in zip(*self._waiting, strict=True):
             for one, agreed in zip(alike, policy.agreed([one.importance for one in alike]), strict=True):
                 pinned = self._pinned(one.positions, policy)
-                kept = retained(agreed, one.positions, one.seen, policy, pinned)
+                kept = retained(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
                 self.evicted += int(one.left.sum())
                 self.again += int((one.left & ~kept).sum())
         self._waiting = []
@@ -301,7 +302,8 @@ class PassedLayer:
         """Keys and values [E, H, K, D] at positions [E, H, K], as codes where they were before queries ``times``."""
         exact = [along(part, positions) for part in (self.call.key, self.call.value)]
         if self.stored is None or self.codes is None:
-            return exact[0], exact[1]  # each [E, H, K]
+            return exact[0], exact[1]
+        # each [E, H, K]
         since = [along(part[:, None], positions) for part in (self.codes.keys_at, self.codes.values_at)]
         keys, values = (
             # not at the time itself: codes are made after the eviction

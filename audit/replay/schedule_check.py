@@ -63,7 +63,7 @@ def forwards(rollout: Rollout, chunk: int) -> list[ForwardStep]:
     while start < end:
         # the prompt enters by itself, also where more is given before anything is drawn
         most = min(end, start + chunk, rollout.prompt_length if start < rollout.prompt_length else end)
-        # a forward ends before the next drawn token, which is fed by itself
+        # a forward ends before the next drawn token, which begins another
         stop = next((index for index in range(start + 1, most) if sampled[index]), most)
         drawn_next = start + 1 < len(sampled) and sampled[start + 1]
         found.append(ForwardStep(stop, sampled[start] and drawn_next))
@@ -195,7 +195,7 @@ def _sliding(evicted_at: Tensor, window: int, due: Sequence[DueEviction]) -> str
     edges = torch.tensor([one.query for one in due], dtype=torch.int64)
     # an entry goes with the first eviction that it is more than a window before: edge - window > entry
     place = torch.searchsorted(edges - window, torch.arange(evicted_at.shape[1]), right=True)
-    expected = torch.cat([edges, torch.tensor([NEVER])])[place]
+    expected = torch.cat([edges, torch.tensor([NEVER])])[place]  # [T]
     wrong = (evicted_at != expected).any(0).nonzero()[:, 0].tolist()
     if not wrong:
         return None

@@ -98,6 +98,7 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
         )
     if ledger.ids is None:
         return
+    # [B, columns], with one more for a token that never entered the cache
     recorded = torch.nn.functional.pad(ledger.ids, (0, 1), value=-1).gather(1, positions.clamp(min=0))
     wrong = ((recorded != ids) & (positions >= 0) & (recorded >= 0)).nonzero()
     if len(wrong):

@@ -178,7 +178,7 @@ def _choose(
 
 def score_answers(
     sampler: Sampler,
-    prompts: Sequence[Rendered],  # answers of the prompt that has most
+    prompts: Sequence[Rendered],
     answers: Sequence[Sequence[Sequence[int]]],
     seeds: Sequence[int],
     group: int = 1,
@@ -188,7 +188,7 @@ def score_answers(
     A prompt is prefilled once and every answer has a row behind it. One list per prompt and group member, whose seed
     all its answers share.
     """
-    width = max(map(len, answers))
+    width = max(map(len, answers))  # answers of the prompt that has most
     # () where a prompt has fewer answers than the widest
     said = [[*own, *[()] * (width - len(own))] for own in answers for _ in range(group)]
     row_seeds = [seed for seed in seeds for _ in range(width)]

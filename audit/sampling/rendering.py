@@ -120,8 +120,7 @@ def _asked(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> byte
         return process.stdout.readline()
     except BrokenPipeError:
         return b""
-    # interrupted: an answer may still come, which the next request would take for its own
-    except BaseException:
+    except BaseException:  # an answer may still come, which the next request would take for its own
         process.kill()
         process.communicate()
         raise

@@ -95,6 +95,7 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
     named = model.model.get_decoder().named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
+    # A is [rank, in] and B [out, rank]
     widths = (
         module.in_features + module.out_features
         for name, module in named

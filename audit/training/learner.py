@@ -46,6 +46,7 @@ class Critic:
             if "kv" in keywords:  # a pass, and not logits made piecemeal
                 seen.append(output.last_hidden_state.detach())
 
+        # where the decoder hands its states to the head: what the model returns are logits alone
         handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)
         try:
             read = passed()

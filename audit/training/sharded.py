@@ -95,6 +95,7 @@ def gathered(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # back to shards, and to gathering a layer only while it computes
         for part in _parts(model):
             part.reshard()
             part.set_reshard_after_forward(part is not model, recurse=False)
@@ -103,6 +104,7 @@ def gathered(model: Any) -> Iterator[None]:
 def gather(model: Any) -> None:
     """Have a sharded model ``gathered`` from here on."""
     for part in _parts(model):
+        # kept whole behind a forward too
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
 

@@ -52,6 +52,7 @@ class Validation:
         # how far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from
         batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
+        # rewards stand in for advantages, of which no number below is asked
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
         return row | self._scores("compressed", played) | mismatch

@@ -241,6 +241,7 @@ def _with_numbers(
         blank = replace(blank, unread=_unread(panel, weights, recorded))
     if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
         return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
+    # from the recorded items back to the places of the panel
     present = recorded.copy()
     present[recorded] = known
     clusters, z = panel.clusters[present], z[:, known]
@@ -257,7 +258,6 @@ def _with_numbers(
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
     moved = None if blank.estimand == INTERACTION else _moved(panel, weights, present)
     found = replace(
-        # from the recorded items back to the places of the panel
         blank,
         effect=effect,
         recipe=recipe,

@@ -154,8 +154,8 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
     for raw in _blocks(path):
         digest.update(raw)
         values = _plain(raw)
-        if values is None:  # the last line may have no end
-            count = raw.count(b"\n") + (not raw.endswith(b"\n"))
+        if values is None:
+            count = raw.count(b"\n") + (not raw.endswith(b"\n"))  # the last line may have no end
             read = list(_strict(path.name, BytesIO(raw), first, problems))
             columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
         else:

@@ -180,7 +180,7 @@ def _concordant_part(x: Labelled) -> _Part:
     drawn = x.looked.sum(axis=-1, keepdims=True)
     # as many pairs in all as people looked at: weights must not make a sample larger
     sizes = known * drawn / np.maximum(known.sum(axis=-1, keepdims=True), 1)
-    each = sizes / np.maximum(x.looked, 1)
+    each = sizes / np.maximum(x.looked, 1)  # what a labelled pair weighs
     unequal = (sizes * each).sum(axis=-1) / np.maximum(sizes.sum(axis=-1), 1)  # Kish's design effect of the weights
     return _part_of(each * x.looked_losses, each * x.looked_gains, sizes, least=unequal)
 
@@ -188,6 +188,7 @@ def _concordant_part(x: Labelled) -> _Part:
 def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike) -> _Part:
     """Losses, gains and pairs inside templates [..., C], summed; the design effect is ``least`` or more."""
     lost, won, items = losses.sum(axis=-1), gains.sum(axis=-1), sizes.sum(axis=-1)
+    # of many samples the one with the fewest decides
     clusters = int(np.count_nonzero(sizes, axis=-1).min())
     if clusters < 2:
         return _Part(lost, won, items, np.ones_like(items), 0)

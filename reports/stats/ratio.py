@@ -77,6 +77,7 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 
     The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. Z(1) is McNemar's.
     """
+    # a p^2 + b p + c = 0, where p is the share that happens with the reference alone
     a = n * (1 + theta)
     b = (both + before) * theta**2 - (both + after + 2 * before)
     some = both + before + after

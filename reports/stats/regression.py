@@ -36,7 +36,7 @@ def regression_effect(
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     grams = np.stack([design[codes == c].T @ design[codes == c] for c in range(t.clusters)])  # [C, K + 2, K + 2]
     moments = np.stack([design[codes == c].T @ outcome[codes == c] for c in range(t.clusters)])  # [C, K + 2]
-    estimate = float(_solved(grams.sum(0), moments.sum(0))[-1])
+    estimate = float(_solved(grams.sum(0), moments.sum(0))[-1])  # x is the last column
     without = _solved(grams.sum(0) - grams, moments.sum(0) - moments)[:, -1]  # [C]
     variance = jackknife_variance(without, estimate)
     return t_effect(

@@ -84,7 +84,7 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
     event, not one for each of its items. It does not matter that a seed differs from the others in its mean.
     """
     seeds = z.shape[-2]
-    own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)  # [..., S, C]
+    own = many_totals(z - z.mean(axis=-2, keepdims=True), counts)  # sums [..., S, C]
     # the mean over S seeds was taken out, so S - 1 of the differences are free
     noise: Array = cr3_variance(own.residuals, own.counts).sum(axis=-1) / (seeds - 1)
     return noise

@@ -165,7 +165,7 @@ class _Held:
         found = lib.llama_get_logits_ith(self._context, at)
         if not found:
             raise ValueError("it gives no logits under these settings")
-        return np.ctypeslib.as_array(found, (self._vocabulary,)).astype(np.float64)
+        return np.ctypeslib.as_array(found, (self._vocabulary,)).astype(np.float64)  # [V]
 
 
 class _Answer:
@@ -188,7 +188,7 @@ class _Answer:
         self.due = [token]
         if token in self._row["stops"]:
             self.finish = "stop"
-        elif len(self._ids) == self._row["most"]:  # [V]
+        elif len(self._ids) == self._row["most"]:
             self.finish = "length"
 
     def reply(self) -> dict[str, Any]:

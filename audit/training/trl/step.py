@@ -65,7 +65,7 @@ class StepNumbers:
         Log-probs in nats from its sampler and from the weights that sampled it, 1 where a token was sampled, and
         advantages before any correction.
         """
-        sampler, learner, mask, advantages = gathered.unbind(-1)
+        sampler, learner, mask, advantages = gathered.unbind(-1)  # each [N, T]
         self._panel.add(sampler, learner, mask.bool(), advantages)
 
     def saw(self, rollouts: Sequence[Rollout], tokens: int) -> None:

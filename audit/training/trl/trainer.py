@@ -204,7 +204,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _before_update(self, batch: dict[str, Any]) -> Tensor:
         """The learner's log-probs [B, T] before a weight moves, where TRL can do without."""
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # [B, P + T]
         real = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         size, checkpointing = self.args.per_device_train_batch_size, self.args.gradient_checkpointing_kwargs
         with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
@@ -242,7 +242,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 )
             parts.append(own)
         logps, entropies, losses = zip(*parts, strict=True)
-        self._passed = torch.cat(logps).detach()
+        self._passed = torch.cat(logps).detach()  # [b, T] nats
         return (
             torch.cat(logps),
             None if entropies[0] is None else torch.cat(entropies),
