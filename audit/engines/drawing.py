@@ -49,6 +49,7 @@ class WorkedDrawer(Drawer):
             {**one._asdict(), "messages": None, "keep": str(path) if n < kept else None} for n, one in enumerate(asked)
         ]
         replies = self._session.ask(rows, f"it drew {len(rows)} rollouts")
+        # one row of older weights spoils the step
         if stale := next((row for row in replies if row.get("weights") != self._pushed), None):
             raise RunError(
                 f"engine {self._who} drew by weights {str(stale.get('weights'))[:12]!r}, the learner has "

@@ -71,6 +71,7 @@ class Process:
         """Hand the engine a line; raises EngineFailed where nobody reads it in so many seconds, or it spoke unasked."""
         into, out = self._pipes()
         until = time.monotonic() + seconds
+        # a line that nobody asked for would be taken for the next answer
         if self._heard or select.select([out], [], [], 0)[0]:
             raise self.failure("it spoke unasked" if self._heard or os.read(out, 1) else "it ended")
         left = memoryview(line.encode() + b"\n")

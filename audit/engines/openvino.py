@@ -72,6 +72,7 @@ class OpenVino(Engine):
         Raises SpecError for settings of a part that is not turned on: the engine would take them and do nothing.
         """
         if any(name.startswith("sparse_attention_config.") for name in settings):
+            # a setting of that part turns it on, unless it is said to be off
             settings = {_SWITCH: "true", **settings}
         _check_acting(settings)
         if "KV_CACHE_PRECISION" in settings:

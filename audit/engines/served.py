@@ -102,6 +102,7 @@ class ServedSession(Session):
                 self.described = {name: inline(one_line(text)) for name, text in self._described().items()}
                 return
             except EngineFailed as error:
+                # somebody took the port between our look and its start: try another
                 if number == _PORTS or not any(word in str(error) for word in _TAKEN):
                     raise
             except BaseException:

@@ -67,6 +67,7 @@ class SgLangSession(ServedSession):
             "max_new_tokens": asked.most,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
+            # nothing that would cut the distribution off
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -91,6 +92,7 @@ class SgLangSession(ServedSession):
 
     def _described(self) -> dict[str, str]:
         """Its version, and its settings as they were resolved."""
+        # under the one path or the other, by its release
         info = self._fetched("server_info") or self._fetched("get_server_info")
         found = {name: str(info[name]) for name in _INFO if info.get(name) is not None}
         version = {"version": f"sglang {info['version']}"} if "version" in info else {}

@@ -52,6 +52,7 @@ class _Row:
             return
         ids = reply.ids
         if self.talk.suite.until:  # texts that end an answer
+            # the shortest beginning that ends
             ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end])), len(ids))]
         cut = len(ids) < len(reply.ids)
         # a sum over tokens that were cut off again is not the answer's

@@ -58,6 +58,7 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
     versions of what it used. Raises RunError where nothing can be written, or what is kept is not what was written.
     """
     home = cache_home() / kind
+    # the beginnings of both hashes; the whole one of the weights stands inside
     folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,7 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
     conversion = read_json(folder / CONVERSION)
     kept = conversion.get("files")
     names = kept if isinstance(kept, dict) else {}
+    # sizes and no hashes, which would take long for a large model
     sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
     if conversion.get("of") != sha256 or sizes != kept:
         raise RunError(f"{str(folder)!r} is not the conversion that was written there; delete it, and it is made again")
@@ -106,6 +108,7 @@ def _free_memory() -> int | None:
 
 def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
     half = folder.with_suffix(".half")
+    # what a kill left
     shutil.rmtree(half, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     half.mkdir()

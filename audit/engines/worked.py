@@ -48,6 +48,7 @@ class WorkedSession(Session):
             raise
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+        # conversations are for engines that take no tokens
         rows = [{name: value for name, value in one._asdict().items() if name != "messages"} for one in asked]
         found = self.ask(rows, f"it had {len(asked)} requests")
         return [self.read(row, one) for row, one in zip(found, asked, strict=True)]
@@ -96,6 +97,7 @@ def as_reply(row: Any, asked: Asked, tokens: int) -> Reply | None:
     try:
         ids, finish, logprob = row["ids"], row["finish"], row["logprob"]
         good = isinstance(ids, list) and len(ids) <= asked.most and finish in ("stop", "length")
+        # no truth values, which are whole numbers to Python
         good = good and all(type(token) is int and 0 <= token < tokens for token in ids)
         good = good and (logprob is None or math.isfinite(logprob))
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -31,6 +31,7 @@ class Remedy:
 def parse_remedy(source: Any) -> Remedy:
     """The remedy that text or a mapping describes; raises SpecError and UnknownName as ``parse_policy`` does."""
     if isinstance(source, Mapping) and not set(source) & set(_WHOLE):
+        # fields alone go the same way as text from here on
         source = policy_text({"name": "", **source}).removeprefix(":")
     # a policy's name and colon come before its first equals sign; fields have no name
     if isinstance(source, str) and "=" in source.partition(":")[0]:
@@ -72,6 +73,7 @@ def _changed(policy: Policy, fields: Mapping[str, str]) -> Policy | None:
     for place, part in enumerate(policy.members):
         if set(fields) <= set(part.field_names()):
             values = {**part.parameters(), **fields}
+            # by its text, so that values meet the policy's own checks
             changed = parse_policy(f"{part.name}:" + ",".join(f"{field}={value}" for field, value in values.items()))
             parts = [*policy.members[:place], changed, *policy.members[place + 1 :]]
             return Composed(parts=tuple(parts)) if isinstance(policy, Composed) else changed

@@ -92,6 +92,7 @@ def _chosen(rollout: Rollout, heads: int) -> str | None:
         return None
     if fault := misfit(made, rollout.evicted_at):
         return fault
+    # one list for all heads, one by KV head, or one by query head
     if (lists := made.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
         return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
     if rollout.codec:

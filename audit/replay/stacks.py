@@ -98,6 +98,7 @@ class OwnLine(Form):
             return self.ids, self.prompt_length, self.mask
         if self.mask is None or len(self.mask) != len(self.ids) or 1 not in self.mask:
             raise ValueError("has ids and does not say where the prompt ends; give prompt_length, or a mask of all ids")
+        # a mask of all ids: the prompt ends where the model first drew
         start = self.mask.index(1)
         return self.ids, start, self.mask[start:]
 
@@ -324,6 +325,7 @@ def _rollout(part: RolloutLists) -> Rollout:
         prompt_length=part.prompt_length,
         sampled=sampled,
         sampler_logprobs=torch.zeros(tokens).masked_scatter(sampled, logprobs),
+        # one layer of one head that nothing left, in the memory of a single number
         evicted_at=torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(1, 1, tokens),
         kv_bytes_peak=0,  # what the other engine allocated is not known
         kv_bytes_dense=0,

@@ -96,6 +96,7 @@ class CheckpointFolder:
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
         """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
+        # names of states sort as their steps do
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
         for name, digest in position.ledgers:
@@ -118,6 +119,7 @@ class CheckpointFolder:
 
         ``others`` has other ranks write their parts into a folder, and gives the sha256 of each.
         """
+        # listed before the new one is among them
         older = [] if keep_older else self._states()
         target = self.path / "state" / _state_name(position.step)
 
@@ -172,6 +174,7 @@ class CheckpointFolder:
         if found.get("format") != FORMAT or not isinstance(found.get("config"), dict):
             raise self._broken(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
         theirs, ours = found["config"], self._config.to_json()
+        # what the configurations differ in, else what the claims hold besides
         names = sorted(key for key in set(theirs) | set(ours) if theirs.get(key) != ours.get(key))
         names = names or sorted(
             key for key in {*found, *self._claim} - {"base_sha256"} if found.get(key) != self._claim.get(key)
@@ -187,6 +190,7 @@ class CheckpointFolder:
         if not (folder / _TENSORS).is_file():
             raise self._broken(f"training state {str(folder)!r} lacks {_TENSORS}")
         state = read_json(folder / STATE)
+        # a state of one rank has no parts
         if set(state) - {_PARTS} != _STATE_KEYS:
             raise self._broken(f"{str(folder / STATE)!r} holds other keys than a state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:

@@ -153,6 +153,7 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
     table["outcome"] = [str(row.outcome) for row in rows]
     table["score"] = [np.nan if row.score is None else row.score for row in rows]
     for name, column in FACET_COLUMNS.items():
+        # NaN where an item has no such facet, UNREAD where the answer could not be read
         values = [row.facets.get(name) if name in row.facets else np.nan for row in rows]
         table[column] = [UNREAD if value is None else float(value) for value in values]
     return pd.DataFrame(table)
@@ -169,6 +170,7 @@ def _control(
     if own.facet:
         return found
     parts = [
+        # a facet by its own margin, or by that of the score
         _of_metric(facets, part, margins.get(part.metric, margin), how)
         for name, part in facets.items()
         if name not in ("", WELL_FORMED)
@@ -239,6 +241,7 @@ def _share(own: Answers) -> ShownShare:
 
 def _together(one: Answers, other: Answers) -> Array:
     """How far the templates that have more of what is wanted of one kind have more of it of the other too."""
+    # one numbering for the templates of both kinds
     names, codes = np.unique(np.concatenate([one.clusters, other.clusters]), return_inverse=True)
     own, others = np.split(codes, [len(one.clusters)])
     return correlation(_residuals(one, own, len(names)), _residuals(other, others, len(names)))

@@ -92,6 +92,7 @@ def _broken_form(cell: GatedCell, drift: Drift) -> Reason | None:
         suite, _, facet = c.suite.rpartition(".")
         if c.suite not in drift.comparison.facets or facet == WELL_FORMED or margin is None:
             continue
+        # the form of the answers in the very same cell
         place = (c.estimand, c.arm, c.policy, c.context_tokens, f"{suite}.{WELL_FORMED}")
         form = next((o for o in drift.contrasts if (*_cell(o), o.suite) == place), None)
         if form is None or form.effect is None or form.rates is None:
@@ -162,6 +163,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     arms = _arm_verdicts(gated)
     # beside trained arms the reference stands for how it is served, which says nothing of training
     served_alone = {drift.comparison.reference} if drift.comparison.mode == "training" else set[str]()
+    # what is wrong with the whole run goes before every cell
     start = Status.INVALID if reasons else Status.PASS
     status = worst([start, *(a.status for a in arms)])
     return Verdict(

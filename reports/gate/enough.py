@@ -160,5 +160,6 @@ def enough_items(layout: Layout, metric: Metric, design: Design, most: int) -> E
 
 def _chance(layout: Layout, metric: Metric, design: Design, items: int) -> float:
     counts = counts_of(layout, items, metric.facet)
+    # of uneven templates their mean size
     sized = replace(design, clusters=len(counts), items_per_cluster=max(1, round(float(counts.mean()))))
     return chance(sized, audits=_SEARCHED)

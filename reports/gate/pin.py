@@ -113,6 +113,7 @@ def pin_from(provenance: Mapping[str, Any]) -> Pin:
 
 def _pinned(row: Any, name: str) -> Pinned:
     fields = row if isinstance(row, Mapping) else {}
+    # a truth value is a whole number to Python
     whole = isinstance(fields.get("seed"), int) and not isinstance(fields.get("seed"), bool)
     if not whole or not all(isinstance(fields.get(key), str) for key in _TEXT):
         raise DataError(f"pin {name!r} holds a checkpoint without {', '.join(_TEXT)} or seed; {_REMEDY}")

@@ -56,6 +56,7 @@ def _counts(c: Contrast) -> Array:
 
 
 def _events(own: Unwanted, counts: Array, floor: float) -> Events:
+    # what happened on one side is what both share, and what it has alone
     both = np.asarray(own.reference.sum() - own.before)
     before, after = np.asarray(own.before), np.asarray(own.after)
     return Events(both, before, after, own.reference, own.candidate, counts, np.asarray(floor))

@@ -53,6 +53,7 @@ def _every(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, _Alone]]:
         c = row.contrast
         for seed, sums in zip(c.by_seed, c.seed_sums, strict=True):
             assert c.effect is not None, "a cell without a number has no seeds"
+            # what the family and the margin are asked of is the seed's own
             effect = replace(c.effect, estimate=seed.estimate, pvalue_drop=seed.pvalue_drop)
             yield row, _Alone(FamilyRow(replace(c, effect=effect, sums=sums), row.sign), seed)
 

@@ -297,7 +297,7 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
         raise SpecError(f"--ratio is {ratio}, wanted how many times as often at most, from 1.01 to 100")
     if happens is None or not 0 < happens < 1:
         raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
-    lost, gained = (design.discordance - design.drift) / 2, (design.discordance + design.drift) / 2
+    lost, gained = (design.discordance - design.drift) / 2, (design.discordance + design.drift) / 2  # shares of items
     if not gained <= happens <= 1 - lost:
         raise SpecError(
             f"--happens is {happens:g}, wanted from {gained:g} to {1 - lost:g}: of the items that differ "

@@ -131,8 +131,10 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
         "estimand": GATED,
     }
     found = dict(cells)
+    # a short name stands for the policy that it is the name of
     if isinstance(found.get("policy"), str):
         found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
+    # by the name that an estimand had before
     if isinstance(found.get("estimand"), str):
         found["estimand"] = FORMER.get(found["estimand"], found["estimand"])
     for name, value in found.items():

@@ -94,10 +94,12 @@ def block_of(raw: bytes) -> dict[str, Sequence[Any]] | None:
     ``survival`` are tables name -> numbers, for the names that some record has.
     """
     lines = raw.split(b"\n")
+    # behind the end of the last line
     if not lines[-1]:
         lines.pop()
     try:
         rows = list(map(_decode, lines))
+        # from rows of fields to a column for each field
         values: dict[str, Any] = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
         for name in _WHOLE:
             values[name] = np.fromiter(values[name], np.int64, len(rows))
@@ -113,6 +115,7 @@ def block_of(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 def _fit(values: Mapping[str, Any]) -> bool:
     sized = (values[name] for name in (*_WHOLE, "seconds", *_MAYBE))
+    # NaN is beyond no bound, so that what is absent fits
     if any(np.any((column <= -LARGEST_STORED) | (column >= LARGEST_STORED)) for column in sized):
         return False
     return not np.any(values["kv_bytes_live"] < 0) and _scores_fit(values["outcome"], values["score"])

@@ -38,6 +38,7 @@ def read_floor(run: Path, records: pd.DataFrame) -> AskedAgain:
     problems, unfinished = list[Problem](), list[str]()
     folders = [run / FLOOR_FOLDER / way for way in WAYS]
     read = {folder.name: units_beside(folder, records, problems, unfinished, _REMEDY) for folder in folders}
+    # a line that stands twice counts once
     found = {way: again.drop_duplicates(ONE_ANSWER) for way, again in read.items() if again is not None}
     return AskedAgain(found, tuple(problems), tuple(unfinished))
 
@@ -60,6 +61,7 @@ def units_beside(
         return None
     found = columns.frame()
     for column, by in _SAME.items():
+        # over both tables, so that a checkpoint of another run is a second name
         if (names_under((records, found), column, by) > 1).any():
             raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {remedy}")
     return found

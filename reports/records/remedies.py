@@ -59,6 +59,7 @@ def read_tried(run: Path) -> tuple[Tried, ...]:
 def read_served(run: Path, records: pd.DataFrame) -> Served:
     """What was served beside the grid; raises DataError where it changed, or is not of the run's own checkpoints."""
     tried, problems = read_tried(run), list[Problem]()
+    # which units are unfinished is of no use here
     found = units_beside(run / REMEDIES_FOLDER, records, problems, [], _MEND)
     return Served(tried, records.iloc[:0] if found is None else found, tuple(problems))
 

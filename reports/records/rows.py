@@ -128,6 +128,7 @@ class Columns:
             return values
         words = list(self._words.pop(name))
         order = sorted(range(len(words)), key=words.__getitem__)  # categories sort as their words do
+        # from the number of a word to its place among the sorted ones
         place = np.empty(len(words), dtype=np.int32)
         place[order] = np.arange(len(words), dtype=np.int32)
         sorted_words = pd.Index([words[i] for i in order], dtype=object)
@@ -364,15 +365,17 @@ def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
 
 
 def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask) -> Panel:
-    keys, cell = _cells(part)
-    items, item = _coded(part["item_id"])
+    keys, cell = _cells(part)  # cell [rows]
+    items, item = _coded(part["item_id"])  # item [rows]
     names, name = _coded(part["cluster_id"])
     first = np.zeros(len(items), dtype=np.int64)
     first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
+    # the templates of this panel alone, numbered anew: clusters [N]
     used, clusters = np.unique(first, return_inverse=True)
     shape = (len(items), len(keys))
     place = item * len(keys) + cell  # where a row counts in [items, cells]
     missing = np.isnan(score)
+    # what is not known counted as 0, and as 1
     low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
     counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
     most = int(counts.max())
@@ -419,6 +422,7 @@ def _cells(part: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
 def _coded(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
     """The words of a column in order, and each row's place among them."""
     categories = column.astype("category")
+    # words of the whole table that this part does not have are left out
     used, codes = np.unique(categories.cat.codes.to_numpy(), return_inverse=True)
     return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
 

@@ -119,6 +119,7 @@ def judge_error(
         for kind in (1, 0)
     )
     if sensitivity.estimate is None or specificity.estimate is None:
+        # no estimate, and the least that both limits leave
         return JudgeError(sensitivity, specificity, None, sensitivity.low + specificity.low - 1)
     both = mover([_part(1.0, sensitivity), _part(1.0, specificity)])
     return JudgeError(sensitivity, specificity, both.estimate - 1, both.low - 1)

@@ -61,6 +61,7 @@ def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.Arr
     assert np.all((low <= point + 1e-12) & (point <= high + 1e-12)), "an estimate lies outside its interval"
     ends = np.stack([w * low, w * high])  # a negative weight makes the upper bound the lower one
     total = (w * point).sum(axis=-1)
+    # distances to the bounds add up as standard errors do
     below = np.sqrt(((w * point - ends.min(axis=0)) ** 2).sum(axis=-1))
     above = np.sqrt(((ends.max(axis=0) - w * point) ** 2).sum(axis=-1))
     return Bounds(total, total - below, total + above)

@@ -46,6 +46,7 @@ def detection_power(
 ) -> Array:
     """Probability that the upper bound falls below 0 at a true drop of |drift|."""
     ratio = np.abs(drift) / standard_error(items, variance, deff=deff)
+    # the drift in standard errors is what moves the t statistic
     found: Array = special.stdtr(df, ratio - special.stdtrit(df, 1 - alpha))
     return found
 

@@ -60,7 +60,7 @@ def isotonic(
     assert doses.shape == rates.shape == mass.shape, (doses.shape, rates.shape, mass.shape)
     assert np.all(mass > 0), "weights are positive"
     distinct, codes = np.unique(doses, return_inverse=True)
-    total = np.bincount(codes, weights=mass)
+    total = np.bincount(codes, weights=mass)  # [distinct doses]
     means = np.bincount(codes, weights=mass * rates) / total
     fitted = optimize.isotonic_regression(means, weights=total, increasing=increasing).x
     return Isotonic(tuple(distinct.tolist()), tuple(fitted.tolist()))

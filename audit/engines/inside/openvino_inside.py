@@ -18,6 +18,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """The pipeline of a folder under the settings; what the engine does not know it says itself."""
     settings, device = dict(setup["settings"]), setup["device"]
     scheduler = genai.SchedulerConfig()
+    # every request reads its whole prompt, so that none depends on another
     scheduler.max_num_seqs, scheduler.enable_prefix_caching = setup["at_once"], False
     for name in _SCHEDULER:
         if name in settings:

@@ -62,6 +62,7 @@ class _Row:
         """Take the next token from logits [V], and end where it is the last."""
         temperature = self.asked["temperature"]
         scaled = logits.astype(np.float64) / (temperature or 1.0)
+        # so that no exponential overflows
         scaled -= scaled.max()
         logprobs = scaled - np.log(np.exp(scaled).sum())
         token = int(logits.argmax()) if temperature == 0 else self._drawn(np.exp(logprobs))
@@ -71,6 +72,7 @@ class _Row:
         self.finish = "stop" if token in self.asked["stops"] else "length" if new >= self.asked["most"] else ""
 
     def _drawn(self, shares: np.ndarray) -> int:
+        # right: a token without probability is never drawn
         place = np.searchsorted(np.cumsum(shares), self.draws.random() * shares.sum(), side="right")
         return int(min(place, len(shares) - 1))
 
@@ -235,6 +237,7 @@ class _Served:
     def _show_last_tokens(self) -> None:
         """Logits of each row's last token alone: those of whole prompts would be most of the work."""
         head = self._model.get_results()[0].input_value(0).get_node()
+        # back to the product that makes logits of states
         while head.get_type_name() != "MatMul":
             head = head.input_value(0).get_node()
         last = opset13.parameter([-1], ov.Type.i64, name="last_tokens")

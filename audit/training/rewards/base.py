@@ -180,6 +180,7 @@ def checked(reward: Reward, scores: Any, wanted: int) -> list[float | None]:
 def paying_of(written: str | Mapping[str, Any], suites: Sequence[str]) -> Paying:
     """What a train section's ``reward`` stands for; raises SpecError, or UnknownName with a suggestion."""
     options = {written: None} if isinstance(written, str) else dict(written)
+    # without suites of its own it pays in all
     paid = options.pop(_SUITES, list(suites))
     names = [key for key in options if key in REWARDS.all()]
     if not names:

@@ -57,6 +57,7 @@ class Function(Reward):
 
     def check(self, suites: Sequence[Suite]) -> None:
         try:
+            # as it will be called, with no rollouts yet
             inspect.signature(self._called).bind([], **self.options)
         except (TypeError, ValueError) as error:
             raise SpecError(
@@ -71,6 +72,7 @@ class Function(Reward):
         except AuditError:
             raise
         except (Exception, SystemExit) as error:  # an outsider's code may raise anything, or end the command
+            # where it failed, not where it was called
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(
                 f"reward function {self.function!r} fails: {reason(error)} "
@@ -102,6 +104,7 @@ class Function(Reward):
     @cached_property
     def _source(self) -> str:
         try:
+            # behind decorators, which may stand in other files
             path = inspect.getsourcefile(inspect.unwrap(self._called))
         except TypeError:
             path = None

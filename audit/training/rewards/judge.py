@@ -103,6 +103,7 @@ class Judged(Reward):
     def kept_in(self, folder: Path) -> Pays:
         """As ``rewards``; ``rewards-NAME-12hex.jsonl`` keeps failures too, so that a resumed run is told the same."""
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
+        # a word on refusals is yes or no, one on a constitution a number
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
         return partial(self._settled, Answers(path, Judge.key_of, self._words, field, kinds).answers)
@@ -124,6 +125,7 @@ class Judged(Reward):
         question = question_of(*answered)
         if question is not None or not self.constitution_file or said_nothing(*answered):
             return question
+        # the last thing that a user asked
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
         said = heard(row.transcript)[len(row.item.messages) :]
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))

@@ -54,6 +54,7 @@ class HostedArm:
         if policy is None and chosen.rollout == "compressed":
             raise SpecError(f"arm {arm!r} samples under a policy; give one, such as policy='snapkv:budget=512'")
         asked = parse_policy(policy or "none")
+        # dense compresses nothing whatever is given, so that two runs differ in the arm alone
         own = asked if chosen.rollout == "compressed" else parse_policy("none")
         if chosen.learner == "shadow" and not own.replayable:
             raise SpecError(
@@ -119,6 +120,7 @@ def check_logprobs(
     """Raise DataError where somebody else sampled and did not say how likely every token was; None is not scored."""
     if logprobs is None:
         raise DataError(f"{outside} gave no log-probs, and every arm is measured by them; have it give one a token")
+    # another number of lists is said behind what is wrong in one of them
     for number, (ids, values) in enumerate(zip(completions, logprobs, strict=False)):
         if len(ids) != len(values):
             raise DataError(f"{outside} gave {len(values)} log-probs for the {len(ids)} tokens of rollout {number}")

@@ -104,6 +104,7 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     item = f"{home}/{attack}/{injection}"
     cluster = request.cluster(row, item) if request.cluster else home
     messages = row["messages"] if isinstance(row["messages"], list) else []
+    # the user's first message, and what was injected: what two files must have asked alike
     asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
     blank = Row(item, "", math.nan, cluster, fingerprint=fingerprint_of([asked, row.get("injections")]))
     if row["injection_task_id"] is None:

@@ -79,6 +79,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     own = str(row.get("filter", "none"))[:80]
     fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row  # the line's own fields win
     cluster = request.cluster(fields, item) if request.cluster else None
+    # the harness's own hashes of what was asked
     asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
     for metric in listed:
         name = metric_name(metric if own == "none" else f"{metric},{own}")

@@ -101,6 +101,7 @@ def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.
         if key not in SELECTORS:
             raise UnknownName("selector", key, SELECTORS)
         present = sorted(map(str, set(frame[SELECTORS[key]])))
+        # a short name stands for the policy that it is the name of
         value = match_policies([wanted], present)[0] if key == "policy" else wanted
         if value not in present:
             raise SpecError(f"{str(path)!r} has no {key} {wanted!r}; it has {_listed(present)}")
