@@ -132,7 +132,7 @@ class Replay:
 
     def _stored(self, call: AttentionCall, codes: CodedSince) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, K, D] as the cache's codes give them back."""
-        evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]
+        evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
         return coded_keys(call.key, self._keys, evicted_at, codes, keys), coded_values(call.value, codes, values)
@@ -141,7 +141,7 @@ class Replay:
         """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""
         # [B, 1, q, 1] and [B, 1, 1, until]
         q, k = self._queries[:, None, part, None], self._keys[:, None, None, :until]
-        visible = (k >= 0) & (k <= q)  # [B, H, K]
+        visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
         if window is not None:
             visible = visible & (q - k < window)
