@@ -306,10 +306,10 @@ def test_a_batch_holds_twice_what_is_in_flight(chat: Chat) -> None:
 
 def test_weights_that_are_larger_than_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.bin").write_bytes(b"0" * (3 << 20))
-    monkeypatch.setattr("kvaudit.audit.engines.weights._free_memory", lambda: 2 << 20)
+    monkeypatch.setattr("kvaudit.audit.sampling.memory.free_bytes", lambda _: 2 << 20)
     with pytest.raises(SpecError, match=r"engine openvino needs 0\.0 GiB for the weights in .* memory are free"):
         check_room(tmp_path, "openvino")
-    monkeypatch.setattr("kvaudit.audit.engines.weights._free_memory", lambda: 4 << 20)
+    monkeypatch.setattr("kvaudit.audit.sampling.memory.free_bytes", lambda _: 4 << 20)
     check_room(tmp_path, "openvino")
 
 

@@ -347,3 +347,7 @@ def test_a_percentile_of_many_values_is_right_to_a_millionth(monkeypatch: pytest
     exact = values.sort().values
     assert few.percentile(0.05) == pytest.approx(float(exact[249] * 0.05 + exact[250] * 0.95))
     assert float(exact[249]) - 1e-6 <= many.percentile(0.05) <= float(exact[250]) + 1e-6
+
+
+def test_a_panel_of_nothing_has_no_numbers():
+    assert set(MismatchPanel().numbers().values()) == {None}

@@ -76,7 +76,7 @@ def test_a_gate_file_decides_and_says_that_it_came_after_the_run(data, tmp_path)
     assert report.rules.margins == {"refusal": 0.08, "math": 0.05}
     assert {p for _, p, _ in gated(verdict)} == {"none"}
     [line] = [line for line in banner(report).asides if line.startswith("Gate: ")]
-    assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes alpha 0.05 -> 0.025" in line
+    assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes profile none -> release; alpha" in line
     assert "margin refusal 5 pp -> 8 pp" in line
     assert "gated policies none, snapkv 96 -> none" in line
     assert sha in json_format.render(page_of(report))
@@ -94,6 +94,8 @@ def test_a_gate_file_kept_with_the_run_is_declared_with_it(data, tmp_path):
         assert line.endswith("declared with the run.")
     other = decided(run, gate=gate_file(tmp_path, text + "# the same rules\n"))[0]
     assert "declared after the run, which changes nothing that decides." in next(remarks(other))
+    milder = decided(run, gate=gate_file(tmp_path, text.replace("release", "pr")))[0]
+    assert "profile release -> pr" in next(remarks(milder))
     forged = {**kept, "text": text + "margins: {refusal: 50}\n"}
     with pytest.raises(DataError, match="does not have the sha256 it was kept with"):
         decided(dataclasses.replace(data, provenance={**data.provenance, "gate_file": forged}))

@@ -19,6 +19,7 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.token_logprobs import pass_logprobs, read_tokens
+from kvaudit.core.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,34 @@ def test_the_rate_warms_up_linearly_and_stays() -> None:
         moved.append(round(at - layer.weight.item(), 4))
         at = layer.weight.item()
     assert moved == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4], abs=1e-3)
+
+
+def test_weights_that_had_fewer_gradients_than_updates_go_on_to_the_bit():
+    """An expert that some updates do not reach, and one that none does."""
+
+    def net():
+        torch.manual_seed(4)
+        return torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in ("often", "seldom", "never")})
+
+    def update(layers, optimiser, number):
+        reached = ("often", "seldom") if number % 2 else ("often",)
+        sum(layers[name](torch.full((1, 3), float(number))).square().sum() for name in reached).backward()
+        optimiser.step()
+
+    whole = net()
+    undisturbed = Optimiser(whole, learning_rate=0.1, warmup_steps=0, max_grad_norm=1.0)
+    for number in range(1, 4):
+        update(whole, undisturbed, number)
+    kept = {name: tensor.clone() for name, tensor in undisturbed.tensors().items()}
+    assert kept["step/seldom.weight"] == 2.0
+    assert {name for name in kept if "never" in name} == {"weight/never.weight"}
+    resumed = net()
+    again = Optimiser(resumed, learning_rate=0.1, warmup_steps=0, max_grad_norm=1.0)
+    again.load(kept, undisturbed.updates)
+    for number in range(4, 6):
+        update(whole, undisturbed, number)
+        update(resumed, again, number)
+    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in undisturbed.tensors().items())
+    del kept["exp_avg/often.weight"]
+    with pytest.raises(DataError, match=r"does not fit the model at 'exp_avg/often\.weight'"):
+        again.load(kept, 3)

@@ -1,7 +1,7 @@
 """Weights in an engine's own format: made once from a checkpoint, kept by what they were made of.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    whole, or not there; ~/.cache/kvaudit where the variable is not set
-        conversion.json                   {"of": sha256 of the weights, "by": ..., "files": {name: size}}
+        conversion.json                   {"of": sha256 of the weights, "method", "by", "files": {name: size}}
 
 What a kill leaves half made lies under another name and is made again. Nothing is ever removed here.
 """
@@ -83,27 +83,21 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
 
 
 def check_room(weights: Path, who: str) -> None:
-    """Raise SpecError where a file or folder of weights is larger than the memory that this machine has to give.
+    """Raise SpecError where a file or folder of weights is larger than the memory that is free, here or in this container.
 
     An engine would be killed by the kernel in the middle, without a word.
     """
+    import torch
+
+    from kvaudit.audit.sampling.memory import free_bytes
+
     files = [weights] if weights.is_file() else [path for path in weights.rglob("*") if path.is_file()]
-    needed, free = sum(path.stat().st_size for path in files), _free_memory()
-    if free is not None and needed > free:
+    needed, free = sum(path.stat().st_size for path in files), free_bytes(torch.device("cpu"))
+    if needed > free:
         raise SpecError(
             f"engine {who} needs {needed / _GIB:.1f} GiB for the weights in {str(weights)!r}, {free / _GIB:.1f} GiB of "
             "memory are free; take a smaller model, or a machine with more"
         )
-
-
-def _free_memory() -> int | None:
-    """Bytes that a new process may take, None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None
 
 
 def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
@@ -116,7 +110,7 @@ def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapp
         used = convert(half)
         files = {path.name: path.stat().st_size for path in sorted(half.iterdir())}
         by = ", ".join(f"{name} {version}" for name, version in used.items())
-        write_json(half / CONVERSION, {"of": sha256, "recipe": method, "by": by, "files": files})
+        write_json(half / CONVERSION, {"of": sha256, "method": method, "by": by, "files": files})
         os.rename(half, folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)

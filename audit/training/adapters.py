@@ -73,7 +73,7 @@ def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, shard
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_A" in name:  # B is 0, so that a new adapter changes nothing (Hu 2021, section 4.1)
-                draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name) % 2**63)
+                draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
                 # uniform in +-1/sqrt(in_features), what Kaiming's init with a = sqrt(5) comes to
                 bound = weight.shape[1] ** -0.5
                 weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)

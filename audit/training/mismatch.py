@@ -56,10 +56,7 @@ class MismatchPanel:
         # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
         gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
         log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
-        log_ratios, rollouts = (
-            log_ratio[keep],
-            keep.any(dim=1),
-        )  # [n] nats, and bool [B]: rollouts with a token to compare
+        log_ratios, rollouts = log_ratio[keep], keep.any(dim=1)  # [n] nats; bool [B]: has a token to compare
         self._add("sampled", mask.sum())
         self._add("not_finite", (mask & ~keep).sum())
         self._add_tokens(log_ratios)
@@ -91,7 +88,10 @@ class MismatchPanel:
             "frac_sequences_vetoed": self._mean("vetoed", self._sums.get("rollouts", 0.0)),
             "max_abs_gap": _finite(self._largest["gap"]) if tokens else None,
             "frac_not_finite": self._mean("not_finite", self._sums.get("sampled", 0.0)),
-            **{f"k3_kl_{name}": self._mean(f"k3_kl_{name}", self._sums[f"tokens_{name}"]) for name in THIRDS + SIGNS},
+            **{
+                f"k3_kl_{name}": self._mean(f"k3_kl_{name}", self._sums.get(f"tokens_{name}", 0.0))
+                for name in THIRDS + SIGNS
+            },
         }
 
     def _add_tokens(self, log_ratio: Tensor) -> None:

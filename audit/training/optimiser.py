@@ -129,12 +129,15 @@ class Optimiser:
     def tensors(self) -> dict[str, Tensor]:
         """Master weights and both moments, keyed ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
 
-        Of sharded weights this rank's part.
+        ``step/<name>`` is how many gradients a weight had, where that is not the number of updates; one without moments
+        had none. Of sharded weights this rank's part.
         """
         named = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
-            for moment in _MOMENTS if master in self._adam.state else ():
-                named[f"{moment}/{name}"] = self._adam.state[master][moment]
+            state = self._adam.state.get(master, {})  # empty for a weight that never had a gradient
+            named |= {f"{moment}/{name}": state[moment] for moment in _MOMENTS if state}
+            if state and int(state["step"]) != self.updates:  # it had none in some of the updates
+                named[f"step/{name}"] = torch.tensor(float(state["step"]))
         return named
 
     @torch.no_grad()
@@ -148,10 +151,11 @@ class Optimiser:
             weight.copy_(_fitting(tensors, f"weight/{name}", weight))
         for name, master in self._masters.items():
             master.copy_(tensors[f"weight/{name}"])
-            if updates:  # there are no moments to put back where every gradient so far was skipped
+            if any(f"{moment}/{name}" in tensors for moment in _MOMENTS):
                 moments = {moment: _fitting(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
+                steps = float(tensors.get(f"step/{name}", updates))
                 # fused AdamW keeps its count as a tensor beside the weights
-                self._adam.state[master] = moments | {"step": torch.tensor(float(updates), device=master.device)}
+                self._adam.state[master] = moments | {"step": torch.tensor(steps, device=master.device)}
 
 
 def _fitting(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def larger(c: Contrast, margin: float, sign: int, ratio: float | None = None) ->
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
     """Whether so many times the templates at hand pass with power .8, were there no drift."""
-    [own] = c.sums
+    [own] = c.judged_sums or c.sums  # of the labels that ``e`` is of
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     found = turned(
         own.sums,

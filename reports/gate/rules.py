@@ -217,6 +217,7 @@ def refuse_late(rules: Rules) -> None:
 def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
     """What rules decide differently from the run's own, in words."""
     for name, old, new in (
+        ("profile", before.profile or "none", rules.profile or "none"),
         ("alpha", before.alpha, rules.alpha),
         ("reference", own.reference, comparison.reference),
         ("estimands", before.estimands, rules.estimands),

@@ -34,7 +34,7 @@ _REMEDY = "delete its folder and run kvaudit grade guard again"
 
 @dataclass(frozen=True)
 class Guarded:
-    """A guard, what it did to every record (PASSED, INPUT, OUTPUT or FAILED), and the records behind it.
+    """A guard, what it did to every record (LET_THROUGH, INPUT, OUTPUT or FAILED), and the records behind it.
 
     Facets of what it blocked are what a block makes of them; where it failed nothing is known of any.
     """
