@@ -83,7 +83,7 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
 
 
 def check_room(weights: Path, who: str) -> None:
-    """Raise SpecError where a file or folder of weights is larger than the memory that is free, here or in this container.
+    """Raise SpecError where a file or folder of weights is larger than the free memory, of a container its own.
 
     An engine would be killed by the kernel in the middle, without a word.
     """
