@@ -92,7 +92,7 @@ def attention(
         )
     if "is_causal" in vars(module) and not module.is_causal:
         raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # 1 / sqrt(D)
     if kv is None:
         visible = causal(query.shape[2], query.device) if attention_mask is None else attention_mask
         out = grouped_attention(query, key, value, visible, scale, s_aux)
@@ -108,7 +108,7 @@ def grouped_attention(
     value: Tensor,
     visible: Tensor | None,
     scaling: float,
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None,  # query heads of a KV head
 ) -> Tensor:
     """Softmax attention with grouped queries, keys never repeated.
 
@@ -127,7 +127,7 @@ def grouped_attention(
         apart = visible.shape[1] == heads
         visible = visible.reshape(batch, key.shape[1], -1, key.shape[2]) if apart else visible.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(packed, key, value, attn_mask=visible, scale=scaling)
-    return out.reshape(batch, heads, length, -1)
+    return out.reshape(batch, heads, length, -1)  # -1: values may be of another size than keys
 
 
 def _many_queries(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
@@ -141,8 +141,8 @@ def _many_queries(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sc
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     mask = mask.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]  # [B*H, 1, Q, K]: a KV head is a row
-    rows = query.reshape(batch * kv, -1, length, size)
-    keys, values = (t.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for t in (key, value))
+    rows = query.reshape(batch * kv, -1, length, size)  # [B*H, G, Q, D]
+    keys, values = (t.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for t in (key, value))  # [B*H, G, K, D]
     return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling).reshape(
         batch, heads, length, -1
     )
@@ -156,15 +156,16 @@ def _beside_sinks(
     packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
     if visible is not None:  # one set per query head, or per KV head for all that share it
         apart = visible.shape[1] > key.shape[1]
+        # [1 or B, 1 or H, 1 or G, Q, K]
         visible = visible.reshape(len(visible), key.shape[1], -1, *visible.shape[2:]) if apart else visible[:, :, None]
     key, value = key.to(dtype), value.to(dtype)
     parts = []
     for some in query_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]):
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling  # [B, H, G, q, K]
         if visible is not None:
             logits = logits.masked_fill(~visible[:, :, :, some], float("-inf"))
-        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))
-    return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)
+        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))  # [B, H, G, q, D]
+    return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)  # [B, G*H, Q, D]
 
 
 def causal(length: int, device: torch.device) -> Tensor:
@@ -174,7 +175,7 @@ def causal(length: int, device: torch.device) -> Tensor:
 
 def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | None = None) -> list[slice]:
     """Slices of queries from ``start`` on whose mask, of ``elements`` per query, stays within MASK_ELEMENTS."""
-    step = max(1, min(MASK_ELEMENTS // elements, most or queries))
+    step = max(1, min(MASK_ELEMENTS // elements, most or queries))  # one query at least, however long its keys
     return [slice(first, min(first + step, queries)) for first in range(start, queries, step)]
 
 

@@ -56,6 +56,7 @@ class EvictingCache:
             CachedLayer(n, plan, self._schedules[plan.evictor], rotary, scratch, self._layout)
             for n, plan in enumerate(plans)
         ]
+        # these evict together, after the last of them has attended
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
@@ -82,19 +83,20 @@ class EvictingCache:
             require_steady(self._config, longest)
         self._attended: set[int] = set()  # layers, so that one that never called is found
         self._carried: set[int] = set()
-        self._real = positions >= 0
+        self._real = positions >= 0  # [B, Q], in the order of the model's columns
         self._announced = uploaded(positions.to(torch.int32), self._device)
         if self.routes:
             self.routes.begin(self._announced, longest)
         # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
         starts = not any(before) and not any(layer.store.length for layer in self.layers)
+        # only this cache sorts columns: hidden states and routes stay in the model's order
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
         on_device = self._announced if self._order is None else uploaded(positions.to(torch.int32), self._device)
         coded = None
         for schedule in self._schedules.values():
             schedule.begin(arriving, self.seen, self._device, decoding=decoding)
         if self._choices and decoding:
-            self._choices.begin(on_device[:, 0])
+            self._choices.begin(on_device[:, 0])  # one query per row
         if self._pins and pinned is not None:
             self._pins.add(positions, pinned.cpu())
         if self._layout:
@@ -113,6 +115,7 @@ class EvictingCache:
             coded,
             even,
             columns=on_device[:, None],
+            # what leaves now was last seen by query ``seen`` - 1
             gone=there.to(torch.int32)[:, None, None],
             real=self._real if self._order is None else positions >= 0,
             all_fed=min(arriving.new) == arriving.width,
@@ -139,13 +142,14 @@ class EvictingCache:
             return self._attend(call)
         there, back = self._order
         query, key, value = (gather_columns(part, there) for part in (call.query, call.key, call.value))
+        # sorted as the columns were announced, and the output back into the model's order
         return gather_columns(self._attend(call._replace(query=query, key=key, value=value)), back)
 
     def take(self, call: AttentionCall) -> None:
         """What ``attend`` does to the cache, for a call whose output is known from another one."""
         require_once(call.layer, self._attended, len(self.layers))
         assert self._now.starts, "only what is held alike attends alike"
-        assert self._order is None
+        assert self._order is None  # prompts that are shared are right-padded
         self.layers[call.layer].append(call, self._now)
         self._compress(call)
 
@@ -197,6 +201,7 @@ class EvictingCache:
         if layers[0].replaces(eviction):
             self._replace(layers, eviction)
             return
+        # slots are packed anew, so that what the host knew of their order no longer holds
         layers[0].schedule.order = None
         views = [layer.view(eviction.rows, self._now, self._row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed(layers, views), strict=True):
@@ -205,9 +210,11 @@ class EvictingCache:
     def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the place of the one that leaves, in every head of these layers."""
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
+        # the host can tell what leaves by positions alone, and need not wait for the device
         if schedule.victims is None and by_position:
             layers[0].learn_order(self._now, self._pins)
             schedule.victims = layers[0].known_victims(self._now, self._pins)
+        # found by an earlier layer of this forward, or just now
         if schedule.victims is not None:
             layers[0].replace(schedule.victims, eviction, self._now)
             return
@@ -229,7 +236,7 @@ class EvictingCache:
 
     def take_states(self, layer: int, states: States) -> None:
         """What ``carry`` does to the cache, for a layer whose new states are known from another one."""
-        self.layers[layer].states = states.repeated(1)
+        self.layers[layer].states = states.repeated(1)  # a copy: the other cache goes on with its own
         self._note_carried(layer)
 
     def _note_carried(self, layer: int) -> None:
@@ -279,6 +286,7 @@ class EvictingCache:
         ):
             if part is not None:
                 part.reindex(own)
+        # a new peak begins with what these rows take; their share of the last one is in ``_peaks``
         self.bytes = self._peak = sum(layer.bytes for layer in self.layers)
 
     def join(self, other: EvictingCache) -> None:
@@ -293,6 +301,7 @@ class EvictingCache:
         self.seen = torch.cat([self.seen, other.seen])
         for evictor, schedule in self._schedules.items():
             schedule.join(other._schedules[evictor])
+        # it refers to layers too, which below are to be freed one by one
         other._agreeing.clear()
         for layer in self.layers:
             layer.join(other.layers.pop(0))  # what is joined is freed before the next layer is copied
@@ -316,6 +325,7 @@ class EvictingCache:
 
     def dense_bytes(self, tokens: int) -> int:
         """Bytes of keys, values and states that one row of ``tokens`` tokens takes in an uncompressed cache."""
+        # of one row: states are as large in every row, and do not grow with it
         states = sum(layer.states.bytes for layer in self.layers if layer.states) // len(self.seen)
         return sum(layer.store.dense_bytes_per_token for layer in self.layers) * tokens + states
 
@@ -333,6 +343,7 @@ class EvictingCache:
         rows = []
         for layer in self.layers:
             if not layer.plan.attends:
+                # linear attention holds no entries, so that none leaves
                 rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
                 continue
             table = layer.store.evicted_at[:, :, :-1][:, :, :tokens].cpu()  # without the column of empty slots

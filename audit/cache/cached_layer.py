@@ -77,7 +77,7 @@ class CachedLayer:
         self.states = States() if plan.carries else None
         self.held = schedule.left
         self._scaling = 1.0  # of the last call
-        self._sink_logits: Tensor | None = None
+        self._sink_logits: Tensor | None = None  # of the last call too, [G*H]
         self.bytes = 0
 
     # --- what a forward brings --------------------------------------------------------------------------------------
@@ -123,6 +123,7 @@ class CachedLayer:
         """Attention output [B, G*H, Q, D] of the newest queries. Masks are bounded, whatever the length."""
         store, window, queries = self.store, self.plan.sliding_window, call.query.shape[2]
         padded = not self._is_full
+        # one query reads codes where they lie, and nothing is unpacked
         if isinstance(store, QuantisedStore) and queries == 1 and store.attends_codes:
             visible = visibility(now.positions, store.positions, window) if padded else None
             return store.attend_one(call.query, visible, call.scaling, call.sink_logits)
@@ -163,9 +164,10 @@ class CachedLayer:
         store, at = self.store, now.positions
         assert call.query.shape[2] == 1, call.query.shape
         units = selector.choose(view._replace(queries=call.query, query_positions=at))
-        most = now.longest // selector.unit + 1
-        chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)
+        most = now.longest // selector.unit + 1  # units there are by now
+        chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
         # a row that is fed nothing sees everything: its output is never used, but must stay finite
+        # [B, A, 1, K]
         visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
         out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
         return out, units
@@ -193,6 +195,7 @@ class CachedLayer:
             self._keep(store.positions >= 0, now)
         keys, values = store.entries(rows)
         positions = store.positions[rows]
+        # queries [b, H, 0, D] at positions [b, 0], for a policy that asks for none
         nothing = (keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]), positions.new_zeros(len(keys), 0))
         queries, query_positions = self._last.of(rows) if self._last else nothing
         return View(
@@ -216,7 +219,7 @@ class CachedLayer:
         """Drop what ``importance`` [b, H, K] of the entries in ``view`` ranks last."""
         pinned, store = self._pinned(eviction, view, pins), self.store
         self.held = self.schedule.left
-        kept = store.positions >= 0
+        kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all
         kept[eviction.rows] = retained(importance, view.positions, view.seen, self.evictor, pinned)
         self._keep(kept, now)
         if self._sinks:
@@ -238,6 +241,7 @@ class CachedLayer:
             return None
         order.append(at)
         positions, seen = torch.tensor([[order]], dtype=torch.int32), torch.tensor([at + 1])
+        # one row and one head stand for all, in [1, 1, K]
         nothing = torch.zeros(1, 1, len(order))
         no_vectors = nothing[..., None]
         view = View(
@@ -253,6 +257,7 @@ class CachedLayer:
             entry_keys=positions,
         )
         slot = only_victim(self.evictor.importance(view), positions, seen, self.evictor).tolist()[0][0]
+        # the newest takes the place of what leaves, as the store will have it
         gone, newest = order[slot], order.pop()
         if slot < len(order):
             order[slot] = newest
@@ -281,6 +286,7 @@ class CachedLayer:
 
     def _keep(self, kept: Tensor, now: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
+        # the host cannot know how heads share: to ask waits for the device
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.held.largest
         self.store.keep(kept, width, now.gone, now.longest)
 

@@ -52,7 +52,7 @@ class ByToken:
     def read_back(self, x: Tensor) -> Tensor:
         """What is read of entries [..., D]."""
         parts = x.float().reshape(*x.shape[:-1], -1, self.group or x.shape[-1])  # [..., D / group, group]
-        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)  # [..., D / group, 1]
         scale = (high - low) / _largest(self.bits)
         return _coded(parts, low, scale, self.bits).flatten(-2).to(x.dtype)
 
@@ -65,8 +65,8 @@ class ByChannel:
 
     def read_back(self, blocks: Tensor, there: Tensor) -> Tensor:
         """What is read of blocks [..., BLOCK, D] of which only the entries ``there`` [..., BLOCK] are written."""
-        x, own = blocks.float(), there[..., None]
-        low = x.masked_fill(~own, torch.inf).amin(-2, keepdim=True)
+        x, own = blocks.float(), there[..., None]  # own [..., BLOCK, 1]
+        low = x.masked_fill(~own, torch.inf).amin(-2, keepdim=True)  # [..., 1, D]
         high = x.masked_fill(~own, -torch.inf).amax(-2, keepdim=True)
         some = own.any(-2, keepdim=True)  # of a block without an entry nothing is read
         # times the inverse, where a token's is divided: one is rounded otherwise than the other
@@ -79,15 +79,17 @@ class ByChannel:
 
         ``prompt`` and ``until`` are bool [B, n, BLOCK]: the entries of the prompt, and those ever written.
         """
-        held = self.read_back(blocks, prompt[:, None])
+        held = self.read_back(blocks, prompt[:, None])  # the prompt's entries as they are read at once
         steps = []
+        # then a token at a time, as decoding brings them
         for place in range(BLOCK):
             joins = (until & ~prompt)[:, None, :, place, None, None]  # [B, 1, n, 1, 1]
+            # the new key as it was computed, those before it as they were last read
             grown = torch.cat([held[..., :place, :], blocks[..., place : place + 1, :], held[..., place + 1 :, :]], -2)
             there = torch.arange(BLOCK, device=blocks.device) <= place
             held = torch.where(joins, self.read_back(grown, there.expand(grown.shape[:-1])), held)
             steps.append(held)
-        return Written(torch.stack(steps, 3), held)
+        return Written(torch.stack(steps, 3), held)  # [B, H, n, BLOCK, BLOCK, D]
 
 
 class Written(NamedTuple):
@@ -113,6 +115,7 @@ def _largest(bits: int) -> float:
 
 def _coded(x: Tensor, low: Tensor, scale: Tensor, bits: int) -> Tensor:
     """``x`` float32 as codes that begin at ``low`` give it back."""
+    # a group of equal numbers: any scale but 0 gives them back
     scale = torch.where(scale == 0, _FLAT, scale)
     zero = -low / scale
     # multiplied and added in one rounding, as the processor does it; rounded half to even

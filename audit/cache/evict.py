@@ -17,7 +17,7 @@ def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Ten
 
     A padding query sees everything, empty slots included: its output is never used, but must stay finite.
     """
-    q, k = at[:, None, :, None], positions[:, :, None]
+    q, k = at[:, None, :, None], positions[:, :, None]  # [B, 1, Q, 1] and [B, H, 1, K]
     visible = (k >= 0) & (k <= q)
     if sliding_window is not None:
         visible &= q - k < sliding_window
@@ -40,26 +40,27 @@ def attention_mass(
     ``sees_all`` promises that every query sees every slot. Blocks of queries keep memory at O(block * K).
     """
     keys = keys.float()
-    groups = query.shape[1] // keys.shape[1]
-    total = keys.new_zeros(keys.shape[:3])
+    groups = query.shape[1] // keys.shape[1]  # query heads of a KV head
+    total = keys.new_zeros(keys.shape[:3])  # [B, H, K]
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
-        packed = block.reshape(len(block), -1, groups, *block.shape[2:])
+        packed = block.reshape(len(block), -1, groups, *block.shape[2:])  # [B, H, G, q, D]
         reach = _reach(asked, positions) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)  # [B, H, G, q, reach]
         # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
         if not sees_all:
             logits.masked_fill_(~visibility(asked, positions[:, :, :reach], None)[:, :, None], -_INF)
         shares = softmax(logits, sink_logits)
+        # padding saw everything above, so that its shares are finite; here they come to nothing
         if not sees_all:
             shares *= (asked >= 0).float()[:, None, None, :, None]
-        total[:, :, :reach] += shares.sum((2, 3))
+        total[:, :, :reach] += shares.sum((2, 3))  # over group and queries
     return total
 
 
 def _reach(at: Tensor, positions: Tensor) -> int:
     """How many slots [B, H, K] to look at for queries at ``at`` [B, Q]: behind them none is early enough for any."""
-    early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()
+    early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slots by number
     # in steps, so that a product has few shapes
     return min(-(-(int(early[-1]) + 1) // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2]) if len(early) else 0
 
@@ -72,8 +73,9 @@ def retained(
     All [B, H, K] but ``seen`` [B], slots in order of position; ``policy.budget_at(seen)`` True per head, in the mean
     where heads share.
     """
-    rank = _rank(importance, positions, seen, policy, pinned)
+    rank = _rank(importance, positions, seen, policy, pinned)  # [B, H, K]
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
+    # by place in that order: as many from its front as the head may hold
     best = torch.arange(rank.shape[-1], device=rank.device) < policy.capacities(rank, policy.budget_at(seen))[..., None]
     return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, best)
 
@@ -88,6 +90,7 @@ def only_victim(
 
 
 def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None) -> Tensor:
+    # by position in the text, whatever is held: a window of the last tokens seen
     protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
     if pinned is not None:
         protected |= pinned

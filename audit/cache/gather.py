@@ -19,5 +19,6 @@ def gather_entries(table: Tensor, numbers: Tensor) -> Tensor:
     batch, heads, places = table.shape[:3]
     if table.device.type == "cpu" and numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < places:
         raise IndexError(f"places {int(numbers.min())} to {int(numbers.max())} of {places}")  # of another head's
+    # where each head begins, once batch, heads and places are one dimension: [B, H, 1]
     first = torch.arange(batch * heads, device=table.device).view(batch, heads, 1) * places
     return table.flatten(0, 2).index_select(0, (numbers + first).flatten()).view(*numbers.shape, *table.shape[3:])

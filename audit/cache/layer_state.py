@@ -42,8 +42,8 @@ class LastQueries:
         if all_fed:  # none before the last of these can stay
             query, positions = query[:, :, -self._window :], positions[:, -self._window :]
         before, known = self.of(slice(None))
-        queries, at = torch.cat([before, query], 2), torch.cat([known, positions], 1)
-        # a stable sort moves absent queries to the front and keeps the others in order
+        queries, at = torch.cat([before, query], 2), torch.cat([known, positions], 1)  # [B, N, W + Q, D], [B, W + Q]
+        # a stable sort moves absent queries to the front and keeps the others in order: [B, W]
         order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]
         self._positions = at.gather(1, order)
         # from this order into the ring
@@ -58,6 +58,7 @@ class LastQueries:
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """The queries [b, N, W, D] and positions [b, W] of some rows in order, absent ones first."""
         queries, positions = self._queries[rows], self._positions[rows]
+        # [b, W], oldest first: it stands where the next query will
         order = (self._next()[rows][:, None] + torch.arange(self._window, device=positions.device)) % self._window
         return gather_columns(queries, order), positions.gather(1, order)
 
@@ -94,18 +95,18 @@ class QueryMoments:
             self._count = query.new_zeros(batch, dtype=dtype)
             self._sum = query.new_zeros(batch, heads, size, dtype=dtype)
             self._outer = query.new_zeros(batch, heads, size, size, dtype=dtype)
-        counted = positions >= self._sink
+        counted = positions >= self._sink  # [B, Q]
         # zeros for what is not counted, so that sums may run over all columns
-        plain = self._rotary.turn(query.to(dtype), -positions) * counted[:, None, :, None]
+        plain = self._rotary.turn(query.to(dtype), -positions) * counted[:, None, :, None]  # [B, N, Q, D]
         self._count += counted.sum(1)
         self._sum += plain.sum(2)
-        self._outer += plain.transpose(2, 3) @ plain
+        self._outer += plain.transpose(2, 3) @ plain  # [B, N, D, D]
 
     def of(self, rows: Tensor | slice) -> Moments:
         """The moments of some rows."""
-        count = self._count[rows].clamp(min=1)[:, None, None]
+        count = self._count[rows].clamp(min=1)[:, None, None]  # [b, 1, 1]
         mean = self._sum[rows] / count
-        covariance = self._outer[rows] / count[..., None] - mean[..., None] * mean[..., None, :]
+        covariance = self._outer[rows] / count[..., None] - mean[..., None] * mean[..., None, :]  # E[q q'] - E[q] E[q]'
         size, dtype = mean.shape[-1], mean.dtype
 
         def turn(start: Tensor, count: int) -> Tensor:
@@ -140,7 +141,7 @@ class QueryCentres:
 
     def add(self, query: Tensor, positions: Tensor) -> None:
         """Take queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
-        counted = (positions >= 0)[:, None, :, None]
+        counted = (positions >= 0)[:, None, :, None]  # [B, 1, Q, 1]
         wide = query.to(torch.promote_types(query.dtype, torch.float32)) * counted
         plain, lengths = self._rotary.turn(wide, -positions).sum(2), self._rotary.moduli(wide).sum(2)
         if not self._count.numel():

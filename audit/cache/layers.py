@@ -68,6 +68,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
 def governed_text(config: Any) -> str:
     """How many layers a policy governs and what the others do; empty where it governs all."""
     plans = layer_plans(config, Dense())
+    # a list times a truth value is itself or empty
     others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)
     others += ["keep their own sliding window"] * any(plan.sliding_window is not None for plan in plans)
     if not others:
@@ -80,7 +81,7 @@ def kv_heads(config: Any) -> int:
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
         return int(text.num_attention_heads)  # every head has keys of its own, or makes them from a latent
-    return int(text.num_key_value_heads or text.num_attention_heads)
+    return int(text.num_key_value_heads or text.num_attention_heads)  # None: as many as query heads
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -90,6 +91,7 @@ def layer_kinds(config: Any) -> list[str]:
         return list(text.layer_types)
     if not hasattr(text, "num_attention_heads"):
         return []
+    # some configs name a window and say beside it that it is not used
     slides = text.to_dict().get("sliding_window") is not None and text.to_dict().get("use_sliding_window", True)
     return ["sliding_attention" if slides else "full_attention"] * text.num_hidden_layers
 

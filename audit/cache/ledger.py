@@ -36,7 +36,7 @@ from kvaudit.core.errors import DataError, SpecError
 
 LEDGER_FORMAT = 3
 READABLE = (1, 2, 3)
-NEVER = 2**31 - 1
+NEVER = 2**31 - 1  # the largest int32, which no query reaches
 _TENSORS = ("ids", "sampled", "sampler_logprobs", "evicted_at")
 _HINTS = "hints"
 _TIMES = ("evicted_at", "keys_quantised_at", "values_quantised_at")
@@ -115,10 +115,11 @@ def joined_ledger(rollouts: Sequence[Rollout]) -> Ledger:
     first, longest = rollouts[0], max(len(rollout.ids) for rollout in rollouts)
     if any(rollout.codec != first.codec for rollout in rollouts):
         raise DataError("rollouts of one batch were stored by unlike quantisers; replay them apart")
+    # [L, H, longest] each
     evicted_at = [torch.nn.functional.pad(r.evicted_at, (0, longest - len(r.ids)), value=NEVER) for r in rollouts]
     experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]  # [T, M, k] of all or of none
     return Ledger(
-        torch.stack(evicted_at),
+        torch.stack(evicted_at),  # [B, L, H, longest]
         first.codec,
         _filled([r.keys_quantised_at for r in rollouts if r.keys_quantised_at is not None], NEVER),
         _filled([r.values_quantised_at for r in rollouts if r.values_quantised_at is not None], NEVER),
@@ -188,7 +189,7 @@ def _shortened(times: Tensor) -> Tensor:
     """Half the bytes where every time fits."""
     if times.shape[-1] >= _SHORT_NEVER - 1:  # times go up to the number of tokens, and one number is taken
         return times
-    return times.clamp(max=_SHORT_NEVER).to(_SHORT)
+    return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number
 
 
 def _lengthened(times: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{', '.join(whole)} are whole numbers")
     if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
         raise TypeError("retention is a number and codec a text")
-    chosen = scalars.get("selection", {"unit": 1, "layers": []})
+    chosen = scalars.get("selection", {"unit": 1, "layers": []})  # as where nothing chose
     if type(chosen["unit"]) is not int or chosen["unit"] < 1 or any(type(n) is not int for n in chosen["layers"]):
         raise TypeError("selection names its unit and its layers in whole numbers")
     if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "pinned", "selection"}:

@@ -50,6 +50,7 @@ class States:
     ) -> Tensor:
         """Append inputs [B, C, Q]; returns them behind those held."""
         before = self.parts.get((CONVOLUTION, state_idx))
+        # zeros stand before the first token; [B, C, kernel] is held on to
         every = conv_states if before is None else torch.cat([before, conv_states], -1)
         missing = max(conv_kernel_size - every.shape[-1], 0)
         self.parts[CONVOLUTION, state_idx] = torch.nn.functional.pad(every, (missing, 0))[..., -conv_kernel_size:]
@@ -98,13 +99,14 @@ def advance(run: LayerRun, hidden: Tensor, real: Tensor, states: States, *, last
     right = not bool((real[:, 1:] & ~real[:, :-1]).any())  # no real token stands behind padding
     if bool(real.all()) or (last and right):
         return run(hidden, states)
-    counts, device = real.sum(1), hidden.device
+    counts, device = real.sum(1), hidden.device  # [B], real tokens of each row
     out = torch.zeros_like(hidden)
     for count in sorted(set(counts[counts > 0].tolist())):
-        rows = (counts == count).nonzero()[:, 0]
-        columns = real[rows].nonzero()[:, 1].reshape(len(rows), count).to(device)
+        rows = (counts == count).nonzero()[:, 0]  # [n]
+        columns = real[rows].nonzero()[:, 1].reshape(len(rows), count).to(device)  # [n, count]
         rows = rows.to(device)
         some = states.of(rows)
+        # [n, count, E]: real tokens alone, in their order
         out = out.index_put((rows[:, None], columns), run(hidden[rows[:, None], columns], some))
         states.put(rows, some, len(hidden))
     return out

@@ -30,10 +30,10 @@ class Rotary:
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """``x`` [B, H, N, D] turned by ``by`` positions [B, N] (integers, negative takes a rotation back)."""
-        angle = (by[:, None, :, None].to(torch.float64) * self._frequencies).to(torch.float64)
+        angle = (by[:, None, :, None].to(torch.float64) * self._frequencies).to(torch.float64)  # [B, 1, N, F] radians
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         half = len(self._frequencies)
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]  # F, F and D - 2F channels
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def moduli(self, x: Tensor) -> Tensor:
@@ -43,10 +43,11 @@ class Rotary:
 
     def mean_turn(self, start: Tensor, steps: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """Mean rotation matrix [B, size, size] over positions start + steps, for start [B] and steps [n]."""
-        angle = (start[:, None] + steps).double()[..., None] * self._frequencies
+        angle = (start[:, None] + steps).double()[..., None] * self._frequencies  # [B, n, F] radians
         cos, sin = angle.cos().mean(1), angle.sin().mean(1)  # [B, F]
         half = len(self._frequencies)
         matrix = torch.eye(size, dtype=torch.float64, device=start.device).repeat(len(start), 1, 1)
+        # as in ``turn``: the pair (a, b) becomes (a cos - b sin, b cos + a sin)
         matrix[:, :half, :half], matrix[:, half : 2 * half, half : 2 * half] = (
             torch.diag_embed(cos),
             torch.diag_embed(cos),
@@ -70,6 +71,7 @@ def steady_positions(config: Any) -> int | None:
     """
     text = config.get_text_config(decoder=True).to_dict()
     table = text.get("rope_parameters") or {}
+    # one table for all layers, or one for each kind of them
     parts = [part for part in (table, *table.values()) if isinstance(part, dict) and "rope_type" in part]
     limits = [
         part.get(_ORIGINAL) or text.get(_ORIGINAL) or text["max_position_embeddings"]
@@ -145,12 +147,13 @@ def _of(model: Any) -> Rotary | None:
 def _turns_so(model: Any, rotary: Rotary) -> bool:
     """Whether the same token, five positions on, has the same query in every governed layer, turned by five."""
     probe, device = _Probe(), next(model.parameters()).device
+    # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
     model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
     plans = layer_plans(model.config, Dense())
     for layer, plan in enumerate(plans):
         if plan.governed:
-            query = probe.queries[layer].double()
+            query = probe.queries[layer].double()  # [1, G*H, 2, D]
             expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
             worst = (query[:, :, 1:] - expected).abs().amax()
             if float(worst) > TURN_ROUNDING[model.dtype] * float(query.abs().amax()):

@@ -38,8 +38,9 @@ class RecordedRoutes:
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
         table = self._grown(own)
+        # [B, Q, k]: padding goes to the last column
         at = torch.where(self._at >= 0, self._at, table.shape[1] - 1)[..., None].expand(*self._at.shape, own.shape[-1])
-        table[:, :, block].scatter_(1, at, own.view(at.shape).to(table.dtype))
+        table[:, :, block].scatter_(1, at, own.view(at.shape).to(table.dtype))  # own [B*Q, k]
         self._met += 1
         return own
 
@@ -71,7 +72,7 @@ class RecordedRoutes:
     def table(self, tokens: int) -> Tensor:
         """The experts of the first ``tokens`` tokens, NOBODY for those never fed: [B, tokens, M, k] on CPU."""
         assert self._table is not None
-        known = self._table[:, :-1][:, :tokens].cpu()
+        known = self._table[:, :-1][:, :tokens].cpu()  # [B, tokens at most, M, k]
         return torch.nn.functional.pad(known, (0, 0, 0, 0, 0, tokens - known.shape[1]), value=NOBODY)
 
     def reindex(self, rows: Tensor) -> None:
@@ -102,7 +103,7 @@ class ReplayedRoutes:
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
         self._met.add(block)
-        wanted = self._experts[:, :, block].flatten(0, 1)
+        wanted = self._experts[:, :, block].flatten(0, 1)  # [B*Q, k], as the router gives them
         if wanted.shape != own.shape:
             raise DataError(
                 f"the ledger sends {len(wanted)} tokens to {wanted.shape[1]} experts each, the model {len(own)} to "
@@ -213,6 +214,7 @@ def hooked_blocks(model: Any) -> int:
 
 
 def _register(hooks: _BlockHooks, layer: Any, block: Any) -> None:
+    # the layer and the attention inside it: either may be the first that is handed ``kv=``
     for module in (layer, *(part for part in layer.modules() if "layer_idx" in vars(part) and part is not layer)):
         module.register_forward_pre_hook(hooks.arrive, with_kwargs=True)
     layer.register_forward_hook(hooks.leave, always_call=True)

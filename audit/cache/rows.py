@@ -32,7 +32,7 @@ class RowKeys:
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
         """The key of the row that each entry at positions [b, H, K] was made for: [b, H, K], or alike along H and K."""
-        own = self._own[rows][:, None, None]
+        own = self._own[rows][:, None, None]  # [b, 1, 1]
         if self._shared is None:
             return own
         keys, lengths = (part[rows][:, None, None] for part in self._shared)
@@ -59,6 +59,7 @@ class RowKeys:
 
     def part(self, keys: Tensor, seen: Tensor) -> None:
         """Give rows that have ``seen`` [B] tokens ``keys`` [B] of their own from now on."""
+        # what was fed until now stays under the key that it was drawn by
         self._shared, self._own = (self._own, seen.to(self._own.device)), keys
 
 
@@ -72,7 +73,7 @@ class Pins:
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
         """Note the new tokens [B, Q], on the CPU: positions (-1 = padding) and whether each is pinned."""
-        rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)
+        rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)  # [n] each
         if not len(rows):
             return
         at = positions[rows, columns]
@@ -96,7 +97,7 @@ class Pins:
             return torch.zeros_like(positions, dtype=torch.bool)
         if self._there is None:
             self._there = uploaded(self._at, positions.device)
-        table = self._there[rows]
+        table = self._there[rows]  # [b, T]
         # any place for empty slots, which are masked out below
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
         found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
@@ -104,6 +105,7 @@ class Pins:
 
     def runs(self) -> list[tuple[tuple[int, int], ...]]:
         """Every row's pinned positions, as runs from their first to behind their last."""
+        # [B, T + 1]
         edges = torch.nn.functional.pad(self._at.int(), (1, 1)).diff(dim=1)  # 1 where a run begins, -1 behind it
         return [
             tuple(zip((own > 0).nonzero()[:, 0].tolist(), (own < 0).nonzero()[:, 0].tolist(), strict=True))

@@ -76,6 +76,7 @@ def arriving_of(positions: Tensor) -> Arriving:
         places = tuple(row[0] for row in positions.tolist())
         return Arriving(1, tuple(int(at >= 0) for at in places), places)
     real = positions >= 0
+    # positions rise, so that the first is the least
     first = torch.where(real, positions, NEVER).amin(1) if width else torch.full((len(positions),), NEVER)
     return Arriving(width, tuple(real.sum(1).tolist()), tuple(-1 if at == NEVER else at for at in first.tolist()))
 
@@ -125,6 +126,7 @@ class Schedule:
         if not evictor.evicts:
             return
         budgets = Counts(evictor.budget_at(seen).tolist())
+        # of heads that share, the fullest may hold more; phase prefill never cuts what was decoded
         if not evictor.shares_heads and not (decoding and evictor.phase == "prefill"):
             self.limit = budgets.largest + max(arriving.width, evictor.interval)
         due = self.due(new, budgets, decoding=decoding)
@@ -138,6 +140,7 @@ class Schedule:
     def _places(self, arriving: Arriving, device: torch.device) -> tuple[Tensor, Tensor]:
         fed = [row for row, more in enumerate(arriving.new) if more]
         places = [arriving.first[row] % self.evictor.observed_queries for row in fed]
+        # both by one copy
         rows, place = uploaded(torch.tensor([fed, places], dtype=torch.int64), device).unbind(0)
         return rows, place
 

@@ -53,10 +53,11 @@ class Selection:
 
 def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
     """Which keys lists of units name: bool [B, A, Q, K] from units [B, A, Q, k] below ``most`` and positions [B, K]."""
+    # [B, A, Q, most + 1], True where a unit is named
     marks = torch.zeros(*units.shape[:3], most + 1, dtype=torch.bool, device=units.device)
     marks = marks.scatter(3, torch.where(units < 0, most, units).long(), True)  # the last column takes NONE
     # padding counts to unit 0: callers hide it by its position
-    own = (keys.clamp(min=0) // unit).long()[:, None, None]
+    own = (keys.clamp(min=0) // unit).long()[:, None, None]  # [B, 1, 1, K]
     return marks.gather(3, own.expand(*marks.shape[:3], -1))
 
 
@@ -76,6 +77,7 @@ class RecordedChoices:
 
     def add(self, layer: int, units: Tensor) -> None:
         """Note a layer's lists [B, A, k]."""
+        # rising with NONE at the end, as the record has them
         ordered = torch.where(units < 0, _LATE, units).sort(-1).values
         self._steps[-1][1][layer] = torch.where(ordered == _LATE, NONE, ordered).to(torch.int32)
 
@@ -93,7 +95,7 @@ class RecordedChoices:
             Selection(self._unit, layers, own[own >= 0].to(torch.int32), lists[:, :, own >= 0])
             if bool((own >= 0).any())
             else None
-            for own, lists in zip(at, chosen, strict=True)
+            for own, lists in zip(at, chosen, strict=True)  # own [N], lists [S, A, N, k]
         ]
 
     def reindex(self, rows: Tensor) -> None:
@@ -137,12 +139,13 @@ class Choices(NamedTuple):
 
     def visible(self, layer: int, at: Tensor, keys: Tensor) -> Tensor:
         """Bool [B, A, Q, K] of queries and keys at positions [B, Q] and [B, K]; causality is not looked at."""
-        place = self.place.gather(1, at.clamp(0, self.place.shape[1] - 1).long())
+        place = self.place.gather(1, at.clamp(0, self.place.shape[1] - 1).long())  # [B, Q]
         place = torch.where((at >= 0) & (at < self.place.shape[1]), place, NONE)
-        lists = self.lists[:, self.slots[layer]]
+        lists = self.lists[:, self.slots[layer]]  # [B, A, N, k]
+        # [B, A, Q, k], the list of each query; any for one that has none
         index = place.clamp(min=0)[:, None, :, None].expand(-1, lists.shape[1], -1, lists.shape[3])
         found = units_seen(lists.gather(2, index), keys, self.unit, self.place.shape[1] // self.unit + 1)
-        return found | (place < 0)[:, None, :, None]
+        return found | (place < 0)[:, None, :, None]  # without a list it sees everything
 
 
 def choices_of(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
@@ -157,7 +160,8 @@ def choices_of(selections: Sequence[Selection | None], tokens: int, device: torc
     if len(kinds) > 1:
         raise DataError("rollouts of one batch chose their keys in different units, layers or heads; replay them apart")
     most, widest = (max(s.chosen.shape[dim] for s in some) for dim in (2, 3))
-    place = torch.full((len(selections), tokens), NONE)
+    place = torch.full((len(selections), tokens), NONE)  # [B, T]
+    # [B, S, A, N, k] of the row with most choosing queries and the longest lists
     lists = torch.full((len(selections), *some[0].chosen.shape[:2], most, widest), NONE, dtype=torch.int32)
     for row, selection in enumerate(selections):
         if selection is not None:
@@ -196,13 +200,13 @@ def blind(selection: Selection, evicted_at: Tensor) -> bool:
     choices = choices_of([selection], evicted_at.shape[2], evicted_at.device)
     keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
     for layer in selection.layers if choices else ():
-        leaves_at = evicted_at[layer]
+        leaves_at = evicted_at[layer]  # [H, T]
         if bool((leaves_at > len(keys)).all()):  # nothing left here, and no list is empty (``misfit``)
             continue
         assert choices is not None
         chosen = choices.visible(layer, selection.queries[None], keys[None])[0]  # [A, N, T]
         held = (keys <= at) & (at < leaves_at[:, None])  # [H, N, T]
-        apart = max(1, len(chosen) // len(held))
+        apart = max(1, len(chosen) // len(held))  # query heads of a KV head, if lists are by query head
         if not bool((held.repeat_interleave(apart, 0) & chosen).any(-1).all()):
             return True
     return False

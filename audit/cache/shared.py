@@ -58,6 +58,7 @@ class _Recorder:
     def attend(self, call: AttentionCall) -> Tensor:
         out = self.cache.attend(call)
         batch, heads, _, size = call.query.shape
+        # queries of length 0 where nobody looks: they would be most of what is kept
         self.steps.append(call if self.queries else call._replace(query=call.query.new_empty(batch, heads, 0, size)))
         return out
 

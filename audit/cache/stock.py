@@ -44,7 +44,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
                 "call the model that for_model was given"
             )
         self.is_initialized, self.announced = True, False
-        self.seen += key_states.shape[-2]
+        self.seen += key_states.shape[-2]  # columns, padding too
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -186,6 +186,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         known, self._mask = self._mask, None if mask is None or mask.device.type == "cpu" else mask
         if self._mask is None or known is None or self._mask.dim() != 2 or self._real is None:
             return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
+        # not the same rows and a step more: read it whole
         if known.shape != self._real.shape or self._mask.shape != (len(known), known.shape[1] + new):
             return self._mask.cpu(), None if position_ids is None else position_ids.cpu()
         asked = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == known.bool()).all()]
@@ -195,7 +196,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     def _remember(self, attention_mask: Tensor | None, real: Tensor) -> None:
         """Note which of the new columns are real; the mask must agree with what is in the cache already."""
-        before = real[:, :0] if self._real is None else self._real
+        before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
         self._real = torch.cat([before, real], 1)
         if attention_mask is None:
             return
@@ -227,7 +228,7 @@ def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tens
     real = attention_mask[:, -new:].bool().cpu()
     if real.shape != (len(seen), new):
         raise SpecError(f"the attention mask has shape {tuple(real.shape)}, the new tokens {(len(seen), new)}")
-    return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)
+    return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)  # its place among real tokens of the row
 
 
 def require_positions(asked: Tensor | None, own: Tensor) -> None:
@@ -239,7 +240,7 @@ def require_positions(asked: Tensor | None, own: Tensor) -> None:
         return
     wrong = ((asked.cpu() != own) & (own >= 0)).nonzero()
     if len(wrong):
-        row, column = wrong[0, -2:].tolist()
+        row, column = wrong[0, -2:].tolist()  # dimensions may stand in front of rows
         raise RunError(
             f"position_ids do not put the token at row {row}, column {column} at {int(own[row, column])}, the number "
             "of real tokens before it; packed rows, offsets and image positions are not supported: leave them out"
@@ -289,6 +290,7 @@ def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return args, kwargs
     use_attention(model)
     evicting = cache.start(call.get("attention_mask"), call_ids(call), call.get("position_ids"))
+    # masks are the cache's own; padding stands at position 0, and nobody reads its output
     return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
 
 

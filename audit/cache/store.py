@@ -93,7 +93,7 @@ class Store:
             self._create(key, value)
         start, end = self.length, self.length + key.shape[2]
         self._reserve(end, limit)
-        self._slots["positions"].narrow(2, start, end - start).copy_(positions)
+        self._slots["positions"].narrow(2, start, end - start).copy_(positions)  # alike in every head
         if self._accumulates:
             self._slots["mass"].narrow(2, start, end - start).zero_()
         self._fill(start, key, value, even)
@@ -102,10 +102,12 @@ class Store:
     def _create(self, key: Tensor, value: Tensor) -> None:
         batch, heads = key.shape[:2]
         self._slots["positions"] = torch.full((batch, heads, 0), -1, dtype=torch.int32, device=key.device)
+        # the column of empty slots alone, until tokens are there
         self.evicted_at = torch.full((batch, heads, 1), NEVER, dtype=torch.int32, device=key.device)
         if self._accumulates:
             self._slots["mass"] = torch.zeros(batch, heads, 0, device=key.device)
         self._heads = heads
+        # bytes of one entry of one head
         exact = (float(key.shape[3] * key.element_size()), float(value.shape[3] * value.element_size()))
         self.entry_bytes = EntryBytes(exact, exact)
         self._allocate(key, value)
@@ -122,6 +124,7 @@ class Store:
         held = self._slots["positions"].shape[2]
         if slots > held:
             roomy = slots + SLACK + slots // SHARE
+            # the limit caps what is spare, never what is needed now
             grow = (roomy if limit is None else max(slots, min(roomy, limit))) - held
             for name, tensor in self._slots.items():
                 self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
@@ -140,6 +143,7 @@ class Store:
     def _move_to_front(self, kept: Tensor, counts: int) -> None:
         positions = self.positions
         if self.ordered:
+            # kept slots first, in the order in which they stand: [B, H, counts]
             order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
         else:
             order = torch.where(kept, positions, LATE).argsort(dim=2)[:, :, :counts]
@@ -169,6 +173,7 @@ class Store:
         else:
             self._widen_ledger(longest)
             self.evicted_at.scatter_(2, victims.positions.long(), gone.expand(*victims.positions.shape))
+        # the index that ``scatter_`` takes, by how many dimensions a tensor has
         places = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
         for tensor in self._slots.values():  # the last slot stays as it is: what is appended next overwrites it
             if isinstance(victims.slots, int):
@@ -186,14 +191,14 @@ class Store:
     def _write_ledger(self, dropped: Tensor, gone: Tensor, longest: int) -> None:
         """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``gone`` [B, 1, 1] on."""
         self._widen_ledger(longest)
-        trash = self.evicted_at.shape[2] - 1
+        trash = self.evicted_at.shape[2] - 1  # the column of empty slots
         index = torch.where(dropped >= 0, dropped, trash).long()
         self.evicted_at.scatter_(2, index, gone.expand(*index.shape))
 
     def _widen_ledger(self, longest: int) -> None:
         needed = longest + 1
         if needed > self.evicted_at.shape[2]:
-            self.evicted_at = self._ledger_of(2 * needed)
+            self.evicted_at = self._ledger_of(2 * needed)  # twice, so that few steps copy
 
     def _ledger_of(self, columns: int) -> Tensor:
         """The ledger with so many columns, at least as many as it has."""
