@@ -79,6 +79,7 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     clipped = {text: f"{name[:_LONGEST_NAME]}…" if len(name) > _LONGEST_NAME else name for text, name in names.items()}
     short = list(clipped.values())
     found = {text: clipped[text] if short.count(clipped[text]) == 1 else name for text, name in names.items()}
+    # where two are called alike after all, every one keeps its whole text
     return found if len(set(found.values())) == len(found) else dict(zip(found, found, strict=True))
 
 

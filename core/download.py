@@ -23,7 +23,7 @@ def downloaded(url: str, seconds: float = _SECONDS) -> bytes:
     parts = list[bytes]()
     try:
         with urllib.request.urlopen(url, timeout=seconds) as reply:  # noqa: S310 - the scheme was checked
-            while part := reply.read1(_PART):
+            while part := reply.read1(_PART):  # what has come by now, so that the clock is looked at
                 parts.append(part)
                 size += len(part)
                 if size > _LARGEST or time.monotonic() > deadline:

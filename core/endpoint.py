@@ -196,6 +196,7 @@ class EndpointClient:
         """Wait until another try keeps to the rate."""
         if self._endpoint.per_minute is None:
             return
+        # the turn is taken under the lock, and waited for outside of it
         with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
@@ -305,7 +306,7 @@ def over_http(
         except BaseException as error:  # raised where it is waited for
             replied.set_exception(error)
 
-    threading.Thread(target=exchange, daemon=True).start()
+    threading.Thread(target=exchange, daemon=True).start()  # one that is given up keeps no process alive
     return replied.result(timeout + _GRACE)
 
 

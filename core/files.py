@@ -85,6 +85,7 @@ def write_whole(path: Path, text: str | bytes) -> None:
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("wb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
+        # on disk before it has its name, so that a power cut leaves the old file or the new one
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -147,7 +148,7 @@ def read_text(path: Path, what: str, largest: int = LARGEST_FILE) -> str:
     """The text of a small file; raises DataError when it cannot be read or is too large for a ``what``."""
     try:
         with path.open("rb") as file:
-            raw = file.read(largest + 1)
+            raw = file.read(largest + 1)  # a byte more tells a file that is too large
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"

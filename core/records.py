@@ -206,6 +206,7 @@ class Record:
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
+        # a log-prob of 0 says something, what is empty or False of the others nothing
         for name in _LATER:
             if row[name] is None or (name != "logprob" and not row[name]):
                 del row[name]

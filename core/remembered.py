@@ -59,7 +59,7 @@ class Answers(Generic[Q, A]):
 
     def _keep(self, found: dict[str, A | None]) -> None:
         with self._alone():
-            self._take_in()
+            self._take_in()  # others may have answered meanwhile, and theirs stand
             rows = [{"question": key, self._field: a} for key, a in found.items() if key not in self._known]
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -298,6 +298,7 @@ class RunSpec(SpecSection):
                 names.check_judge(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
+        # the gate's word, else an arm's, else the dense arm, else what training begins from
         reference = gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
         if reference not in arms:
             if gate.reference is None:
@@ -564,6 +565,7 @@ def _known_keys(parents: Sequence[str | int]) -> list[str]:
 
 
 def _where(source: str, place: KeyPath, lines: Mapping[KeyPath, int]) -> str:
+    # of the value itself, else of what holds it
     for end in range(len(place), 0, -1):
         if place[:end] in lines:
             return f"{source} line {lines[place[:end]]}"

@@ -23,8 +23,8 @@ _REWRITTEN = tuple(
         (r"\\(?:left|right|displaystyle|[!,;:])", ""),
         (r"(?<!\\)\$|\\\$|\\?%|\*\*", ""),  # currency, per cent and bold type
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\?°|\\degree", ""),
-        (r"\\[dt]frac", r"\\frac"),
-        (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
+        (r"\\[dt]frac", r"\\frac"),  # of any size
+        (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),  # \frac12
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*" + _BRACES + r")\s*(\w)", r"\1{\3}"),
         (r"\\sqrt\s*(\d|[a-z])", r"\\sqrt{\1}"),
@@ -82,6 +82,7 @@ def verified(found: str, wanted: str) -> bool | None:
 
     Asks the package math-verify where it is installed, five seconds at most and in a main thread only.
     """
+    # both were computed, or what was found is no formula: algebra would say nothing new
     if _computed(wanted) and ("\\" not in found or _computed(found)):
         return None
     if len(found) > LONGEST or not has_algebra():
@@ -144,6 +145,7 @@ def _same(one: str, other: str) -> bool:
         return True
     for point in _TRIED_AT:
         first, second = _value(one, point), _value(other, point)
+        # relative to the larger one, absolute near 0
         if first is None or second is None or abs(first - second) > _CLOSE * max(1e-3, abs(first), abs(second)):
             return False
     return True
@@ -210,6 +212,7 @@ class _Formula:
 
     def _product(self) -> complex:
         value = self._power()
+        # what stands side by side is multiplied
         while (piece := self._next()) is not None and piece not in ("+", "-", ")", "]", "}"):
             if piece in ("*", "/"):
                 self._at += 1
@@ -244,5 +247,5 @@ class _Formula:
             return 1j
         if len(piece) == 1 and piece.isalpha() and piece.isascii():
             start, step = self._point
-            return complex(start + step * (ord(piece) - 96))
+            return complex(start + step * (ord(piece) - 96))  # a is 1 step on, b 2
         return complex(float(piece))

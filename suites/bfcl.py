@@ -191,6 +191,7 @@ def by_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
     ((name, values),) = options.items()
     about: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
     known, required = about.get("properties", {}), about.get("required", ())
+    # an empty text among the values says that the parameter may be left out
     kept = {key: [each for each in given if each != "" or key not in required] for key, given in values.items()}
     return {name: {key: _typed(given or values[key], known.get(key, {})) for key, given in kept.items()}}
 

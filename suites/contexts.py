@@ -211,7 +211,7 @@ def _member(suite: type[Suite], context: str) -> type[Suite]:
     found = CONTEXTS[context]
 
     def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
-        rows = suite().items(split, n, seed, 0, count)
+        rows = suite().items(split, n, seed, 0, count)  # as published: the length is the context's
         return [_wrapped(self.name, found, item, context_tokens, count) for item in rows]
 
     return type(

@@ -161,6 +161,7 @@ class HarnessTask:
         """Every metric of one answer."""
         if self.chooses:
             options = self.options(document)
+            # as if the model had found the answer certain and all others hopeless
             results: list[Any] = [(0.0, True) if option == answer else (_CHANCE, False) for option in options]
         else:
             results = [self._filtered(document, answer)]

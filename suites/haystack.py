@@ -43,7 +43,7 @@ def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> l
     misses = stale = 0
     kind = draw.choice(_KINDS)
     while misses < _PATIENCE and room > 0:
-        if draw.random() < 0.25:
+        if draw.random() < 0.25:  # runs of four lines on an average
             kind = draw.choice(_KINDS)
         line = kind(draw)
         if line in seen:
@@ -65,6 +65,7 @@ def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -
     """``lines`` in their order with ``needles`` in theirs, at uniformly drawn places."""
     places = sorted(draw.randrange(len(lines) + 1) for _ in needles)
     woven = list(lines)
+    # the last first, so that the places before it stay where they are
     for place, needle in reversed(list(zip(places, needles, strict=True))):
         woven.insert(place, needle)
     return woven

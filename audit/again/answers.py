@@ -114,10 +114,10 @@ def _shading(model: LoadedModel, row: GradedRow) -> Shading:
     return Shading(
         pieces=model.chat.pieces(rollout.ids[:start].tolist()),
         roles=list(row.roles[:start]),
-        held=alive.sum((0, 1)).tolist(),
+        held=alive.sum((0, 1)).tolist(),  # by token: how many heads hold it
         heads=alive.shape[0] * alive.shape[1],
         depth={
-            name: alive[:, :, own].double().mean((1, 2)).tolist()
+            name: alive[:, :, own].double().mean((1, 2)).tolist()  # by layer
             for name, own in {ALL: list(range(start)), **marks}.items()
         },
         marks=marks,

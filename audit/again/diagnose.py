@@ -140,10 +140,10 @@ def answered_requests(model: LoadedModel, suite: Suite, prompts: int, context_to
 @torch.no_grad()
 def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttention) -> Tensor:
     """Logits [n, V] that predict the answer's tokens."""
-    keep = len(ids) - prompt_length + 1
+    keep = len(ids) - prompt_length + 1  # the answer's tokens and the one before them
     out = model.model(input_ids=ids[None], use_cache=False, kv=kv, logits_to_keep=keep)
     kv.settle()
-    logits: Tensor = out.logits[0, :-1]
+    logits: Tensor = out.logits[0, :-1]  # the last predicts what nobody drew
     return logits
 
 
@@ -179,9 +179,11 @@ class CodedAttention:
         logits = torch.einsum("hgqd,hkd->hgqk", query, coded_key[0])
         if bool(exact.any()):
             logits = torch.where(exact, torch.einsum("hgqd,hkd->hgqk", query, key[0]), logits)
+        # [H, G, T, T]
         shares = softmax((logits * call.scaling).masked_fill(hidden, float("-inf"))[None], call.sink_logits)[0]
         out = torch.einsum("hgqk,hkd->hgqd", shares, coded_value[0])
         if bool(exact.any()):
+            # an exact token gives its value as it was: what coding took away comes back
             out = out + torch.einsum("hgqk,hkd->hgqd", shares * exact, (value - coded_value)[0])
         return out.reshape(1, heads, length, -1).to(call.query.dtype)
 
@@ -198,7 +200,7 @@ def read_back(x: Tensor, kind: Rounded | ByToken | ByChannel | None) -> Tensor:
     if not isinstance(kind, ByChannel):
         return kind.read_back(x)
     length = x.shape[2]
-    there = torch.arange(-(-length // BLOCK) * BLOCK, device=x.device) < length
+    there = torch.arange(-(-length // BLOCK) * BLOCK, device=x.device) < length  # [n * BLOCK]
     padded = torch.nn.functional.pad(x, (0, 0, 0, len(there) - length))
     blocks = padded.view(*x.shape[:2], -1, BLOCK, x.shape[3])  # [1, H, n, BLOCK, D]
     written = there.view(-1, BLOCK).expand(blocks.shape[:-1])
@@ -244,6 +246,7 @@ def diagnosis_of(
     )
     layers = tuple(harm(Case(f"layer {n}", 0.0, {n: setting})) for n in attending)
     ranked = sorted(zip(layers, attending, strict=True), key=lambda one: -one[0].nats)
+    # a twelfth of the layers, rounded up
     worst = tuple(sorted(n for _, n in ranked[: max(1, -(-len(attending) // 12))]))
     share = len(worst) / len(attending)
     mixed = {n: EngineStore(fine, fine) if n in worst else setting for n in attending}
@@ -313,14 +316,16 @@ def _along_refusals(model: LoadedModel, asked: Sequence[Request], token: ByToken
         for layer, keys in kv.keys.items():
             last = one.prompt_length - 1
             noises = [(read_back(keys[None], kind)[0] - keys)[:, last].flatten() for kind in (token, channel)]
-            seen.setdefault(layer, []).append((keys[:, last].flatten(), *noises))
+            seen.setdefault(layer, []).append((keys[:, last].flatten(), *noises))  # [H * D] each
     harmful = torch.tensor([one.harmful for one in asked])
     return median(_reductions(seen, harmful))
 
 
 def _reductions(seen: Mapping[int, Sequence[tuple[Tensor, ...]]], harmful: Tensor) -> Iterator[float]:
     for rows in seen.values():
+        # [requests, H * D] each
         keys, by_token, by_channel = (torch.stack(column).double().cpu() for column in zip(*rows, strict=True))
         direction = keys[harmful].mean(0) - keys[~harmful].mean(0)
+        # whatever the direction's length, which the ratio does not feel
         noise = [float((part @ direction).square().mean()) for part in (by_token, by_channel)]
         yield noise[0] / noise[1] if noise[1] > 0 else 1.0

@@ -61,7 +61,7 @@ class Explain(AnswersAgain[ServedAgain]):
         return self._pieces
 
     def summed(self, piece: SomeAnswers, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> ServedAgain:  # noqa: ARG002
-        ((answer,),) = parts
+        ((answer,),) = parts  # one part of one answer
         return answer
 
     def differs(self, total: ServedAgain) -> bool:

@@ -108,7 +108,7 @@ def serve_again(
         nonlocal items
         for part in measure.served(piece, model):
             yield part
-            items += len(part)
+            items += len(part)  # whoever asks for the next has summed this one
             show(piece)
 
     def work(number: int, claim: Claim | None = None) -> None:

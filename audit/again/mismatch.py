@@ -139,6 +139,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         temperature = self._temperature_of(piece)
         for rows in _handfuls(imported(piece.path)):
             rollouts = [_dense(row.rollout, model.model.config) for row in rows]
+            # what stands behind the prompts, padded to the longest: [B, R]
             sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
             yield PaddedRollouts(
                 sampler=_padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
@@ -257,6 +258,7 @@ def _learner(model: Any, rollouts: list[Rollout], sampled: Tensor, temperature: 
     result = torch.zeros(sampled.shape)
     for rows in microbatches(rollouts, 1, PASS_TOKENS):
         read = read_tokens(model, [rollouts[row] for row in rows], 1, "dense", temperature)
+        # flat, in the order in which the mask is read
         result[rows] = torch.zeros(sampled[rows].shape).masked_scatter(sampled[rows], read.logprobs.float().cpu())
     return result
 

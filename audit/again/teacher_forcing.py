@@ -49,7 +49,7 @@ class ForcedEpisode(Episode):
         """
         assert len(answers) == self.rows
         self._feed_pending([bool(answer) for answer in answers])
-        logits = self._logits
+        logits = self._logits  # [B, V], which predict each row's next token
         for step in range(max(map(len, answers))):
             rows = [n for n, answer in enumerate(answers) if step < len(answer)]
             yield rows, logits[rows]
@@ -59,7 +59,7 @@ class ForcedEpisode(Episode):
                 logits = self._step(fed)
         for n, answer in enumerate(answers):
             if answer:
-                self._rows[n].add(list(answer), [0.0] * len(answer))
+                self._rows[n].add(list(answer), [0.0] * len(answer))  # nothing was drawn, so no log-probs
                 self._pending[n] = list(answer[-1:])
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
@@ -83,10 +83,10 @@ def check_lengths(model: LoadedModel, found: Sequence[Trajectory]) -> None:
 def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[StepLogits]:
     """One parallel pass without any cache, row by row."""
     plans = layer_plans(model.model.config, Dense())
-    ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True)
-    lengths = torch.tensor([len(one.ids) for one in batch])[:, None]
+    ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True)  # [B, T]
+    lengths = torch.tensor([len(one.ids) for one in batch])[:, None]  # [B, 1]
     columns = torch.arange(ids.shape[1])
-    positions = torch.where(columns < lengths, columns, -1).to(model.device)
+    positions = torch.where(columns < lengths, columns, -1).to(model.device)  # [B, T]
     wanted = sorted({place - 1 for one in batch for place in one.scored})  # a column's logits predict the next token
     place_of = {column: place for place, column in enumerate(wanted)}
     logits = model.model(
@@ -95,7 +95,7 @@ def dense_logits(model: LoadedModel, batch: Sequence[Trajectory]) -> Iterator[St
         use_cache=False,
         kv=Replay(plans, positions, positions, None),
         logits_to_keep=torch.tensor(wanted, device=model.device),
-    ).logits
+    ).logits  # [B, wanted, V]
     for row, one in enumerate(batch):
         steps = list(range(len(one.scored)))
         yield StepLogits([row] * len(steps), steps, logits[row, [place_of[place - 1] for place in one.scored]])
@@ -150,10 +150,10 @@ def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
 
 
 def _block(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    ours, theirs = (logits.double().log_softmax(-1) for logits in (reference, candidate))
+    ours, theirs = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
     # a token that the reference gives no probability at all adds nothing
     terms = torch.where(ours.exp() > 0, ours.exp() * (ours - theirs), 0.0)
-    own = [table.gather(1, ids[:, None])[:, 0].exp() for table in (ours, theirs)]
+    own = [table.gather(1, ids[:, None])[:, 0].exp() for table in (ours, theirs)]  # [n] each
     # KL is never below 0, its rounded sum may be
     return Distances(terms.sum(-1).clamp(min=0), ours.argmax(-1) == theirs.argmax(-1), own[1] - own[0])
 
@@ -190,7 +190,7 @@ class UnitDistances:
         kls = [torch.zeros(len(one.scored), dtype=torch.float64) for one in batch]
         tokens = [[one.ids[place] for place in one.scored] for one in batch]
         for seen in candidate:
-            ours = torch.stack([known[row][step] for row, step in zip(seen.rows, seen.steps, strict=True)])
+            ours = torch.stack([known[row][step] for row, step in zip(seen.rows, seen.steps, strict=True)])  # [n, V]
             ids = [tokens[row][step] for row, step in zip(seen.rows, seen.steps, strict=True)]
             found = distances(ours, seen.logits, torch.tensor(ids, device=ours.device))
             if not bool(found.kl.isfinite().all()):
@@ -225,4 +225,4 @@ class UnitDistances:
         for place, (row, step) in enumerate(zip(seen.rows, seen.steps, strict=True)):
             if step == 0 and batch[row].turns[0].answer and batch[row].item_id in self._refusal.items:
                 pair = [log_odds(logits[place], self._refusal.token) for logits in (seen.logits, reference)]
-                self._margins.append(pair[0] - pair[1])
+                self._margins.append(pair[0] - pair[1])  # nats

@@ -120,6 +120,7 @@ def first_tokens(found: Iterable[Trajectory], most: int) -> list[Trajectory]:
     for one in sorted(found, key=lambda t: derive_seed("displacement", t.item_id, t.seed)):
         by_cluster.setdefault(one.cluster_id, []).append(one)
     order = sorted(by_cluster, key=lambda name: derive_seed("displacement", name))
+    # the first of every template, then the second of every one
     rounds = zip_longest(*(by_cluster[name] for name in order))
     chosen: list[Trajectory] = []
     total = 0

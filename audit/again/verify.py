@@ -222,6 +222,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
         for row, rollout in enumerate(rollouts):
             suffix = slice(rollout.prompt_length, None)
             drawn = rollout.sampled[suffix].nonzero()[:, 0]
+            # [n, V] and [n]: a row's logits j predict token j of its suffix
             chosen, ids = logits[row, drawn.to(logits.device)], rollout.ids[suffix][drawn].to(logits.device)
             found.append(_of(chosen, ids, temperature).cpu())
         return found
@@ -276,6 +277,7 @@ def _of(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def _gaps(taken: Tensor, replayed: Tensor) -> LogprobGaps:
     gap = _finite(taken - replayed)
     size = gap.abs()
+    # with r = exp(-gap), r - log r - 1 is exp(-gap) + gap - 1
     return LogprobGaps(
         *(float(value) for value in (size.max(), size.mean(), gap.mean(), ((-gap).exp() + gap - 1.0).mean()))
     )
@@ -283,6 +285,7 @@ def _gaps(taken: Tensor, replayed: Tensor) -> LogprobGaps:
 
 def _worst(rollouts: Sequence[Rollout], taken: Tensor, replayed: Tensor) -> WidestGap:
     place = int(_finite(taken - replayed).abs().argmax())
+    # in the order in which log-probs were joined
     tokens = [(number, token) for number, r in enumerate(rollouts) for token in r.sampled.nonzero()[:, 0].tolist()]
     return WidestGap(*tokens[place], float(taken[place]), float(replayed[place]))
 

@@ -39,6 +39,6 @@ def rubric_of(constitution: str) -> Rubric:
 
 def score_of(reply: str) -> float | None:
     """From 0 to 1, by the first word of a reply; None where that is no whole number from 0 to 10."""
-    word = first_word(reply).removesuffix(f"/{BEST}")
+    word = first_word(reply).removesuffix(f"/{BEST}")  # 8/10 is 8
     known = {str(number): number / BEST for number in range(BEST + 1)}
     return known.get(word)

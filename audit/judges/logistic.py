@@ -124,7 +124,7 @@ class _Fitted:
         from scipy import sparse
 
         letters, words = self._letters.transform(texts), self._words.transform(map(_opening, texts))
-        return sparse.hstack([sparse.csr_matrix(embedded(texts)), letters, words]).tocsr()
+        return sparse.hstack([sparse.csr_matrix(embedded(texts)), letters, words]).tocsr()  # [N, 384 + n-grams]
 
 
 @cache
@@ -167,8 +167,8 @@ def _encode(texts: Sequence[str]) -> Vectors:
     inputs = tokenizer(list(texts), padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
     with torch.inference_mode():
         states = model(**inputs).last_hidden_state  # [B, T, 384]
-    mask = inputs["attention_mask"][..., None].to(states.dtype)
-    means = (states * mask).sum(1) / mask.sum(1)
+    mask = inputs["attention_mask"][..., None].to(states.dtype)  # [B, T, 1]
+    means = (states * mask).sum(1) / mask.sum(1)  # [B, 384], over real tokens
     found: Vectors = torch.nn.functional.normalize(means, dim=1).numpy()
     return found
 

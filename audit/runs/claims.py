@@ -53,7 +53,7 @@ class _ClaimState(NamedTuple):
 
     @classmethod
     def of(cls, file: int) -> _ClaimState:
-        text = os.pread(file, 1 << 16, 0).decode(errors="replace")
+        text = os.pread(file, 1 << 16, 0).decode(errors="replace")  # a claim is far shorter
         return cls(os.fstat(file).st_mtime_ns, text)
 
     @property
@@ -139,7 +139,7 @@ class Claims:
 
     def __init__(self, *, takeover: bool = False) -> None:
         self._takeover = takeover
-        self._seen: dict[Path, tuple[_ClaimState, float]] = {}
+        self._seen: dict[Path, tuple[_ClaimState, float]] = {}  # and since when, on our own clock
 
     @contextmanager
     def claim(self, path: Path) -> Iterator[Claim | None]:
@@ -160,14 +160,16 @@ class Claims:
         return self._seen[path][0].signed if path in self._seen else {}
 
     def _settled(self, path: Path) -> Claim | None:
+        # nobody else may sign between the look and the signature
         with mutex(path.parent / ".claims.lock"):
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
             return claim
+        # another machine may sign at the same time: a little later the file says whose it is
         time.sleep(_SETTLE_SECONDS)
         if claim.holds:
             return claim
-        os.close(claim.file)
+        os.close(claim.file)  # and never unlink: the file is another's now
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
@@ -178,6 +180,7 @@ class Claims:
         quiet = 0.0 if is_new else self._quiet_seconds(path, file)
         # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
         patience = 0.0 if self._takeover else SILENCE_SECONDS
+        # a file without a word is being made, or its maker died at it
         patience = patience if _ClaimState.of(file).text else _BIRTH_SECONDS
         if is_locked and (is_own or quiet >= patience):
             return Claim.signed(path, file), not is_own
@@ -270,6 +273,7 @@ class HeldUnits(Generic[T]):
         """Whether this unit is still held; asked before every piece of work on it, when all are as after a kill."""
         others = [one for one in self._held if one != unit and not self._done(one)]
         if unit in self._held and others and self._idle.was_sent():
+            # the later half, which this process would come to last
             for one in others[len(others) // 2 :]:
                 self._held.pop(one).release()
         return unit in self._held
@@ -287,6 +291,7 @@ def _held(
     """Hold those units of a group that nobody else holds; ``untouched``: none where somebody holds the first."""
     found: dict[T, _Held] = {}
     with ExitStack() as every:
+        # in a stack of its own, so that one can be let go of before the others
         for unit in group:
             own = every.enter_context(ExitStack())
             claim = own.enter_context(claims.claim(lock(unit)))

@@ -76,7 +76,7 @@ class EngineSlot(Session):
                     self._say(said)
                 return replies
             except EngineFailed as error:
-                wanted = self._wanted
+                wanted = self._wanted  # ``stop`` forgets it
                 self.stop()
                 self._wanted = wanted
                 if number == _TRIES - 1:

@@ -179,11 +179,13 @@ class Evaluator:
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
+                # an item that the pilot has asked has all of its samples, so that the first tells
                 fresh = {unit: [item for item in batch if (item.item_id, 0) not in known[unit]] for unit in due}
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by what is played of the batch
                 prompts: dict[str, Rendered] = {}
                 for unit in due:
                     if keeps is None or keeps(unit):
+                        # caches share a prefill where they are asked the same rows
                         key = tuple(item.item_id for item in fresh[unit])
                         alike = [other.policy for other in due if fresh[other] == fresh[unit]]
                         shared = prefills.setdefault(
@@ -214,6 +216,7 @@ class Evaluator:
         """How items are answered: the decoding, a seed for every row, the rows of an item, whether thoughts come."""
         part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
+        # an item's samples stand together
         seeds = [row_seed(part.seed, item, sample) for item in items for sample in range(samples)]
         return decoding, seeds, samples, part.think is not None
 
@@ -253,7 +256,7 @@ class Evaluator:
             check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option has a row behind the prompt
-            lengths[item.item_id] = rows * (prompt + suite.most_tokens)
+            lengths[item.item_id] = rows * (prompt + suite.most_tokens)  # padded tokens at the most
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         # an item takes a row for each sample
@@ -438,6 +441,7 @@ def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list
     batches: list[list[Item]] = []
     # one order in every process: a resumed unit must meet the same batches
     for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
+        # rows are padded to the longest, which is this one
         if batches and (len(batches[-1]) + 1) * lengths[item.item_id] <= tokens:
             batches[-1].append(item)
         else:

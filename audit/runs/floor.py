@@ -34,6 +34,7 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
     for item in items:
         groups.setdefault(item.cluster_id, []).append(item)
     chosen: list[Item] = []
+    # of every cluster one template with its twins, then of every cluster the next
     for start in range(0, max(map(len, groups.values()), default=0), suite.twins):
         for own in groups.values():
             if len(chosen) >= number:
@@ -52,6 +53,7 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     ordered = whole_templates(suite, items, len(items))
     first = len(whole_templates(suite, items, spec.evaluate.piloted))
     size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
+    # where batches begin: a small one first, then the end of the pilot, then every ``size`` items
     cuts = [0, *([max(1, size // 4)] if first > size // 4 else []), *([first] if first else [])]
     cuts += range(cuts[-1] + size, len(ordered), size)
     batches = [ordered[start:end] for start, end in zip(cuts, [*cuts[1:], len(ordered)], strict=True)]

@@ -114,11 +114,12 @@ class Forecast:
         if first is None or first[0] != kind:
             return own
         _, cost, seconds = first
-        others = _Timed()
+        others = _Timed()  # the phase without it
         for other, timed in self._timed.items():
             if other[0] == kind[0]:
                 others.add(timed.cost, timed.seconds)
         others.add(-cost, -seconds)
+        # one beside less work than its own may be as slow as the rest will be
         if others.cost >= cost and seconds / cost > _OUTLIER * others.rate:
             return _Timed(own.cost - cost, own.seconds - seconds)
         return own
@@ -144,6 +145,7 @@ class Forecast:
                 continue
             like = _like(part, usual)
             guess = _nearest(kind, usual) if like is None else like * scales.get(kind[0], 1.0)
+            # what was guessed counts as if a share of the whole cost had been timed by it
             weight = _GUESS * wholes[kind] if guess is not None else 0.0
             total = own.cost + weight
             found[kind] = (own.seconds + weight * (guess or 0.0)) / total if total else None
@@ -177,9 +179,9 @@ class Forecast:
         for name, part in self._parts.items():
             rate = rates[part.kind]
             if rate is None:
-                if not part.apart:
+                if not part.apart:  # without a rate of every kind of work nothing can be said
                     return 0.0, None
-                continue
+                continue  # a start or the like: counts for nothing until one is timed
             spent += self._done[name] * rate
             ahead += (part.cost - self._done[name]) * rate
         return spent / self._processes, ahead / self._processes

@@ -60,7 +60,7 @@ class Guarding(Regrading[Passage, bool]):
         self.grade_units()
         found = []
         for suite, results in self.results_by_suite().items():
-            sides = [side for _, body in results for _, side, _ in body["blocked"]]
+            sides = [side for _, body in results for _, side, _ in body["blocked"]]  # of line, side and facets
             failed = sum(len(body["failed"]) for _, body in results)
             rows = sum(unit.rows for unit, _ in results)
             found.append(BlockedCounts(suite, rows, sides.count("input"), sides.count("output"), failed))

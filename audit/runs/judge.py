@@ -178,6 +178,7 @@ class Judging(Regrading[Question, Reading]):
             raise RunError(f"{str(out.path)!r} is the run that is to be judged; give another --out")
         if check_folder(out.path, out.spec, resume=True):
             held = out.provenance()
+            # a run is known by the moment at which it was started
             if JUDGED not in held or held.get("started") != provenance.get("started"):
                 raise RunError(
                     f"{str(out.path)!r} holds another run than {str(run.path)!r} judged again; give another --out"
@@ -191,6 +192,7 @@ class Judging(Regrading[Question, Reading]):
                     make_folder(place.parent)
                     shutil.copyfile(path, place.with_name(place.name + PARTIAL))
                     os.replace(place.with_name(place.name + PARTIAL), place)
+            # last: a folder that holds a spec has all the rest
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
     def _judged(self, provenance: Mapping[str, Any]) -> dict[str, Any]:

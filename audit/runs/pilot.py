@@ -73,7 +73,7 @@ def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
     allowed = {name: 100 * (1 - 1 / ratio) for name, ratio in spec.gate.ratios.items()}
     margins = {**spec.gate.margins, **allowed}
     facets = [name for name in margins if name not in spec.evaluate.suites and facet_of(name)[0] == suite]
-    found = [Metric(suite, None, margins[suite] / 100)] if suite in margins else []
+    found = [Metric(suite, None, margins[suite] / 100)] if suite in margins else []  # from points to a share
     found += [Metric(suite, facet_of(name)[1].name, margins[name] / 100) for name in facets]
     arms = {arm for arm, _ in spec.arms} - {spec.gate.reference}
     return found if spec.gate.primary or arms else []
@@ -154,6 +154,7 @@ def found_by(
             controls += [_noted(name, one) | served for one in found]
         if isinstance(part.items, int):
             continue
+        # all there are, or as many as describe a suite
         items[name] = min(len(layouts[name]), len(layouts[name]) if part.items == ALL_ITEMS else _DESCRIBES)
         if part.items == AUTO_ITEMS and metrics:
             sized = {m.name: _sized(spec, m, answers, layouts[name], most[name]) for m in metrics}
@@ -211,6 +212,7 @@ def churns_of(spec: RunSpec, metric: Metric, answers: Answered) -> Iterator[Chur
         served = dict.fromkeys(unit.policy.canonical for unit in own)
         for policy in (p for p in served if p not in uncompressed(references)):
             plain = uncompressed_of(policy, references)
+            # rows of one seed, by item and sample
             pairs = [
                 (values[dense][row], value)
                 for unit in own
@@ -231,6 +233,7 @@ def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> 
     suite, part = asked_suite(spec, name), spec.evaluate
     if suite.rows("eval", part.seed) is not None:
         return len(layout)
+    # two rounds, to see whether the second asks anything new
     context, items = min(part.contexts_of(name)), 2 * len(layout)
     asked = [item.messages for item in made("evaluate", suite, "eval", items, part.seed, context, count)]
     return len(layout) * (_MOST_ROUNDS if len(set(asked)) == len(asked) else 1)
@@ -259,6 +262,7 @@ def _says(one: Mapping[str, Any]) -> str:
 
 
 def _why(suite: str, sizes: Mapping[str, Any]) -> str:
+    # those of its score, and of its facets
     own = {name: row for name, row in sizes.items() if suite in (name, name.rpartition(".")[0])}
     if not own:
         return ", every template with each of its twins"

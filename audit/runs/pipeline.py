@@ -279,6 +279,7 @@ class Pipeline:
         job = Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
         with started(section.ranks, job, self._say, any_left=any_left) as self._ranks:
             if section.stops:
+                # first every arm to its own end, then each of a seed to where the earliest alarm ends them all
                 self._train_all(list(section.pairs), section.steps, self._has_ended)
                 self._note_stops(section)
             self._train_all(list(section.pairs), section.steps)
@@ -476,6 +477,7 @@ class Pipeline:
             units, folder = self._pilot_units(), self._run.path / PILOT_FOLDER
             make_folder(folder)
             self._serve("pilot", units, folder)
+            # another process may have noted it meanwhile
             if PILOT not in self._run.provenance():
                 self._run.keep(PILOT, FOUND, self._found(units))
         self._take_sizes()
@@ -584,6 +586,7 @@ class Pipeline:
 
             with self._slot:  # no engine outlives the phase that it answers in
                 work_through_groups(
+                    # units of a group stand side by side in what is asked, which grouping goes by
                     [list(group) for _, group in groupby(units, lambda unit: unit.together)],
                     done=is_sealed,
                     lock=lambda unit: files[unit].lock,

@@ -126,12 +126,14 @@ class RunBar:
     @property
     def state(self) -> tuple[str, float, Sequence[str]]:
         """What is under way and how long all of it takes yet, the share that is done, and what was found."""
+        # counted down since the forecast was asked last
         left = None if self._left is None else max(0.0, self._left - (time.monotonic() - self._updated))
         return f"{self._what}, {time_left(left)}", self.forecast.last_share, self._lines
 
     def _show(self) -> None:
         now = time.monotonic()
         since = now - self._started
+        # a line each twentieth of the time so far, but within 20 s and 5 min
         due = now - self._printed >= min(_LONGEST_SILENCE, max(_SECONDS_BETWEEN_LINES, since / 20))
         if due or now - self._looked >= _SECONDS_BETWEEN_LINES:
             self._looked = now

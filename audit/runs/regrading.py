@@ -79,6 +79,7 @@ class Regrading(Generic[Q, G]):
         asked = [grader.questions_of(answer) for answer in self._stored(unit)]
         questions = [question for row in asked for question in row]
         grader.check_questions(questions)
+        # asked of a whole unit at once; grades come back in the order of the questions
         grades = iter(self.answers.grades(questions))
         for answer, row in zip(self._stored(unit), asked, strict=True):
             yield answer, [next(grades) for _ in row]

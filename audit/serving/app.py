@@ -28,7 +28,7 @@ def application(engine: OwnEngine, *, key: str | None = None, log: Log = lambda 
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
+        yield  # as long as it serves
         await asyncio.to_thread(engine.close)
 
     service = _Service(engine, key, log)
@@ -158,7 +158,7 @@ async def _events(
     for number in said:
         yield _event(answer.chunk(number, {"role": "assistant", "content": ""}))
     async for number, text in _until(finished, heard):
-        yield _event(answer.chunk(number, {"content": text[len(said[number]) :]}))
+        yield _event(answer.chunk(number, {"content": text[len(said[number]) :]}))  # what is new of it
         said[number] = text
     if finished.exception() is not None:
         yield _event(failure(str(finished.exception()), "server_error"))

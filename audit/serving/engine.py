@@ -149,7 +149,7 @@ class OwnEngine:
         """Take what waits from the queue, at least one request where there is time to ``wait``."""
         with suppress(queue.Empty):
             while not self._ends:
-                job = self._waiting.get(block=wait)
+                job = self._waiting.get(block=wait)  # only the first is waited for
                 wait = False
                 if job is None:
                     self._ends = True
@@ -278,6 +278,7 @@ class _Batch:
     def take(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
         """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
         self._first = self._first or jobs[0]
+        # numbered on behind all there ever were
         self._texts |= {n: _Text(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
         if self._episode is None:
@@ -292,6 +293,7 @@ class _Batch:
         assert self._episode is not None
         assert self._first is not None
         asked = self._first.asked
+        # rows that are over draw no more
         limits = [self._texts[n].job.limit if n in self._texts else 0 for n in range(self.rows)]
         decoding = Decoding(max(limits), asked.temperature, asked.top_p)
         self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].heard(ids), self._heard, pause)
@@ -353,7 +355,7 @@ class _Text:
     def _uncertain(self, text: str) -> int:
         """Characters at the end that may yet change, or turn out to begin a stop text."""
         whole = text.rstrip(_OPEN_END)  # some tokenizers show every byte of an open character as one of its own
-        longest = max(map(len, self.job.asked.stop), default=1) - 1
+        longest = max(map(len, self.job.asked.stop), default=1) - 1  # all of a stop text but its last character
         ends = range(min(longest, len(whole)), 0, -1)
         begun = next((n for n in ends if any(stop.startswith(whole[-n:]) for stop in self.job.asked.stop)), 0)
         return len(text) - len(whole) + begun

@@ -74,6 +74,7 @@ class Classifier(Guard):
         """The token ids of a text, special tokens included, in windows."""
         tokenizer, size = _loaded(self.model).tokenizer, self._size
         text = text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
+        # ``stride`` is what neighbouring windows share
         ids = tokenizer(text, truncation=True, max_length=size, stride=size // 2, return_overflowing_tokens=True)
         yield from filter(None, ids["input_ids"])  # an empty text has a window without a token
 
@@ -95,14 +96,16 @@ class Classifier(Guard):
 
     def _chance(self, logits: Any) -> Any:
         config = _loaded(self.model).model.config
+        # labels that do not exclude each other, or one alone: each has a probability of its own
         if config.problem_type == "multi_label_classification" or config.num_labels == 1:
-            return logits.sigmoid()[:, self._columns].amax(-1)
-        return logits.softmax(-1)[:, self._columns].sum(-1)
+            return logits.sigmoid()[:, self._columns].amax(-1)  # [windows]
+        return logits.softmax(-1)[:, self._columns].sum(-1)  # [windows]
 
     @cached_property
     def _columns(self) -> list[int]:
         config = _loaded(self.model).model.config
         known = {str(label): int(column) for column, label in config.id2label.items()}
+        # a config may name more labels than the model has columns
         known = {label: column for label, column in known.items() if 0 <= column < config.num_labels}
         wanted = self.block.split("|")
         if missing := [label for label in wanted if label not in known]:

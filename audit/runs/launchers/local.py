@@ -126,6 +126,7 @@ class ExtraWorker:
         code = self.process.wait()
         if code and not self._is_stopped:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            # what a signal ended has minus its number as code
             known = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             why = f"{known} (out of memory?)" if known == "SIGKILL" else known
             how = f"was killed by {why}" if code < 0 else f"stopped with exit code {code}"
@@ -166,7 +167,7 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]
         places = range(number * job.gpus, (number + 1) * job.gpus) if turns else ()
         own = dict.fromkeys(turns[place % len(turns)] for place in places)
         started.append(ExtraWorker(number, job, say, {VISIBLE: ",".join(own)} if own else {}))
-    patience = 0.0
+    patience = 0.0  # of a body that fails: they are ended at once
     try:
         yield started
         patience = GRACE_SECONDS  # every unit is done: they find that out, and nothing they still do matters

@@ -66,7 +66,7 @@ class Calls:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             # one write of a whole line, so that those of another process stay whole too
-            os.write(descriptor, ("\n" * self._torn + line + "\n").encode())
+            os.write(descriptor, ("\n" * self._torn + line + "\n").encode())  # a torn line is ended first
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -75,6 +75,7 @@ class Calls:
 
 def call_key(body: Mapping[str, Any], sample: int) -> str:
     """sha256 of what is asked, and for the how manyth time."""
+    # endpoints call the limit by two names, which asks the same
     named = {("limit" if key.startswith("max_") else key): value for key, value in body.items()}
     return hashlib.sha256(json.dumps([named, sample], sort_keys=True).encode()).hexdigest()
 

@@ -82,6 +82,7 @@ class Plan:
         turns, new = unit.suite.max_turns, unit.suite.max_new_tokens
         samples = self.spec.evaluate.samples_of(unit.suite.name)
         opening = sum(self.tokens(item) for item in unit.items)
+        # turn t reads t - 1 answers again: 0 + 1 + ... of them in all
         again = new * turns * (turns - 1) // 2  # what was said before is read again
         talks = len(unit.items) * samples
         return talks * turns, samples * opening * turns + talks * again, talks * turns * new
@@ -129,7 +130,7 @@ def counter(spec: RunSpec) -> tuple[CountTokens, str]:
 
 def estimated_tokens(text: str) -> int:
     """About how many tokens a text has, whatever the tokenizer."""
-    return -(-len(text) // _CHARACTERS)
+    return -(-len(text) // _CHARACTERS)  # rounded up
 
 
 def _probe(spec: RunSpec) -> ProbeSpec:

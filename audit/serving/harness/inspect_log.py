@@ -76,6 +76,7 @@ def log_of(records: Sequence[Record], created: str) -> EvalLog:
 
 
 def _sample(record: Record) -> EvalSample:
+    # where the model first speaks; what stands before was asked
     opening = next((n for n, m in enumerate(record.transcript) if m.role in (Role.THOUGHT, Role.ASSISTANT)), 0)
     messages = list(_messages(record.transcript))
     answer = next((m.content for m in reversed(record.transcript) if m.role is Role.ASSISTANT), "")

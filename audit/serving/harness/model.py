@@ -123,11 +123,11 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         wanted = []
         for request in requests:
             context, settings = request.args
-            wanted.append(self._wanted(context, settings, asked[context]))
+            wanted.append(self._wanted(context, settings, asked[context]))  # the how manyth time it is asked
             asked[context] += 1
         answers: dict[int, str] = {}
         alike = defaultdict[tuple[float, float], list[int]](list)
-        for number in sorted(range(len(wanted)), key=lambda n: len(wanted[n].prompt.ids)):
+        for number in sorted(range(len(wanted)), key=lambda n: len(wanted[n].prompt.ids)):  # like lengths pad little
             alike[wanted[number].sampling].append(number)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvaudit answers") as bar:
             for numbers in alike.values():
@@ -145,7 +145,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Continuations of one context are rows behind one prompt, and each is fed token by token."""
-        groups = defaultdict[tuple[str, tuple[int, ...]], list[int]](list)
+        groups = defaultdict[tuple[str, tuple[int, ...]], list[int]](list)  # prompts, each with its continuations
         for number, ((context, _text), ids, _answer) in enumerate(requests):
             groups[context, tuple(ids)].append(number)
         found: dict[int, tuple[float, bool]] = {}
@@ -200,6 +200,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         completions: dict[int, Completion] = {}
         arrivals = Arrivals(opened, len(wanted), self._rows)
         for episode in arrivals:
+            # rows that are over draw no more
             limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
             episode.decode(decoding, limits, ended, heard, arrivals.pause)
         for n, one in enumerate(wanted):
