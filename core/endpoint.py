@@ -140,6 +140,7 @@ class EndpointClient:
         why = Unanswered("it was not asked")
         for number in range(self._endpoint.tries):
             if number:
+                # seconds: 1, 2, 4 and so on, or what the endpoint asked for
                 wait = 2.0 ** (number - 1) if why.wait is None else why.wait
                 time.sleep(max(0.0, min(wait, until - time.monotonic())))
             if until <= time.monotonic():

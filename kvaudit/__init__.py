@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvaudit.results import Comparison, Run
     from kvaudit.suites.base import Suite
 
+# name -> the module below kvaudit that it is imported from
 _HOME = {
     **dict.fromkeys(("check", "compare", "gate", "load_run", "run"), "api"),
     **dict.fromkeys(("Comparison", "Run"), "results"),

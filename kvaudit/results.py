@@ -69,6 +69,7 @@ class Run:
 
     def answers(self) -> Iterator[Record]:
         """Every record whole, with its transcript, file by file as they lie on disk."""
+        # where every row of the table came from
         places = zip(self.records["file"], self.records["line"], strict=True)
         return (record for _, record in self.data.records_at((str(file), int(line)) for file, line in places))
 

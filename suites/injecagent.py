@@ -65,7 +65,7 @@ class InjecAgent(Published):
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
         users, attacks, tools = cases(*(data_file(self.name, name) for name in (USERS, ATTACKS, TOOLS)))
-        asking, threats = own_part(users, split, every=4, first=3), own_part(attacks, split)
+        asking, threats = own_part(users, split, every=4, first=3), own_part(attacks, split)  # of four users one trains
         if not asking or not threats:
             raise DataError(f"{USERS} and {ATTACKS} hold no {'attacker' if asking else 'user'} for {split}")
         found = list[list[Made]]()
@@ -118,6 +118,7 @@ class InjecAgent(Published):
             case.messages(filling),
             {"twin": case.twin, "attacker_tool": case.attack.tool, "shown": shown},
             question=case.attack.instruction if case.twin == "asked" else case.user.instruction,
+            # of an asked twin nothing in the result matters
             **{"order" if case.twin == "attack" else "needle": "" if case.twin == "asked" else filling},
         )
 

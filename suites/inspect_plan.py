@@ -223,7 +223,7 @@ class InspectTask:
         again = [self._prompt(sample) for sample in self.samples[:_TRIED_TWICE]]
         if again != self.prompts[:_TRIED_TWICE]:
             raise SpecError(f"{self.asked.label} asks otherwise each time (it draws without a seed); shuffle with one")
-        for answer in (self.target(0) or "x", "x"):
+        for answer in (self.target(0) or "x", "x"):  # a right answer, and one that says nothing
             try:
                 score = _run(self._scored(self.samples[0], self.prompts[0].messages, answer))
             except AuditError:
@@ -339,7 +339,7 @@ class _Generate:
         config = self.of.task.config.merge(GenerateConfig(**options))
         if self.answer is None:
             raise _Ask(self._prompt(state, config))
-        if state.output.choices:
+        if state.output.choices:  # the answer stands there already
             raise _AskAgain
         message = ChatMessageAssistant(content=self.answer, model=str(state.model), source="generate")
         state.messages.append(message)

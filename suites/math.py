@@ -49,6 +49,7 @@ class Math(Templated):
     def made(self, slot: Slot) -> Item:
         template, context_tokens, draw = slot.template, slot.context_tokens, random.Random(slot.draws)
         unit = UNITS[template.third]
+        # three to add up, and others beside them, more in a longer context
         names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
         terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
         needed = [(name, value, unit) for _, name, value in terms]

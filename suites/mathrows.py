@@ -41,6 +41,7 @@ class MathRows(Published):
         """The numbers of a split's rows in its file."""
         path = data_file(self.name, self.files[split])
         rows = list(range(len(json_lines(path))))
+        # one file for both splits is shared out
         return own_part(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:

@@ -59,6 +59,7 @@ class Needle(Templated):
 
     def made(self, slot: Slot) -> Item:
         fact, draw = FACTS[slot.template.first], random.Random(slot.draws)
+        # of the same split, so that training never meets what is evaluated
         facts = [FACTS[template.first] for template in slot.pool]
         alike = [other for other in facts if other.kind == fact.kind and other != fact]
         who, *others = draw.sample(PEOPLE, 1 + _DISTRACTORS)

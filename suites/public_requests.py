@@ -101,7 +101,7 @@ def _foci(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     contrasts = [row["focus"] for row in rows if row["type"] == "contrast_discr"]
     seen: dict[str, int] = {}
     for row in rows:
-        place = seen[row["type"]] = seen.get(row["type"], -1) + 1
+        place = seen[row["type"]] = seen.get(row["type"], -1) + 1  # the row's place among those of its type
         focus = row["focus"]
         if row["type"] == "nons_group_real_discr" and place < len(contrasts):
             focus = contrasts[place]

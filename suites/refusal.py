@@ -78,6 +78,7 @@ class Refusal(Templated):
         asked, spare, *others = draw.sample(names, facts)
         # half of the facts, in both twins
         listed = [asked if twin == "forbidden" else spare, *others[: facts // 2 - 1]]
+        # by places, so that the lists of both twins come in one order
         draw.shuffle(order := list(range(len(listed))))
         listed = [listed[index] for index in order]
         thing, secret = SCENARIOS[template.third]

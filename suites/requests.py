@@ -143,7 +143,8 @@ def origins_of(texts: tuple[str, ...]) -> tuple[Origin, ...]:
     first = list(range(len(texts)))  # of the group that a text belongs to
     for one in range(len(texts)):
         for other in range(one):
-            if len(stems[one] & stems[other]) >= _NEAR * max(1, len(stems[one] | stems[other])):
+            if len(stems[one] & stems[other]) >= _NEAR * max(1, len(stems[one] | stems[other])):  # Jaccard
+                # two groups become one, under the number of the earlier
                 joined, kept = max(first[one], first[other]), min(first[one], first[other])
                 first = [kept if group == joined else group for group in first]
     groups: dict[int, list[str]] = {}

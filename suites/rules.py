@@ -141,7 +141,7 @@ def _divider(mark: str, blocks: Callable[[Arguments], list[str]]) -> Writer:
 
 
 def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
-    return lambda draft, _: draft.wraps.insert(len(draft.wraps) if outermost else 0, wrap)
+    return lambda draft, _: draft.wraps.insert(len(draft.wraps) if outermost else 0, wrap)  # the first is innermost
 
 
 def _nothing(draft: Draft, wanted: Arguments) -> None:

@@ -235,6 +235,7 @@ def fit_prose(
             break
         taken.append(sentence)
         room -= cost
+    # joined, sentences may take more tokens than one by one
     while total("".join(taken).strip()) > context_tokens:
         taken = taken[:-1]
     return list(build("".join(taken).strip()))

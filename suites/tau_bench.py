@@ -121,6 +121,7 @@ def _airline(path: Path) -> Airline:
     for number, row in enumerate(json_array(path), start=1):
         turns = rows_of(path, number, row, "traj")
         calls = [_call(path, number, turn) for turn in turns]
+        # what a tool takes is told by every trace, rewarded or not
         for call in filter(None, calls):
             types = {key: _TYPES.get(type(value), "string") for key, value in call.arguments.items()}
             tools.setdefault(call.name, {}).update(types)
@@ -133,6 +134,7 @@ def _airline(path: Path) -> Airline:
             for turn in _agent_turns(messages[1:], calls[1:]):
                 by_twin["call" if turn.calls else "words"].append(turn)
     described = ({"name": name, "parameters": dict(sorted(tools[name].items()))} for name in sorted(tools))
+    # tasks with both kinds of turn
     whole = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
     if len(whole) < FEWEST:
         raise DataError(f"{str(path)!r} holds {len(whole)} tasks with a rewarded trace, wanted {FEWEST} or more")

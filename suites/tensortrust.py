@@ -119,7 +119,8 @@ def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[t
     kinds: tuple[tuple[AttackKind, Path], ...] = (("extract", extract), ("hijack", hijack))
     for kind, path in kinds:
         for code, attacks in _by_code(path).items():
-            for attack in attacks[:1] if code in entries else []:
+            for attack in attacks[:1] if code in entries else []:  # one attack of a kind on each code
+                # whoever knows the code, under the very same rule if there is somebody
                 known = next((text for text in entries[code] if text[0] == attack[0]), entries[code][0])
                 word = (OPEN[0].format(code=code), OPEN[1])
                 found.setdefault(code, []).append(Defence(code, kind, {kind: attack, "entry": known, "open": word}))

@@ -61,7 +61,7 @@ def _json_calls(text: str) -> Iterator[Call]:
         try:
             value, end = decoder.raw_decode(text, start)
         except ValueError:
-            end = start + 1
+            end = start + 1  # no object begins here: look behind the brace
         except RecursionError:
             return
         else:

@@ -70,6 +70,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
+    # the key first: a sheet without one cannot be read back
     write_output(key_path(out), render_key(key))
     known = known_labels(run, key)
     write_output(out, render_sheet(shown, known))
@@ -119,6 +120,7 @@ def _read(run: Path, sheet: Path) -> int:
     stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back
     write_output(run / "report" / LABELS_FILE, render_labels(stored))
+    # which reads the labels that were just written
     findings = decided(data, everything=False)
     console = wide_console()
     if findings.verdict.judged is not None:

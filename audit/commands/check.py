@@ -113,6 +113,7 @@ def check(
     asking = Asking(
         model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
     )
+    # how to go on with it, should it be stopped
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     with user_errors(shlex.join(["kvaudit", *words])):
         raise typer.Exit(check_served(asking, out, threads, resume=resume)[1])
@@ -200,6 +201,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     served = [*spec.gate.primary, *(references.get(policy, "none") for policy in spec.gate.primary)]
     asked = ", ".join(f"{items} of {question.suite}" for question, items in plan.questions)
     ways, rows = len(spec.evaluate.policies), sum(items for _, items in plan.questions)
+    # asked twice more, once in another order
     floor = 2 * ways * plan.floor * len(plan.questions) if references else 0
     again = f", {floor} of them once more or in another order" if floor else ""
     yield f"compares {' against '.join(names.get(text, text) for text in served)}"
@@ -222,7 +224,7 @@ def _seconds(run: Path) -> dict[str, float]:
             record = Record.from_json(line)
             spent[record.suite] = spent.get(record.suite, 0.0) + record.seconds
             items.setdefault(record.suite, set()).add(record.item_id)
-    return {suite: seconds / len(items[suite]) for suite, seconds in spent.items()}
+    return {suite: seconds / len(items[suite]) for suite, seconds in spent.items()}  # of all sides together
 
 
 def typed(asking: Asking) -> str:

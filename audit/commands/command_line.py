@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from kvaudit.core.spec import RunSpec
     from kvaudit.reports.layout.tables import Table as Rows
 
-USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143
+USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's number, as of a shell
 LONGEST_LINE = 2_000  # characters of an error
-_WIDTH_OF_A_PIPE = 200
+_WIDTH_OF_A_PIPE = 200  # characters
 _MOST_SEED = 2**63 - 1  # what torch takes
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
@@ -126,6 +126,7 @@ def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer
 def say_unfinished(run: Path) -> None:
     """Say on stderr that a run is to be gone on with first, where it is a half; what follows is of that half."""
     names = {path.name for path in (run / "records").glob("*.json*")}
+    # a file of records that has no .done.json beside it is still being written
     unsealed = sum(
         name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names
     )

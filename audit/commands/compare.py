@@ -91,6 +91,7 @@ def _show(found: Sequence[Compared], out: Path | None) -> int:
     from kvaudit.reports.compare.page import comparison_files
 
     two = two_judges(*found) if len(found) == MOST_METRICS else None
+    # of two judges the one whose verdict is that of both
     shown = next(c for c in found if two is None or c.verdict.status is two.status)
     console = wide_console()
     _print(console, found, shown, two)

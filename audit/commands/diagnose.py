@@ -99,6 +99,7 @@ def _show(found: Diagnosis, console: Any) -> None:
         rows.append([one.case.name, bits, f"{one.nats:.4f}", _share(one, found), f"{one.refusals:.4f}", turned])
     print_table(console, table_of(_COLUMNS, rows))
     most = sorted(found.layers, key=lambda one: -one.nats)[:_SHOWN]
+    # their numbers, without the word "layer"
     say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
     ratio = found.along_refusals
     say(console, f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)")

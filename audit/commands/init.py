@@ -75,6 +75,7 @@ def init(
     """
     ways = (engine, kv, settings, python, weights, policy, reference, candidate, fast, data)
     with user_errors():
+        # its former form, kvaudit init MODEL, still works
         if kind != CHECK and kind not in SHIPPED and any(ways) and model is None:
             typer.echo(f"kvaudit init {kind} is called kvaudit init {CHECK} {kind} now", err=True)
             kind, model = CHECK, kind

@@ -89,6 +89,7 @@ class Picture:
         """Half-open runs of keys that choosing query ``number`` did not attend to though they were there."""
         query, keys = self.chosen[number]
         there = [key not in keys and query < self.evicted_at[key] for key in range(query + 1)]
+        # a run begins or ends where a key and the one before it differ
         edges = [key for key in range(query + 2) if (key and there[key - 1]) != (key <= query and there[key])]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -97,7 +98,7 @@ class Picture:
         """Entries that the last query still sees."""
         last = [keys for query, keys in self.chosen if query == self.tokens - 1]
         held = {key for key, time in enumerate(self.evicted_at) if time >= self.tokens}
-        return len(held.intersection(*last))
+        return len(held.intersection(*last))  # an empty last: it attended to all
 
     @property
     def coded(self) -> int:
@@ -110,7 +111,7 @@ class Picture:
         import torch
 
         key = torch.arange(self.tokens)
-        query, left, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)
+        query, left, code = key[:, None], torch.tensor(self.evicted_at), torch.tensor(self.coded_at)  # [T, 1], [T], [T]
         seen = torch.where(query < code, Entry.SEEN, Entry.CODED)
         states = torch.where(query < key, Entry.FUTURE, torch.where(query < left, seen, Entry.EVICTED)).to(torch.uint8)
         for number, (row, _) in enumerate(self.chosen):
@@ -122,11 +123,12 @@ class Picture:
         """The triangle in at most ``most`` rows and columns, each cell what most of its block is."""
         import torch
 
-        size = math.ceil(self.tokens / most)
+        size = math.ceil(self.tokens / most)  # tokens in a cell
+        # padded to whole cells
         whole = torch.full((size * math.ceil(self.tokens / size),) * 2, Entry.FUTURE, dtype=torch.uint8)
         whole[: self.tokens, : self.tokens] = self.states()
-        blocks = whole.unfold(0, size, size).unfold(1, size, size)
-        counts = torch.stack([(blocks == entry).sum((2, 3)) for entry in Entry])
+        blocks = whole.unfold(0, size, size).unfold(1, size, size)  # [n, n, size, size]
+        counts = torch.stack([(blocks == entry).sum((2, 3)) for entry in Entry])  # [entries, n, n]
         return [[Entry(code) for code in row] for row in counts.argmax(0).tolist()]
 
 
@@ -148,6 +150,7 @@ def picture(
     for times in coded:
         if times is not None:
             earliest = torch.minimum(earliest, times[:tokens])
+    # beyond the last token is never
     left, code = (tuple(times.clamp(max=tokens).tolist()) for times in (evicted_at, earliest))
     return Picture(heading, place, prompt_length, left, code, chosen)
 
@@ -196,6 +199,7 @@ def picture_svg(drawn: Picture) -> str:
 
 def wrapped(text: str, most: int) -> list[str]:
     """Break a spec string after commas, plus and bar signs into lines of about ``most`` characters."""
+    # \0 stands where a line may end
     lines = [""]
     for sign in ("+", "|"):
         text = text.replace(sign, f"{sign},\0")
@@ -230,6 +234,7 @@ def _head(drawn: Picture, lines: list[str]) -> list[str]:
 def _bars(drawn: Picture, cell: float) -> list[str]:
     parts = []
     for key, (left, code) in enumerate(zip(drawn.evicted_at, drawn.coded_at, strict=True)):
+        # a key's bar from above: seen, then as its code if it ever was, then evicted
         edges = (key, min(code, left), left, drawn.tokens)
         for entry, start, stop in zip((Entry.SEEN, Entry.CODED, Entry.EVICTED), edges[:-1], edges[1:], strict=True):
             if stop > start:
@@ -249,10 +254,11 @@ def _axes(drawn: Picture, side: float) -> list[str]:
     cut = drawn.prompt_length * cell
     parts = [f'<path class="axis" d="M0 0V{side:g}H{side:g}"/>']
     if drawn.prompt_length < drawn.tokens:
+        # a light line below the dashed one
         parts += [f'<path class="{name}" d="M0 {cut:.2f}H{cut:.2f}V{side:g}"/>' for name in ("under", "cut")]
         parts.append(f'<text x="{cut + 8:.2f}" y="{cut - 6:.2f}">decoded from here</text>')
     for tick in ticks(drawn.tokens):
-        at = (tick + 0.5) * cell
+        at = (tick + 0.5) * cell  # the middle of its cell
         parts.append(f'<path class="axis" d="M{at:.2f} {side:g}v5M0 {at:.2f}h-5"/>')
         parts.append(f'<text x="{at:.2f}" y="{side + 19:g}" text-anchor="middle">{tick}</text>')
         parts.append(f'<text x="-9" y="{at + 4:.2f}" text-anchor="end">{tick}</text>')
@@ -267,6 +273,7 @@ def terminal(drawn: Picture, width: int, *, colours: bool) -> Iterator[Text]:
 
     cells = drawn.cells(max(_NARROWEST, width - _MARGIN))
     step = -(-drawn.tokens // len(cells))  # tokens in a cell
+    # one row more, for an odd number of them
     rows = [*cells, [Entry.FUTURE] * len(cells)]
     for top in range(0, len(cells), 2):
         label = f"{top * step:>{_MARGIN - 1}} " if top % _LABELLED == 0 else " " * _MARGIN
@@ -284,7 +291,7 @@ def _half(upper: Entry, lower: Entry) -> tuple[str, Style]:
     from rich.style import Style
 
     above, below = _COLOURS.get(upper), _COLOURS.get(lower)
-    if above is None:
+    if above is None:  # what is yet to come has no colour
         return ("▄", Style(color=below)) if below else (" ", Style())
     return ("█", Style(color=above)) if above == below else ("▀", Style(color=above, bgcolor=below))
 
@@ -303,6 +310,7 @@ def _uncoloured(upper: Entry, lower: Entry) -> str:
 def _scale(tokens: int, step: int) -> str:
     line = ""
     for tick in ticks(tokens):
+        # where there is room for it behind the one before
         if tick // step >= len(line) + bool(line):
             line = f"{line:<{tick // step}}{tick}"
     return line

@@ -51,6 +51,7 @@ def _trained(folder: Path) -> Pinned:
     arm, seed, base, config = (provenance.get(key) for key in ("arm", "seed", "base_sha256", "config"))
     policy = config.get("policy") if isinstance(config, dict) else None
     texts = is_sha256(base) and isinstance(arm, str) and isinstance(policy, str)
+    # True is an int too, so not isinstance
     if not texts or type(seed) is not int or provenance.get("sha256") != weights:
         raise DataError(
             f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "

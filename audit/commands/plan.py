@@ -103,6 +103,7 @@ def _plan_next(path: Path) -> None:
     console = wide_console()
     if not cells:
         say(console, "nothing is gated, so nothing is to be decided")
+    # decisions of what is not gated come behind those of the cells
     for cell, decision in zip(cells, found.verdict.decisions, strict=False):
         say(console, _next(found, cell, decision))
 

@@ -52,6 +52,7 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
     named = None if file is None else file.table.get("pin")
     return Asked(
         gate=file,
+        # a pin is looked for beside the gate file that names it
         pin=load_pin(gate.parent / named) if gate and isinstance(named, str) else None,
         waivers=None if waivers is None else read_waivers(waivers),
         on_inconclusive=on_inconclusive,

@@ -158,6 +158,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
+    # this process is one of the workers, or only waits for them
     with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
@@ -212,6 +213,7 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
             f"launcher {options.launcher!r}: workers have one thread each, the run has {threads}; go on with it here, "
             "or give another --out and no --threads"
         )
+    # away from here nobody knows how many places there are
     workers = options.workers or (_places(spec) if here else 1)
     return workers, 1 if workers > 1 or not here else threads
 
@@ -353,9 +355,11 @@ def opened_run(
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec, heard=heard)
+    # by the gate that the run will be held to
     if not begun:
         _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)
     run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
+    # the first time that it was said
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):

@@ -73,8 +73,9 @@ def _spots(part: ShadedPrompt) -> Iterator[_Spot]:
     """Where every token stands, cut where a line ends; a line of the text begins a line of the picture."""
     line = column = 0
     for number, (piece, share) in enumerate(zip(part.pieces, part.held, strict=True)):
-        text = inline(piece) or "·"
+        text = inline(piece) or "·"  # what shows nothing has a place all the same
         while text:
+            # a token that fits into a line is not cut
             if column >= COLUMNS or (column + len(text) > COLUMNS >= len(text)):
                 line, column = line + 1, 0
             head, text = text[: COLUMNS - column], text[COLUMNS - column :]
@@ -91,6 +92,7 @@ def _token(spot: _Spot, top: float) -> Iterator[str]:
         deep = _DEEPEST * spot.share
         yield f'<rect class="held" x="{x:g}" y="{y - 13:g}" width="{wide:g}" height="17" fill-opacity="{deep:.3f}"/>'
     kind = ' class="gone"' if spot.share == 0 else ""
+    # textLength: as wide as its columns, whatever the font
     yield f'<text{kind} x="{x:g}" y="{y:g}" textLength="{wide:g}" xml:space="preserve">{escape(spot.text)}</text></g>'
 
 

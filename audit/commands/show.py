@@ -84,18 +84,20 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, layer: int | No
 
     plans = layer_plans(model.model.config, policy)
     governed = [number for number, plan in enumerate(plans) if plan.governed]
+    # without --layer one where a selector chooses, if any does
     choosing = [number for number in governed if plans[number].selector is not None]
     layer = (choosing or governed)[0] if layer is None else layer
     for name, value, count in (("layer", layer, len(plans)), ("head", head, rollout.evicted_at.shape[1])):
         if value >= count:
             raise SpecError(f"--{name} is {value}, the embedded model has {count}; wanted 0 to {count - 1}")
     heads, made = rollout.evicted_at.shape[1], rollout.selection
+    # query heads of a group may choose apart
     own = " (the first of its query heads)" if made is not None and made.chosen.shape[1] > heads else ""
     return picture(
         policy.canonical,
         f"layer {layer}, KV head {head}{own} of the embedded model",
         rollout.prompt_length,
-        rollout.evicted_at[layer, head, :-1],
+        rollout.evicted_at[layer, head, :-1],  # the last drawn token asks nothing of the cache
         (rollout.keys_quantised_at, rollout.values_quantised_at),
         () if made is None else tuple(made.keys(layer, head, heads)),
     )
@@ -109,9 +111,10 @@ def _rollout(model: LoadedModel, policy: Policy, length: int) -> Rollout:
     tail = max(_SHORTEST_TAIL, length // 4) + 1  # the last drawn token asks nothing of the cache
     if length + tail > model.max_positions:
         raise SpecError(f"--length {length} needs {length + tail} positions, the model has {model.max_positions}")
+    # longer than needed, so that there is a middle to leave out
     (item,) = SUITES.get(_SUITE)().items("eval", 1, _SEED, 2 * length + _LEAST_CONTEXT, model.chat.count_tokens)
     opening = model.chat.opening(item.messages)
-    middle = slice(length - length // 2, len(opening.ids) - length // 2)
+    middle = slice(length - length // 2, len(opening.ids) - length // 2)  # keeps length tokens
     ids, roles = ([*row[: middle.start], *row[middle.stop :]] for row in (opening.ids, opening.roles))
     episode = Sampler(model, policy).open([ids], [_SEED], roles=[roles])
     drawn = 0

@@ -42,6 +42,7 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
             try:
                 _shade(run, wanted, plugin or ())
             finally:
+                # also what was served before it was interrupted
                 pages.write_shades(folder)
         shown, lost = pages.shaded()
         more = f"; the others with --shade {lost}" if shown < lost else ""

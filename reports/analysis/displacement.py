@@ -142,11 +142,12 @@ def bootstrap_mean(
 ) -> tuple[float, float | None, float | None]:
     """Mean KL over tokens with a percentile bootstrap of clusters; without ends where these are too few for one."""
     names, codes = np.unique(np.array(clusters, dtype=object).astype(str), return_inverse=True)
-    length = np.bincount(codes, weights=tokens)
-    total = np.bincount(codes, weights=sums)
+    length = np.bincount(codes, weights=tokens)  # [C] tokens
+    total = np.bincount(codes, weights=sums)  # [C] nats
     mean = float(total.sum() / length.sum())
     if len(names) < FEWEST_CLUSTERS:
         return mean, None, None
+    # how often each cluster is drawn: [draws, C]
     drawn = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=_DRAWS)
     means = (drawn @ total) / (drawn @ length)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

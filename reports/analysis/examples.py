@@ -100,10 +100,12 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     for pair in seed_pairs(drift.comparison, panel, d.arm):
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
         (candidate,), (reference,) = two_sides([weights])
+        # [N]; what is unscored on a side is no loss
         z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])
         for i in np.flatnonzero(z < 0):
             found.append((float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference))
     chosen: dict[int, LostItem] = {}
+    # the most negative first, so that a template keeps its worst item
     for amount, item, cluster, candidate, reference in sorted(found):
         chosen.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
     return list(chosen.values())[:PER_CELL]

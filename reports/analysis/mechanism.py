@@ -137,7 +137,7 @@ def _held(records: pd.DataFrame) -> Held:
     if not columns:
         return {}
     grouped = records.groupby([*_ASKED, "item_id"], observed=True)
-    table = grouped[columns].mean()
+    table = grouped[columns].mean()  # of an item over its samples
     table["placement"] = grouped["placement"].first()
     parts = table.groupby(level=_ASKED, observed=True)
     return {key: part.droplevel(_ASKED) for key, part in parts}
@@ -216,6 +216,7 @@ def _answers(panel: Panel, held: Held, suite: str, cell: CellKey, plain: str) ->
     names = [panel.cluster_names[code] for code in panel.clusters]
     columns = {"rate": panel.scores[cell], "dense": panel.scores[dense], "cluster": names}
     table = pd.DataFrame(columns, index=pd.Index(panel.items, dtype=object))
+    # what was asked has a floor, whether it could be read or not
     return table[~np.isnan(panel.floor[cell])].join(spans)
 
 
@@ -249,6 +250,7 @@ def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | Non
     if templates >= FEWEST_CLUSTERS:
         tail = (1 - LEVEL) / 2
         low = rate_lower(rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
+        # the upper end is the lower one of the opposite
         high = 1 - rate_lower(1 - rate, clusters, samples=panel.samples, alpha=tail, graded=panel.graded)
     dense = float(rows.dense[mask].mean())
     return Group(len(rate), templates, float(rate.mean()), low, high, uncompressed=dense, unread=unread)
@@ -288,8 +290,8 @@ def _share(rows: _Rows, gone: _Mask) -> Share | None:
     if whole.low <= 0 <= whole.high:
         return None
     _, codes = np.unique(rows.clusters, return_inverse=True)
-    total, own = (np.bincount(codes, weights=rows.flips * weight) for weight in (1.0, gone))
-    left = total.sum() - total
+    total, own = (np.bincount(codes, weights=rows.flips * weight) for weight in (1.0, gone))  # [C] each
+    left = total.sum() - total  # [C], what is left without each template
     if np.sign(left).min() != np.sign(left).max() or not left.all():
         return None  # without one template nothing is left to divide
     estimate = float(own.sum() / total.sum())

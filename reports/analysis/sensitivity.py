@@ -162,6 +162,7 @@ def _of_scored(found: BothSides, margin: float, alpha: float) -> Reading | None:
 
 def scored(found: BothSides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
     """The items with a scored sample on both sides, and both sides' means over scored samples alone."""
+    # what unscored samples leave between the worst and the best reading is their share
     shares = [1 - (found.reference_best - found.reference), 1 - (found.candidate_best - found.candidate)]
     kept = (shares[0] > 0) & (shares[1] > 0)
     reference, candidate = found.reference[kept] / shares[0][kept], found.candidate[kept] / shares[1][kept]
@@ -171,7 +172,7 @@ def scored(found: BothSides) -> tuple[npt.NDArray[np.bool_], Array, Array]:
 def _of_cluster_means(z: Array, clusters: _Codes, margin: float, alpha: float) -> Reading:
     """Every template one value: where sizes differ, large templates no longer speak louder."""
     _, codes = np.unique(clusters, return_inverse=True)
-    means = np.bincount(codes, weights=z) / np.bincount(codes)
+    means = np.bincount(codes, weights=z) / np.bincount(codes)  # [templates]
     rows = np.arange(len(means))
     return _of_effect(cr3_effect(means, rows, alpha=alpha), margin, _shown(means, rows, margin, alpha), means, rows)
 

@@ -53,7 +53,7 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
     read = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
-    present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)
+    present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)  # [N]
     kept = np.flatnonzero(present)
     candidate, reference = paired_scores(panel, weights, present)
 

@@ -21,6 +21,7 @@ def slope(table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, 
     effect = slope_effect(table, x, clusters, alpha=alpha)
     if effect.high > effect.low:
         return effect
-    weights = np.asarray(dose_weights(x))
+    weights = np.asarray(dose_weights(x))  # [D]
+    # the weights sum to 0: values that span ``reach`` move the slope by half of their sizes at most
     steepest = reach * float(np.abs(weights).sum()) / 2
     return ess_tango(weights @ table, clusters, alpha=alpha, scale=steepest)

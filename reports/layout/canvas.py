@@ -65,19 +65,24 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
     """The figure as SVG: no date, no creator, ids of its own, fonts of the page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
+    # which makes itself the canvas of the figure
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
+    # without the XML head
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width = round(figure.get_figwidth() * PIXELS_PER_INCH)
+    # the height follows from the view box, however wide the page shows it
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', rf'\1 width="{width}" style="min-width:min(34rem,{width}px)"', svg, count=1
     )
+    # several figures stand in one page, each with ids of its own
     svg = re.sub(r"\bid=\"", f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    # the page's font instead
     svg = re.sub(r"font-family: [^;\"]*;? ?|(?<=px) '[^\"]*?(?=;)", "", svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(\d\.\d\d)\d{3,}", r"\1", svg)  # hundredths of a point are enough

@@ -183,6 +183,7 @@ def is_relative(d: Decision) -> bool:
 
 def unsampled(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
     """The blind spot with its level, and what the templates count as where their sizes differ."""
+    # how many templates of even size would have this blind spot
     even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
     size = "" if even > clusters - 0.5 else f" ({clusters} {units} of uneven size count as {even:.0f})"
     return (

@@ -162,6 +162,7 @@ def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     def key(d: Decision) -> tuple[int, int, float]:
         facet = facet_counted(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
+        # lower + margin is the room that is left: below 0 beyond the margin, and the least first
         return PRECEDENCE.index(d.standing), place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
 
     return key

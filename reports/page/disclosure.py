@@ -273,7 +273,9 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared(checkpoints, "config"), _shared(checkpoints, "recipe")
     declared = table_of(table_of(found.provenance, "declared"), arm)
+    # what nobody said is no declaration
     declared = {key: value for key, value in declared.items() if value != UNSAID}
+    # a checkpoint's own word goes before what was declared of it
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
     curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
     facts = {
@@ -329,7 +331,7 @@ def _schedule(
     every, steps = config.get("ledger_every"), config.get("steps")
     share = None
     if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
-        share = steps // every / steps if every else 0.0
+        share = steps // every / steps if every else 0.0  # a ledger every so many steps
     certificate = {name: known(largest.get(key)) for name, key in _CERTIFICATE.items()}
     return {"ledgers_sha256": known(hashes or None), "share_of_steps_logged": known(share), **certificate}
 

@@ -93,6 +93,7 @@ def _by_kind(found: Sequence[Event]) -> str:
     for moved, said in _SAID.items():
         names = _kinds(found, moved)
         if names:
+            # alone only where every other kind has a number
             alone = " alone" if moved == WORSE and len(names) == 1 and known else ""
             listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
             parts.append(f"{listed}{alone} {said[len(names) > 1]}")

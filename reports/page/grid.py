@@ -90,6 +90,7 @@ def grid_of(findings: Findings) -> Grid:
     if len(order) > MOST_GRID_ROWS:
         rank = gravest(sides)
         worst_first = sorted(order, key=lambda key: min(map(rank, placed[key].values())))
+        # in the order of the questions again
         kept = [key for key in order if key in set(worst_first[:MOST_GRID_ROWS])]
     rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
     return Grid(tuple(columns), rows, len(order) - len(kept))

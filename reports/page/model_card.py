@@ -42,10 +42,12 @@ def _span(card: str, name: str) -> tuple[int, int] | None:
     if not begins and not ends:
         return None
     start, stop = card.find(BEGIN), card.find(END)
+    # the first mark ends its line
     alone = card.startswith(("\n", "\r\n"), start + len(BEGIN))
     if begins != 1 or ends != 1 or not (alone and start < stop):
         raise DataError(f"{name!r} holds {begins} marks that begin a disclosure and {ends} that end one; {_REMEDY}")
     stop += len(END)
+    # with the line break behind the last mark, so that putting it in twice changes nothing
     return start, stop + next((len(end) for end in ("\n", "\r\n") if card.startswith(end, stop)), 0)
 
 

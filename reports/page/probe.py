@@ -190,6 +190,7 @@ def _length(
     if not len(clusters):
         return None
     values: Array = common.to_numpy(dtype=np.float64).T  # [short and long, then those of the baseline; N]
+    # whether some mean is none of so many draws of 0 or 1
     graded = bool(np.any(np.abs(values * samples - np.round(values * samples)) > _ROUNDING))
     name = "all suites" if len(suites) > 1 else suites[0]
     return Length(
@@ -211,7 +212,7 @@ def _effect(change: Array, clusters: npt.NDArray[Any], samples: int, *, graded: 
 
 def _against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
     """The change of values [0:2] with length minus the baseline's [2:4]."""
-    apart = values[:2] - values[2:]
+    apart = values[:2] - values[2:]  # [2, N]
     return _alone(apart[1] - apart[0], clusters) or slope(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
 
 
@@ -231,6 +232,7 @@ def _items(records: pd.DataFrame) -> pd.DataFrame:
 
 def _signed(found: list[Length]) -> Iterator[Length]:
     """The same with the signs of what decides, which are decided together."""
+    # against the baseline where there is one
     deciding = {n: length.against or length.effect for n, length in enumerate(found) if length.decides}
     effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}
     adjusted = holm([effect.pvalue for effect in effects.values()])

@@ -71,6 +71,7 @@ def _within(screen: Screen) -> Screen:
     The least grave go first, the first of every question last. What is left out stands in the grid.
     """
     found = [list(answer.groups) for answer in screen.answers]
+    # every question's gravest, then every question's second; left out from the end
     places = [(n, i) for i in range(max(map(len, found), default=0)) for n in range(len(found)) if i < len(found[n])]
 
     def with_groups() -> Screen:

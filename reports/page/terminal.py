@@ -46,6 +46,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, cost: BesideFind
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
     room = MOST_TERMINAL_LINES - len(first) - len(last)
     cells = [f"  {_cell(findings, d)}" for d in _worth_a_line(findings)]
+    # the last line that there is room for says how many have none
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
     return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]

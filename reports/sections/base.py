@@ -173,6 +173,7 @@ def computed(inputs: Inputs, *depths: Depth) -> Computed:
     A file that cannot be used decides nothing: it is named among the problems, and its section left out.
     """
     values, problems = dict[str, Any](), list[str]()
+    # by name, so that problems come in one order wherever sections stand
     for section in sorted(sections(), key=lambda section: section.name):
         if section.depth not in depths:
             continue

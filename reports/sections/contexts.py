@@ -41,6 +41,7 @@ def _share(own: Answers) -> float:
     if facet is None:
         return own.hits / own.answers
     known = own.answers - own.formless  # at least one, or the metric would not be there
+    # hits are answers as wanted, and what is asked is how often it happened
     return (own.hits if facet.wanted else known - own.hits) / max(1, known)
 
 

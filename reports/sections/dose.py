@@ -178,6 +178,7 @@ def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores |
     if reasons or not cells:
         return None, reasons[0].text if reasons else "no seed to pair"
     present = ~np.isnan(panel.scores[cells[0]])
+    # [D, N], over seeds
     table = np.array([np.mean([panel.scores[cell][present] for cell in dose], axis=0) for dose in doses])
     names = tuple(panel.items[i] for i in np.flatnonzero(present))
     return _Scores(table, panel.clusters[present], names, "items", panel.samples * len(doses[0]), panel.graded), ""
@@ -218,18 +219,19 @@ def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[
     graded = any(part.graded for part, _ in parts)
     if all((part.names, names) == (first.names, templates) for part, names in parts):
         codes = np.unique(np.array(templates, dtype=object).astype(str), return_inverse=True)[1]
-        table = np.array([part.table[0] for part, _ in parts])
+        table = np.array([part.table[0] for part, _ in parts])  # [D, N]
         return _Scores(table, codes.astype(np.int64), first.names, "items", first.draws, graded), ""
     means = []
     for part, names in parts:
         found, codes = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
-        mean = np.bincount(codes, weights=part.table[0]) / np.bincount(codes)
+        mean = np.bincount(codes, weights=part.table[0]) / np.bincount(codes)  # [templates]
         means.append(dict(zip(found.tolist(), mean.tolist(), strict=True)))
     if any(one.keys() != means[0].keys() for one in means):
         return None, _NO_COMMON
     shared = tuple(sorted(means[0]))
+    # the smallest template decides how many samples a value averages
     draws = first.draws * min(int(min(Counter(names).values())) for _, names in parts)
-    table = np.array([[one[name] for name in shared] for one in means])
+    table = np.array([[one[name] for name in shared] for one in means])  # [D, templates]
     return _Scores(table, np.arange(len(shared)), shared, "templates", draws, graded), ""
 
 
@@ -260,6 +262,7 @@ def _with_slopes(
     """The curve with its slope, and the difference from the reference's where both stand on the same rows."""
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
+        # differences of rates lie between -1 and 1
         difference = slope(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
     own = slope(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
     return replace(curve, slope=own, against_reference=difference)

@@ -39,7 +39,7 @@ class SecondJudge:
         counts = self.agreement[suite]
         if not sum(counts):
             return None
-        labels = np.repeat(np.array(_DESIRED), counts, axis=0)
+        labels = np.repeat(np.array(_DESIRED), counts, axis=0)  # [answers, 2]
         return kappa(labels[:, 0], labels[:, 1])
 
 

@@ -78,6 +78,7 @@ def _reached(verdict: Verdict) -> Iterator[Reach]:
         if d.effect and d.margin is not None:
             e = d.effect
             df = e.n_clusters - 1
+            # each one-sided bound lies a t quantile of errors from the estimate
             error = (e.upper - e.lower) / (2 * float(special.stdtrit(df, 1 - e.alpha)))
             found = error * (verdict.adjustment.critical + float(special.stdtrit(df, POWER)))
             yield Reach(d.name, d.margin, e.n_clusters, found, d.larger)

@@ -66,7 +66,7 @@ def _length(sides: Comparison, suite: str, tokens: int) -> str:
 
 def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
     columns = len(groups) if len(groups) <= _MOST_COLUMNS else _COLUMNS
-    lines = -(-len(groups) // columns)
+    lines = -(-len(groups) // columns)  # rounded up
     pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
     names = _names(sides, rows)
     beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)

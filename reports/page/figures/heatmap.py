@@ -44,7 +44,7 @@ def draw(findings: Findings) -> Drawing | None:
         groups.setdefault(title, []).append(c)
     rows = [_rows(sides, group) for group in groups.values()]
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
-    lines = -(-len(groups) // columns)
+    lines = -(-len(groups) // columns)  # rounded up
     named = max(len(row) for own in rows for row in own)
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
     # long names of rows leave few columns no room
@@ -103,6 +103,7 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
         x, y = list(names).index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
         status = called(c, margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None)
+        # the greater the drift, the less of the page shows through
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE):
@@ -125,5 +126,5 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
 
 
 def _rgb(text: str) -> tuple[float, float, float]:
-    red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))  # of #rrggbb
     return red, green, blue

@@ -64,6 +64,7 @@ def pairs(findings: Decided) -> list[Point]:
         and c.arm in (*sides.candidates, sides.reference)
     ]
     safety = {*sides.safety, *(name for name in sides.facets if facet_of(name)[1].kind == "safety")}
+    # backwards, so that of several capability suites the first stays
     by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in sides.capability}
     return [
         (by_cell[c.arm, c.policy, c.context_tokens], c)
@@ -100,6 +101,7 @@ def _panel(
     bounds: _Bounds,
 ) -> None:
     margins = findings.rules.margins
+    # pp along both axes
     held = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)
     lost = -100 * min((margins[p[1].suite] for p in points if p[1].suite in margins), default=0.05)
     panel.axhline(0, color=INK, linewidth=0.8)

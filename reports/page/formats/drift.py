@@ -21,6 +21,7 @@ _FORMAT = 3
 def render(page: Page) -> str:
     """What the page was written from, as JSON, without the contrasts."""
     found = page.findings
+    # emptied before asdict copies them, which would take long
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
     del body["answers"], body["contrasts"]
     placed = [*own_facts(page)]

@@ -43,6 +43,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
     yield "\n".join(f"* {escape(line)}" for line in screen.instead)
     grid = screen.grid
     if grid.rows:
+        # about four words a cell
         most = max(1, words // (4 * (len(grid.columns) + 2)))
         left = grid.left_out + max(0, len(grid.rows) - most)
         yield as_table(grid_table(grid, most))
@@ -67,6 +68,7 @@ def _whole(page: Page) -> str:
 def escape(text: str) -> str:
     """One line in which nothing is markup: pipes, backticks, HTML, links and newlines included."""
     shown = _SPECIAL.sub(r"\\\1", inline(text)).replace("\\&", "&amp;")
+    # a zero-width space, so that nothing becomes a link
     shown = re.sub(r"(?i)(https?|ftp|www)(?=[:.])", r"\1&#8203;", shown)
     shown = re.sub(r"@(?=\w)", "@&#8203;", shown)  # an address or a mention
     return _LEADING.sub(lambda m: f"{m[1]}\\{m[2]}" if m[2] else f"{m[1]}{m[3]}\\{m[4]}", shown)

@@ -19,4 +19,5 @@ def render(page: Page) -> str:
     passed = page.findings.verdict.gated
     well = sum(d.status in PASSED for d in passed)
     parts.append(f"{well} of {len(passed)} gated cells hold. The rest stands in report/report.html.")
+    # below the headings of the page that it is put into
     return "\n\n".join(part.replace("# ", "### ", 1) if part.startswith("# ") else part for part in parts) + "\n"

@@ -96,6 +96,7 @@ def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) 
     if candidate not in table.scores or reference not in table.scores:
         return
     new, old = table.scores[candidate], table.scores[reference]
+    # NaN is neither below nor above
     for i in np.flatnonzero((new < old) | (new > old)):
         yield table.items[i], Change(metric, float(old[i]), float(new[i]))
 
@@ -121,7 +122,7 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
-        read = [n for n in draws if not np.isnan(value[n])] or draws
+        read = [n for n in draws if not np.isnan(value[n])] or draws  # those that could be read, if any
         chosen = (max if highest else min)(read, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])
 

@@ -78,6 +78,7 @@ def severity_rank(flip: Flip) -> int:
 def _level(share: float) -> str:
     """The first letter for nothing alone, the last for everything alone."""
     last = len(LEVELS) - 1
+    # nothing and everything have the two ends to themselves
     return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
 
 
