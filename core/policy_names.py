@@ -70,6 +70,7 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
     names = {}
     for policy in policies:
         twins = [p for p in policies if first[p] == first[policy]]
+        # fields in which it differs from one of them
         telling = [k for k in fields[policy] if len({fields[t].get(k) for t in twins}) > 1]
         names[policy] = " ".join([first[policy], *(f"{key[-1]}={fields[policy][key]}" for key in telling)])
     return names

@@ -399,6 +399,7 @@ def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
         if arm in (BASE_ARM, reference):
             continue
         wanted = wanted or found
+        # one seed that no arm has serves all of them
         serves = reference == BASE_ARM or found <= own or (len(own) == 1 and not own & found)
         if found != wanted or not serves:
             other = sorted(wanted if found != wanted else own)

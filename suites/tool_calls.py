@@ -110,6 +110,7 @@ def accepts(options: Mapping[str, Mapping[str, Sequence[Any]]], call: Call, *, t
 
 
 def _held(parameters: Mapping[str, Sequence[Any]], given: Mapping[str, Any], typed: bool) -> bool:
+    # what may be left out has "" among what is accepted
     missing = parameters.keys() - given.keys()
     return given.keys() <= parameters.keys() and (
         all("" in parameters[key] for key in missing)

@@ -257,6 +257,7 @@ def _mean_row(arm: str, policy: str, floor: bool, own: Sequence[Displacement]) -
     tokens = sum(row.tokens for row in own)
     mean = sum(row.mean_kl * row.tokens for row in own) / tokens
     top1 = sum(row.same_top1 * row.tokens for row in own) / tokens
+    # of a root of mean squares, the squares have a mean
     rms = (sum(row.rms_dp**2 * row.tokens for row in own) / tokens) ** 0.5
     name = f"{inline(arm)} again (A/A floor)" if floor else inline(arm)
     largest = f"{max(row.max_kl for row in own):.3g}"

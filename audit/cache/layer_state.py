@@ -33,6 +33,7 @@ class LastQueries:
         if places is None:
             self._take_chunk(query, positions, all_fed=bool(real[:, -self._window :].all()))
             return
+        # [R] rows and places: one query of each row that is not padding
         rows, place = places
         all_fed = len(place) == len(positions)
         self._queries[rows, :, place] = query[:, :, 0] if all_fed else query[rows, :, 0]

@@ -153,6 +153,7 @@ class Forecast:
 
     def _scales(self, timed: dict[WorkKind, _Timed], sample: dict[WorkKind, Part]) -> dict[str, float]:
         """By phase: how much longer than the kinds that its own are like they took, where both were timed."""
+        # seconds that were measured, and that they would have been by the kinds they are like
         took, thought = dict[str, float](), dict[str, float]()
         for kind, one in timed.items():
             like = _like(sample[kind], timed) if kind in sample else None

@@ -105,6 +105,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
         recipes[pair] = {name: section["holds"] for name, section in read_recipe(folder)["sections"].items()}
         items |= recipes[pair]["data"]["items_sha256_by_seed"]
     first = next(iter(recipes.values()))
+    # what has to be one and the same, without what each seed has of its own
     seedless = [{name: _without_seed(own[name]) for name in _SHARED} for own in recipes.values()]
     data = [{**own["data"], "items_sha256_by_seed": None} for own in recipes.values()]
     if any(one != seedless[0] for one in seedless) or any(one != data[0] for one in data):

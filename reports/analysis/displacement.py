@@ -88,6 +88,7 @@ def _row(number: int, row: Any) -> Displacement:
         found = set(row) if isinstance(row, dict) else set()
         raise _bad(number, f"keys missing {sorted(ROW_KEYS - found)}, extra {sorted(map(str, found - ROW_KEYS))}")
     for name, wanted in (*((w, str) for w in _WORDS), ("seed", int), ("context_tokens", int), ("floor", bool)):
+        # True is an int too, so not isinstance
         if type(row[name]) is not wanted:
             raise _bad(number, f"{name} is {str(row[name])[:40]!r}, wanted {wanted.__name__}")
     known: dict[str, Any] = {name: row[name] for name in (*_WORDS, "seed", "context_tokens", "floor")}
@@ -130,7 +131,7 @@ def _sequences(number: int, value: Any) -> tuple[list[str], Array, Array]:
             )
     clusters, tokens, means = zip(*value, strict=True)
     lengths = np.array(tokens, dtype=np.float64)
-    return list(clusters), lengths, lengths * np.array(means, dtype=np.float64)
+    return list(clusters), lengths, lengths * np.array(means, dtype=np.float64)  # [S] tokens, [S] nats in all
 
 
 def _bad(number: int, what: str) -> DataError:
@@ -157,5 +158,5 @@ def bootstrap_mean(
 def _with_ratio(row: Displacement, rows: Sequence[Displacement]) -> Displacement:
     own = [f for f in rows if f.floor and (f.suite, f.context_tokens) == (row.suite, row.context_tokens)]
     tokens = sum(f.tokens for f in own)
-    mean = sum(f.mean_kl * f.tokens for f in own) / tokens if tokens else 0.0
+    mean = sum(f.mean_kl * f.tokens for f in own) / tokens if tokens else 0.0  # nats a token
     return replace(row, ratio=row.mean_kl / mean) if mean > 0 and not row.floor else row

@@ -125,6 +125,7 @@ def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[st
         & (records["policy"] == cell.policy)
     ]
     if facet:
+        # what cannot be read of a facet is neither its lowest nor its highest
         read = own[own[FACET_COLUMNS[facet.name]] != UNREAD]
         own = read.assign(score=read[FACET_COLUMNS[facet.name]] == facet.wanted)
     return own.sort_values(["score", "sample_index"], ascending=[cell == loss.candidate, True]).iloc[0]

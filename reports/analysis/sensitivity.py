@@ -194,12 +194,14 @@ def _joint(known: Sequence[Known], found: Sequence[Reading | None]) -> list[floa
     for i, (k, r) in enumerate(zip(known, found, strict=True)):
         clusters = k.clusters if r is None or r.clusters is None else r.clusters
         groups.setdefault((k.decision.suite, k.decision.context_tokens, clusters.tobytes()), []).append(i)
+    # this method left every value as it was declared
     if all(r is None or r.values is None for r in found):
         return joint
     tables = [
         (np.array([_values(known[i], found[i]) for i in members]), np.frombuffer(key[2], dtype=np.int64))
         for key, members in groups.items()
     ]
+    # p-values come back group by group
     order = [i for members in groups.values() for i in members]
     for i, pvalue in zip(order, max_t_groups(tables).pvalues, strict=True):
         joint[i] = float(pvalue)

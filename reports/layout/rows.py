@@ -40,6 +40,7 @@ def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
     shares |= {"margin": decision.margin if decision else None, "churn": one.churn}
     shares |= {f"recipe_{end}": getattr(recipe, end, None) for end in ("low", "high")}
     return {
+        # the place fills the first columns
         **dict(zip(CONTRAST_COLUMNS, one.place, strict=False)),
         **{name: None if share is None else _POINTS * share for name, share in shares.items()},
         "gated": bool(decision and decision.gated),

@@ -168,6 +168,7 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
     grid = data.spec.evaluate
     asked = [([suite], SCORE, grid.contexts_of(suite)) for suite in grid.suites]
     if len(asked) > 1 and len({lengths for *_, lengths in asked}) == 1:
+        # all suites together, where they were asked at the same lengths
         asked.append((list(grid.suites), SCORE, asked[0][2]))
     for name in facets_of(data.records):
         suite, facet = facet_of(name)
@@ -175,7 +176,7 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
     tables = [_items(run.records) for run in (data, baseline) if run is not None]
     samples = int(data.records["sample_index"].max()) + 1
     for suites, metric, lengths in asked:
-        short, *longer = sorted(lengths)
+        short, *longer = sorted(lengths)  # each longer one against the shortest
         found = (_length(suites, metric, (short, long), tables, samples) for long in longer)
         yield from (length for length in found if length is not None)
 

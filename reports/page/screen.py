@@ -110,6 +110,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
     if not engines or any(not sides.is_engine(policy) and policy != DENSE_POLICY for policy in sides.policies):
         engines.append("kvaudit's cache")
+    # of each suite as its largest cell was asked
     items = Counter[str]()
     for cell in findings.drift.cells:
         items[cell.suite] = max(items[cell.suite], cell.n_items)

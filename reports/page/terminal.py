@@ -111,6 +111,7 @@ def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:
         if len(times) < len(open_):
             yield f"{suite}: more rows are unlikely to"
             continue
+        # what is asked now is there already
         rows = (max(times) - 1) * max(d.effect.n_items for d in own if d.effect)
         minutes = max(1, round(rows * seconds / 60))
         yield f"{suite}: {rows} rows more, about {minutes} minute{'s' * (minutes > 1)}"

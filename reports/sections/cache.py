@@ -40,6 +40,7 @@ class CacheSection(Section[tuple[Use, ...]]):
             row += [times(use.allocated_share), percent(use.retention) if use.is_shown else NOT_SHOWN]
             for role in roles:
                 known = [(c.survival[role], c.n_samples) for c in own if role in c.survival]
+                # a cell counts by its samples
                 total = sum(n for _, n in known)
                 row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
             rows.append(row)

@@ -137,7 +137,7 @@ class ConcentrationSection(Section[Losses]):
 def _cell(found: BothSides, name: CellName) -> CellConcentration:
     z = found.difference
     by_template = concentration_of(z, np.array(found.templates, dtype=object).astype(str))
-    worst = [i for i in np.argsort(z, kind="stable") if z[i] < 0][:MOST_ITEMS]
+    worst = [i for i in np.argsort(z, kind="stable") if z[i] < 0][:MOST_ITEMS]  # the most lost first
     lost = [entry for entry in by_template.clusters if entry.losses > 0]
     return CellConcentration(
         cell=name,

@@ -162,7 +162,7 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
     plain = drift.comparison.uncompressed_of(family.policies[0])
     dense = [CellKey(arm, seed, plain) for seed, _ in pairs]
     known = [cell for cell in dense if cell in panel.scores]
-    rate = float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None
+    rate = float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None  # over seeds
     blank = DoseCurve("budget", arm, family.name, panel.suite, panel.context_tokens, uncompressed=rate, reason=reason)
     if scores is None:
         return blank
@@ -320,6 +320,7 @@ def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Dra
 def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCurve]) -> None:
     cleared = {(s.axis, s.arm, s.family, s.suite, s.context_tokens): s.cleared for s in value.cleared if s.cleared}
     doses = curves[0].doses
+    # marks of one dose stand beside each other, curve by curve
     spread = _APART * (doses[-1].x - doses[0].x)
     for i, curve in enumerate(curves):
         hue, marker, style = colour(decided.comparison.arms, curve.arm)
@@ -332,6 +333,7 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
         last = cleared.get((curve.axis, curve.arm, curve.family, curve.suite, curve.context_tokens))
         for dose in curve.doses:
             if dose.amount == last:
+                # above every rate: the last dose that is cleared
                 panel.plot([dose.x + shift], [105], marker="v", color=hue, markersize=6)
     own = next((c for c in curves if c.arm == decided.comparison.reference), None)
     if own is not None:
@@ -357,6 +359,7 @@ def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
         return
     ends = curve.doses[0].x, curve.doses[-1].x
     aside = 0.09 * (ends[1] - ends[0])
+    # a larger budget is safe with it, on the other axis a smaller dose
     low, high = (place, ends[1] + aside) if curve.axis == "budget" else (ends[0] - aside, place)
     panel.axvspan(low, high, color=GAIN, alpha=0.13, linewidth=0)
 

@@ -103,6 +103,7 @@ class SeedsSection(Section[Spreads]):
         panel.axvline(0, color=UNDECIDED, linewidth=0.8)
         panel.set_yticks(range(len(found)), [inline(place_name(decided.comparison, s.cell)) for s in found])
         panel.set_ylim(len(found) - 0.5, -0.5)
+        # room on the right for the words
         panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
         panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
         quiet(panel)

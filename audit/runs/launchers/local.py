@@ -43,6 +43,7 @@ def idle_cores() -> int:
     idle, total = _cpu_times()
     time.sleep(SAMPLE_SECONDS)
     idle_later, total_later = _cpu_times()
+    # of the whole machine, of which this process may be given a part
     share = (idle_later - idle) / max(1, total_later - total)
     return max(1, min(cores, round(share * (os.cpu_count() or cores))))
 

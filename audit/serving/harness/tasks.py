@@ -91,6 +91,7 @@ def results(document: dict[str, Any], answers: Sequence[Any]) -> dict[str, float
     answer = answers[0]
     if document["options"]:
         worth = suite.weigh(item, [logprob for logprob, _greedy in answers])
+        # the option that weighs most is the answer
         answer = document["options"][max(range(len(worth)), key=worth.__getitem__)]
     grade = graded(suite, item, (*item.messages, Message(Role.ASSISTANT, answer)), "stop")
     facets = {name: float(value) for name, value in grade.facets.items() if value is not None}

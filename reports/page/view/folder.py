@@ -129,6 +129,7 @@ class RunView:
             "metrics": [_metric(name) for name in metrics],
             "lost": LOST,
             "items": self._item_columns(shaded),
+            # by columns, which is smaller than by rows
             "flips": {
                 "key": [flip_key(f.kind, f.suite, f.context_tokens, f.item, f.candidate) for f in flips],
                 "kind": [kinds[flip.kind] for flip in flips],

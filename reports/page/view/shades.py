@@ -50,6 +50,7 @@ class ItemShades:
         if not self._pieces:
             self._pieces, self._roles = pieces, roles
         ours, theirs = zip(self._pieces, self._roles, strict=True), zip(pieces, roles, strict=True)
+        # tokens that it begins with, as the first answer does
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
         self._answers[number] = {
             "same": same,
