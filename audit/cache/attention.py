@@ -108,7 +108,7 @@ def grouped_attention(
     value: Tensor,
     visible: Tensor | None,
     scaling: float,
-    sink_logits: Tensor | None = None,  # query heads of a KV head
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention with grouped queries, keys never repeated.
 
@@ -118,7 +118,7 @@ def grouped_attention(
     if sink_logits is not None:
         return _beside_sinks(query, key, value, visible, scaling, sink_logits)
     batch, heads, length, size = query.shape
-    groups = heads // key.shape[1]
+    groups = heads // key.shape[1]  # query heads of a KV head
     if visible is not None and groups > 1 and length >= MANY:
         return _many_queries(query, key, value, visible, scaling)
     packed = query.reshape(batch, key.shape[1], groups * length, size)  # [B, H, G*Q, D]: as queries of one head

@@ -167,7 +167,6 @@ class CachedLayer:
         most = now.longest // selector.unit + 1  # units there are by now
         chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
         # a row that is fed nothing sees everything: its output is never used, but must stay finite
-        # [B, A, 1, K]
         visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
         out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
         return out, units

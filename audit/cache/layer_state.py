@@ -44,8 +44,8 @@ class LastQueries:
             query, positions = query[:, :, -self._window :], positions[:, -self._window :]
         before, known = self.of(slice(None))
         queries, at = torch.cat([before, query], 2), torch.cat([known, positions], 1)  # [B, N, W + Q, D], [B, W + Q]
-        # a stable sort moves absent queries to the front and keeps the others in order: [B, W]
-        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]
+        # a stable sort moves absent queries to the front and keeps the others in order
+        order = torch.sort((at >= 0).int(), dim=1, stable=True).indices[:, -self._window :]  # [B, W]
         self._positions = at.gather(1, order)
         # from this order into the ring
         back = (torch.arange(self._window, device=at.device) - self._next()[:, None]) % self._window

@@ -105,7 +105,6 @@ class Pins:
 
     def runs(self) -> list[tuple[tuple[int, int], ...]]:
         """Every row's pinned positions, as runs from their first to behind their last."""
-        # [B, T + 1]
         edges = torch.nn.functional.pad(self._at.int(), (1, 1)).diff(dim=1)  # 1 where a run begins, -1 behind it
         return [
             tuple(zip((own > 0).nonzero()[:, 0].tolist(), (own < 0).nonzero()[:, 0].tolist(), strict=True))
