@@ -35,10 +35,19 @@ _OWN = ("cluster", "facet", "scorer")
 _LIMITS = ("time_limit", "working_limit", "token_limit", "cost_limit", "early_stopping")
 _NOT_SERVED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "top_k", "response_schema", "logprobs", "top_logprobs"),
-    *("num_choices", "best_of", "reasoning_effort", "reasoning_tokens"),
+    *("reasoning_effort", "reasoning_tokens"),
 )
+_OF_ONE = ("num_choices", "best_of")  # served where one is asked for
 _TRIED_TWICE = 20  # samples that must be asked alike both times
 _NEEDED = "inspect suites need a package more: pip install 'kvaudit[inspect]'"
+
+
+def unserved(config: Any) -> list[str]:
+    """The settings of a ``GenerateConfig`` that ask for what our sampler cannot do."""
+    asked = config.model_dump()
+    # 0 and False ask for nothing; 1 does of a penalty, and True of log-probs
+    wrong = [name for name in _NOT_SERVED if asked.get(name) not in (None, False)]
+    return wrong + [name for name in _OF_ONE if asked.get(name) not in (None, 1)]
 
 
 class InspectName(NamedTuple):
@@ -349,7 +358,7 @@ class _Generate:
 
     def _prompt(self, state: Any, config: Any) -> Prompt:
         label = self.of.asked.label
-        if wrong := [name for name in _NOT_SERVED if config.model_dump().get(name) not in (None, False, 1)]:
+        if wrong := unserved(config):
             raise SpecError(f"{label} sets {wrong[0]}, which this sampler cannot do; leave it out")
         if config.system_message:
             raise SpecError(f"{label} sets system_message in its config; put it in with the solver system_message")

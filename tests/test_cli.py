@@ -374,12 +374,12 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
     end_on_sigterm()
     monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.train", interrupt)
     try:
-        got, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--limit", 2)
+        got, _, err = kvaudit("run", spec, "--out", tmp_path / "my run", "--limit", 2)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert got == code
-    assert err == f"{word}; continue with: kvaudit run {spec} --out {tmp_path / 'run'} --limit 2 --resume\n"
+    assert err == f"{word}; continue with: kvaudit run {spec} --out '{tmp_path / 'my run'}' --limit 2 --resume\n"
 
 
 def test_a_crash_is_not_dressed_up_as_the_users_fault(

@@ -80,8 +80,11 @@ def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
         config = GenerateConfig(max_tokens=8)
         found = await asyncio.gather(*(model.generate(asked, config=config) for _ in range(3)))
         assert all(output.usage.output_tokens <= 8 for output in found)
-        with pytest.raises(AuditError, match="top_k is set"):
-            await model.generate(asked, config=GenerateConfig(top_k=3))
+        for name, value in (("top_k", 1), ("presence_penalty", 1.0), ("logprobs", True), ("num_choices", 2)):
+            with pytest.raises(AuditError, match=f"{name} is set"):
+                await model.generate(asked, config=GenerateConfig(**{name: value}))
+        nothing = GenerateConfig(max_tokens=8, num_choices=1, presence_penalty=0.0, logprobs=False)
+        assert (await model.generate(asked, config=nothing)).completion == found[0].completion
         return [output.completion for output in found]
 
     first, *others = asyncio.run(several())

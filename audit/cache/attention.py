@@ -112,7 +112,8 @@ def grouped_attention(
 ) -> Tensor:
     """Softmax attention with grouped queries, keys never repeated.
 
-    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [1 or B, 1, H or G*H, Q, K] or None for all.
+    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B, H, Q, K] or None for all, with 1 for B
+    where rows are alike, and 1 or G*H for H.
     Every query must see something. Returns [B, G*H, Q, D].
     """
     if sink_logits is not None:

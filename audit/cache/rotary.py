@@ -30,7 +30,7 @@ class Rotary:
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """``x`` [B, H, N, D] turned by ``by`` positions [B, N] (integers, negative takes a rotation back)."""
-        angle = (by[:, None, :, None].to(torch.float64) * self._frequencies).to(torch.float64)  # [B, 1, N, F] radians
+        angle = by[:, None, :, None].to(torch.float64) * self._frequencies  # [B, 1, N, F] radians
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         half = len(self._frequencies)
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]  # F, F and D - 2F channels

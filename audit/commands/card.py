@@ -74,7 +74,7 @@ def card(
 
     Without an option the disclosure is printed. Exits with 3 where a card says other than its run.
     """
-    with user_errors(f"kvaudit card {run}"):
+    with user_errors("kvaudit", "card", run):
         if recipe or other is not None:
             if not recipe or any((into, check, hub, benchmark, arm, gate_file, waivers, on_inconclusive)):
                 raise SpecError("two runs are compared by --recipe, which stands alone; leave out the other options")

@@ -115,7 +115,7 @@ def check(
     )
     # how to go on with it, should it be stopped
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
-    with user_errors(shlex.join(["kvaudit", *words])):
+    with user_errors("kvaudit", *words):
         raise typer.Exit(check_served(asking, out, threads, resume=resume)[1])
 
 

@@ -95,8 +95,12 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def user_errors(hint: str = "") -> Iterator[None]:
-    """Print what the user can mend as one line on stderr and exit with 2; ctrl-C and SIGTERM print how to go on."""
+def user_errors(*command: object) -> Iterator[None]:
+    """Print what the user can mend as one line on stderr and exit with 2; ctrl-C and SIGTERM print how to go on.
+
+    ``command`` is what goes on, word by word: it is printed as a shell reads it.
+    """
+    hint = shlex.join(map(str, command))
     try:
         yield
     except AuditError as error:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.text import guide
-
-if TYPE_CHECKING:
-    pass
 
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
 _OURS = (

@@ -24,7 +24,7 @@ def displace(
 
     They are compared on the reference's own answers. `report` shows it, and no gate goes by it.
     """
-    with user_errors(f"kvaudit replay displace {run}"):
+    with user_errors("kvaudit", "replay", "displace", run):
         from rich.console import Console
 
         from kvaudit.audit.again.displace import Displace

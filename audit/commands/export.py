@@ -17,7 +17,7 @@ def export(run: Run, *, out: Annotated[Path, option(help="The folder of the logs
 
     Every finished unit becomes a `.eval` file.
     """
-    with user_errors(f"kvaudit harness export {run} --out {out}"):
+    with user_errors("kvaudit", "harness", "export", run, "--out", out):
         try:
             from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:

@@ -45,7 +45,7 @@ def gate(
 
     0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE.
     """
-    with user_errors("" if pin else f"kvaudit gate {run[0]}"):
+    with user_errors(*([] if pin else ["kvaudit", "gate", run[0]])):
         if pin:
             from kvaudit.audit.commands.pin import write_pin
 

@@ -27,7 +27,8 @@ def guard(run: Run, *, guard: Guards = None, plugin: Plugins = None) -> None:
 
     What it blocks is kept beside the run's records.
     """
-    with user_errors(f"kvaudit grade guard {run}" + "".join(f" --guard {text}" for text in guard or ())):
+    words = [word for text in guard or () for word in ("--guard", text)]
+    with user_errors("kvaudit", "grade", "guard", run, *words):
         from kvaudit.audit.runs.folder import begun_run
         from kvaudit.audit.runs.names import load_plugins
 

@@ -40,8 +40,8 @@ def judge(
     The judged run is another folder: nothing is sampled, and the run stays as it is. Without --judge suites grade as
     they do now.
     """
-    words = (f"--out {out}" if out else "", f"--judge {by}" if by else "")
-    with user_errors(" ".join(("kvaudit grade judge", str(run), *filter(None, words)))):
+    words = [word for name, value in (("--out", out), ("--judge", by)) if value for word in (name, value)]
+    with user_errors("kvaudit", "grade", "judge", run, *words):
         from kvaudit.audit.runs.names import load_plugins
 
         if card and by is None:

@@ -122,8 +122,11 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
         return f"{name}: {d.status.value} with {has}"
     needed = [templates_for(row.contrast, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
     if None in needed:
-        past = d.effect.estimate <= -d.margin
-        why = "the drop is past the margin already" if past else "not even forty times as many templates would"
+        why = "not even forty times as many templates would"
+        if any(len(row.contrast.sums) != 1 for row in cell.rows):
+            why = "of suites combined no number is worked out"
+        elif d.effect.estimate <= -d.margin:
+            why = "the drop is past the margin already"
         return f"{name}: {d.status.value} with {has}; {why}"
     most = max(count for count in needed if count is not None)
     items = round(most * d.effect.n_items / d.effect.n_clusters)

@@ -50,9 +50,9 @@ def probe(
 
     The items are those of a plan, in long and short contexts. `compare` tells one probe from a later one.
     """
-    words = ["kvaudit probe", str(plan), *([f"--base-url {base_url}"] if base_url else [])]
-    words += [f"{name} {value}" for name, value in (("--out", out), ("--limit", limit)) if value]
-    with user_errors(" ".join([*words, "--resume"])):
+    named = (("--base-url", base_url), ("--out", out), ("--limit", limit))
+    words = [word for name, value in named if value for word in (name, value)]
+    with user_errors("kvaudit", "probe", plan, *words, "--resume"):
         folder = plan
         if not plan.is_dir():
             asked = _asked(plan, limit, tuple(plugin or ()))

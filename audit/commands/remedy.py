@@ -37,8 +37,8 @@ def remedy(
 
     What fails under a gated policy is served again under others, each with what it costs.
     """
-    words = "".join(f" --policy {text}" for text in policy or ())
-    with user_errors(f"kvaudit replay remedy {run}{words}"):
+    words = [word for text in policy or () for word in ("--policy", text)]
+    with user_errors("kvaudit", "replay", "remedy", run, *words):
         from kvaudit.audit.commands.run import Options, reopened, served_again
         from kvaudit.audit.policies.remedy import parse_remedy
         from kvaudit.audit.runs.folder import begun_run

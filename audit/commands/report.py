@@ -34,7 +34,7 @@ def report(
     run: Run, *, gate_file: GateFile = None, waivers: Waivers = None, on_inconclusive: OnInconclusive = None
 ) -> None:
     """Write a run's report again from its records."""
-    with user_errors(f"kvaudit report {run}"):
+    with user_errors("kvaudit", "report", run):
         asked = asked_of(gate_file, waivers, on_inconclusive)
         check_checkpoints(run)
         say_unfinished(run)

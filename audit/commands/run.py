@@ -101,7 +101,7 @@ def run(
         launcher=launcher,
         anyway=anyway,
     )
-    with user_errors(_how_to_go_on(spec, out, limit, only=only, join=join)):
+    with user_errors(*_how_to_go_on(spec, out, limit, only=only, join=join)):
         if join:
             of_a_new_run = {"--limit": limit, "--workers": workers, "--launcher": launcher != HERE, "--anyway": anyway}
             _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **of_a_new_run})
@@ -115,14 +115,14 @@ def run(
             _work_on_phase(only, spec, out, options, resume=resume)
 
 
-def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> str:
+def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> list[str]:
     """The command that goes on where this one was stopped; joining and evaluating begin where the run is anyway."""
     if join:
-        return f"kvaudit run --join {spec}"
+        return ["kvaudit", "run", "--join", str(spec)]
     words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec)]
     words += ["--out", str(out)] if out else []
     words += ["--limit", str(limit)] if limit else []
-    return " ".join([*words, *([] if only == "evaluate" else ["--resume"])])
+    return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
 def _refuse(way: str, given: Mapping[str, object]) -> None:

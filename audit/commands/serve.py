@@ -35,7 +35,7 @@ def serve(
 
     Checkpoints are served under any policy: a client asks for NAME@POLICY.
     """
-    with user_errors("kvaudit serve MODEL"):
+    with user_errors("kvaudit", "serve", "MODEL"):
         paths, aliases = pairs(models), dict(_pair(text, "--alias") for text in alias or ())
         try:
             import uvicorn

@@ -28,7 +28,7 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 
     They stand side by side, each with what the cache still held of its prompt.
     """
-    with user_errors(f"kvaudit view {run} --shade {shade}"):
+    with user_errors("kvaudit", "view", run, "--shade", shade):
         from kvaudit.reports.drift.comparison import comparison_of
         from kvaudit.reports.page.view.folder import RunView
         from kvaudit.reports.records.load import load_run

@@ -197,7 +197,8 @@ class OwnEngine:
         size = batch.size
         for job in others:
             size = size.plus(job)
-        return batch.rows + size.rows < _MOST_ROWS and size.fits(self._next[0], self._batch_tokens)
+        ever = batch.rows + sum(job.asked.choices for job in (*others, self._next[0]))
+        return ever <= _MOST_ROWS and size.fits(self._next[0], self._batch_tokens)
 
 
 def _wanted(jobs: Sequence[_Job]) -> list[_Job]:

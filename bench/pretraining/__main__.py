@@ -30,7 +30,7 @@ def pretrain(
     resume: Resume = False,
 ) -> None:
     """Train the small model that ships with the package, or a larger one, from procedural text."""
-    with user_errors(f"python -m bench.pretraining --out {out} --size {size} --seed {seed} --resume"):
+    with user_errors("python", "-m", "bench.pretraining", "--out", out, "--size", size, "--seed", seed, "--resume"):
         _train(out, size=size, seed=seed, steps=steps, resume=resume)
 
 

@@ -27,12 +27,9 @@ from kvaudit.audit.serving.engine import OwnEngine
 from kvaudit.audit.serving.wire import ChatRequest
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
+from kvaudit.suites.inspect_plan import unserved
 
 _TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
-_NOT_SERVED = (
-    *("frequency_penalty", "presence_penalty", "logit_bias", "top_k", "response_schema", "logprobs", "top_logprobs"),
-    *("num_choices", "best_of", "reasoning_effort", "reasoning_tokens"),
-)
 _NAME = "served"
 
 
@@ -96,7 +93,7 @@ def kvaudit() -> type[ModelAPI]:
 
 def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
     """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
-    if wrong := [name for name in _NOT_SERVED if config.model_dump().get(name) not in (None, False, 1)]:
+    if wrong := unserved(config):
         raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
     return ChatRequest(
         model=model,
