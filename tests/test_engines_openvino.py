@@ -333,7 +333,7 @@ def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path)
 def test_a_precision_that_the_processor_lacks_is_said(
     settings: dict[str, str], computes: list[str], named: str | None
 ) -> None:
-    from kvaudit.audit.engines.inside.openvino_inside import _check_computes
+    from kvaudit.audit.engines.inside.openvino_properties import _check_computes
 
     with nullcontext() if named is None else pytest.raises(ValueError, match=named):
         _check_computes("CPU", computes, settings)

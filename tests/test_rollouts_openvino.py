@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +21,7 @@ from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer, digest, weights_of
+from kvaudit.audit.engines.handover import Handover
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -159,6 +164,30 @@ def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting:
     assert float(replayed.norm() / dense.norm()) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("KV_CACHE_PRECISON=u4", "^engine openvino refuses: ValueError: device CPU has no property KV_CACHE_PRECISON$"),
+        ("KV_CACHE_PRECISION=u4,KEY_CACHE_QUANT_MODE=BY_HEAD", "Expected AUTO/BY_CHANNEL/BY_TOKEN"),
+    ],
+)
+def test_a_property_is_refused_as_it_is_where_the_engine_serves(
+    here: World, tmp_path: Path, setting: str, words: str
+) -> None:
+    for start in (started, lambda *given: given[0].start(given[1], given[2])):
+        with pytest.raises(EngineFailed, match=words):
+            start(here, f"openvino:{setting}", tmp_path)
+
+
+def test_a_property_that_the_device_does_not_list_is_taken_where_it_serves_by_it(here: World, tmp_path: Path) -> None:
+    by_token = f"{U4},KEY_CACHE_QUANT_MODE=BY_TOKEN"
+    with here.start(by_token, tmp_path) as session:
+        served = session.answer(here.asked)
+    found = drawn(here, by_token, tmp_path)
+    assert [one.ids for one in found] == [one.ids for one in served]
+    assert [sum(one.logprobs) for one in found] == pytest.approx([one.logprob for one in served], abs=1e-3)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +289,44 @@ def test_an_engine_that_dies_is_started_again(
 
     monkeypatch.setattr(WorkedDrawer, "draw", dying)
     assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from test_rollouts_openvino import settings, silent
+from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.training import grpo
+torch.set_num_threads(1)
+ask, pushes = WorkedSession.ask, []
+def kills(self, rows, doing):
+    pushes.extend(row for row in rows if "push" in row)
+    if len(pushes) == 3:  # those that it starts with, and those of two steps
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ask(self, rows, doing)
+WorkedSession.ask = kills
+grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent)
+"""
+
+
+def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_what_a_living_one_has_is_not(
+    here: World, arms: dict[str, Path], tmp_path: Path
+) -> None:
+    root, out, place = Path(__file__).parent, tmp_path / "smd", tmp_path / "smd" / "logs" / "engines"
+    living = Handover(place)
+    (living.path / "weights.npz").write_bytes(b"of another")
+    path = os.pathsep.join([str(root), str(root.parent)])
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(out)], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
+    assert (left / "weights.npz").stat().st_size > 1e6
+    assert same(grpo.train(settings(arm="smd"), here.model, out, silent), arms["smd"])
+    assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
+    assert (living.path / "weights.npz").read_bytes() == b"of another"
+    living.remove()
+    assert not living.path.exists()
 
 
 def test_an_engine_that_dies_again_and_again_is_one_line(

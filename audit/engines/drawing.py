@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import Asked, Drawer, Drawn
+from kvaudit.audit.engines.base import Asked, Drawer, Drawn, Work
+from kvaudit.audit.engines.handover import Handover
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.core.errors import RunError
 
@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 class WorkedDrawer(Drawer):
     """An engine in a worker that answers pushes and requests; see ``inside/openvino_rollouts_inside.py``.
 
-    ``known`` are the weights that it was started with. Files of weights, keys and values are handed over in a folder
-    of its own, which goes with it.
+    It was started with the weights of ``work``. Files of weights, keys and values are handed over in a folder of its
+    own beside its log, which goes with it.
     """
 
-    def __init__(self, session: WorkedSession, who: str, known: Mapping[str, Tensor], *, exact: bool) -> None:
+    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool) -> None:
         self.described, self.shows, self.exact = session.described, True, exact
         self._session, self._who, self._pushed = session, who, ""
-        self._folder = tempfile.TemporaryDirectory(prefix="kvaudit-rollouts-")
         try:
-            self._push(known, known=True)
+            self._handover = Handover(work.log.parent)
+        except BaseException:
+            session.stop()
+            raise
+        try:
+            self._push(weights_of(work.model.model), known=True)
         except BaseException:
             self.stop()
             raise
@@ -44,7 +48,7 @@ class WorkedDrawer(Drawer):
         self._push(weights, known=False)
 
     def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
-        path, kept = Path(self._folder.name) / "written.npz", min(keep, len(asked)) if self.shows else 0
+        path, kept = self._handover.path / "written.npz", min(keep, len(asked)) if self.shows else 0
         rows = [
             {**one._asdict(), "messages": None, "keep": str(path) if n < kept else None} for n, one in enumerate(asked)
         ]
@@ -60,15 +64,10 @@ class WorkedDrawer(Drawer):
 
     def stop(self) -> None:
         self._session.stop()
-        self._folder.cleanup()
+        self._handover.remove()
 
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
-        import numpy as np
-
-        path = Path(self._folder.name) / "weights.npz"
-        arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
-        np.savez(path, **arrays)  # type: ignore[arg-type]  # every name is a name of a weight
-        self._pushed = digest(arrays)
+        path, self._pushed = self._written(weights)
         (said,) = self._session.ask([{"push": str(path), "known": known}], "it took weights")
         path.unlink()
         if said.get("sha256") != self._pushed:
@@ -76,6 +75,15 @@ class WorkedDrawer(Drawer):
                 f"engine {self._who} holds weights {str(said.get('sha256'))[:12]!r} after a push of "
                 f"{self._pushed[:12]}: it would draw by others than the learner has; see its log"
             )
+
+    def _written(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
+        """A file of weights as the engine reads them, and the sha256 by which it says that it holds them."""
+        import numpy as np
+
+        path = self._handover.path / "weights.npz"
+        arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
+        np.savez(path, **arrays)  # type: ignore[arg-type]  # every name is a name of a weight
+        return path, digest(arrays)
 
     def _drawn(self, row: Mapping[str, Any], asked: Asked, written: tuple[Tensor, Tensor] | None) -> Drawn:
         """A reply as a rollout; raises RunError for one without a log-prob for every token."""

@@ -127,10 +127,10 @@ class OpenVino(Engine):
 
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
-        from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
+        from kvaudit.audit.engines.drawing import WorkedDrawer
 
         session = cls._worker(settings, work, _DRAWING, "openvino_rollouts_inside.py")
-        return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get(_HINT) == "f32")
+        return WorkedDrawer(session, cls.name, work, exact=settings.get(_HINT) == "f32")
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:

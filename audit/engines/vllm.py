@@ -67,7 +67,7 @@ class Vllm(ServedEngine):
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
         """See ``Engine.drawer``: its engine in one process, under the server's own flags."""
-        from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
+        from kvaudit.audit.engines.drawing import WorkedDrawer
 
         weights = served_folder(work, cls.name)
         # the log-probs of what was drawn, at the temperature that it was drawn at
@@ -75,7 +75,7 @@ class Vllm(ServedEngine):
         setup = {"folder": str(weights.path), "flags": own, "environment": _environment(settings, work)}
         python = python_of(work.part.python, cls.name)
         session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights.origin)
-        return WorkedDrawer(session, cls.name, weights_of(work.model.model), exact=settings.get("dtype") == "float32")
+        return WorkedDrawer(session, cls.name, work, exact=settings.get("dtype") == "float32")
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:

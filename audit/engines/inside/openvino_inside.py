@@ -8,9 +8,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+from kvaudit.audit.engines.inside.openvino_properties import check_properties
+
 _SCHEDULER = ("cache_size", "max_num_batched_tokens", "dynamic_split_fuse", "num_kv_blocks", "enable_prefix_caching")
 _EVICTION = ("start_size", "recent_size", "max_cache_size", "aggregation_mode", "apply_rotation", "snapkv_window_size")
-_HINT = "INFERENCE_PRECISION_HINT"
 _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # a setting of theirs is NAME.FIELD
 
 
@@ -26,8 +27,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     _set_eviction(scheduler, settings)
     _set_sparse_prefill(scheduler, settings)
     core = ov.Core()
-    _check_known(core, device, settings)
-    _check_computes(device, core.get_property(device, "OPTIMIZATION_CAPABILITIES"), settings)
+    check_properties(core, device, settings)
     properties = {name: _number(value) for name, value in settings.items()}
     properties["INFERENCE_NUM_THREADS"] = setup["threads"]
     pipeline = genai.ContinuousBatchingPipeline(setup["folder"], scheduler, device, properties)
@@ -38,38 +38,6 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
         **{name: str(value) for name, value in properties.items()},
     }
     return description, lambda rows: _answered(pipeline, rows)
-
-
-def _check_known(core: Any, device: str, settings: dict[str, str]) -> None:
-    """Raise ValueError for what the device does not take.
-
-    It lists most of its properties; others, such as KEY_CACHE_QUANT_MODE, it only takes, and checks: it is given them
-    with a model of one operation, for which that costs nothing.
-    """
-    nothing = ov.opset13.parameter([1], ov.Type.f32)
-    trial = ov.Model([ov.opset13.relu(nothing)], [nothing])
-    for name in sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES"))):
-        try:
-            core.compile_model(trial, device, {name: settings[name]})
-        except RuntimeError as error:
-            said = str(error).strip().splitlines()[-1]
-            unknown = "Unsupported property" in said
-            raise ValueError(f"device {device} has no property {name}" if unknown else said) from None
-
-
-def _check_computes(device: str, computes: list[str], settings: dict[str, str]) -> None:
-    """Raise ValueError for a precision that the device lacks.
-
-    It would compute in f32 and not say so; a cache in bf16 fails at the first prompt with a line of its source.
-    """
-    asked = {name: value for name, value in settings.items() if value == "bf16"}
-    if settings.get(_HINT) == "f16":
-        asked[_HINT] = "f16"
-    for name, value in asked.items():
-        if {"bf16": "BF16", "f16": "FP16"}[value] not in computes:
-            raise ValueError(
-                f"{name} is {value}, which device {device} does not compute in here ({', '.join(computes)}); take f32"
-            )
 
 
 def _set_eviction(scheduler: Any, settings: dict[str, str]) -> None:

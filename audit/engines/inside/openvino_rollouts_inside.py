@@ -18,6 +18,8 @@ import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
+from kvaudit.audit.engines.inside.openvino_properties import check_properties
+
 _BLOCK = 32  # tokens of a block of the cache
 _AT_ONCE = 2048  # tokens of prompts in one forward
 _GIB = 1 << 30
@@ -28,9 +30,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     settings, device = dict(setup["settings"]), setup["device"]
     space = float(settings.pop("cache_size", 2))
     core = ov.Core()
-    unknown = sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES")))
-    if unknown:
-        raise ValueError(f"device {device} has no property {', '.join(unknown)} that rollouts could be drawn under")
+    check_properties(core, device, settings)
     properties = {**settings, "INFERENCE_NUM_THREADS": setup["threads"]}
     model = _Served(core, setup["folder"], device, properties, space, setup["at_once"])
     description = {

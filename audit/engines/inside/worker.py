@@ -9,7 +9,8 @@
     python worker.py FILE
 
 FILE has ``start(setup) -> (description, answer)``. This is run by its path in an environment that need not hold
-kvaudit, so neither file imports anything of it. Whatever an engine prints goes to stderr.
+kvaudit, so of all its modules those beside this one are there, and none but them. Whatever an engine prints goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 
@@ -41,12 +43,22 @@ def answer_lines(path: str) -> None:
 
 
 def _loaded(path: str) -> Any:
+    _show_files_beside()
     spec = importlib.util.spec_from_file_location("engine_inside", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _show_files_beside() -> None:
+    """Have the files of this folder found by their full names, as packages in which there is nothing else."""
+    names = ("kvaudit", "kvaudit.audit", "kvaudit.audit.engines", "kvaudit.audit.engines.inside")
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = []
+    sys.modules[names[-1]].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
 
 if __name__ == "__main__":
