@@ -151,6 +151,7 @@ class Engine:
     compresses: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     uncompressed: ClassVar[Settings] = {}
     always: ClassVar[Settings] = {}
+    undrawn: ClassVar[str] = ""  # why training draws no rollouts from it, where there is more to say
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
@@ -196,7 +197,8 @@ class Engine:
         # the one here only raises: an engine that draws has its own
         own = Engine.drawer.__func__  # type: ignore[attr-defined]
         drawing = (name for name, one in ENGINES.all().items() if one.drawer.__func__ is not own)  # type: ignore[attr-defined]
-        raise SpecError(f"engine {cls.name} draws no rollouts for training; known: {', '.join(drawing)}")
+        why = f" ({cls.undrawn})" if cls.undrawn else ""
+        raise SpecError(f"engine {cls.name} draws no rollouts for training{why}; known: {', '.join(drawing)}")
 
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:

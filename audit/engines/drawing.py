@@ -30,8 +30,8 @@ class WorkedDrawer(Drawer):
     own beside its log, which goes with it.
     """
 
-    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool) -> None:
-        self.described, self.shows, self.exact = session.described, True, exact
+    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool, shows: bool = True) -> None:
+        self.described, self.shows, self.exact = session.described, shows, exact
         self._session, self._who, self._pushed = session, who, ""
         try:
             self._handover = Handover(work.log.parent)
@@ -67,7 +67,13 @@ class WorkedDrawer(Drawer):
         self._handover.remove()
 
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
-        path, self._pushed = self._written(weights)
+        try:
+            path, self._pushed = self._written(weights)
+        except OSError as error:
+            raise RunError(
+                f"the weights for engine {self._who} cannot be written into {str(self._handover.path)!r} "
+                f"({error.strerror}); make room there, and start the run again: what is saved stays"
+            ) from None
         (said,) = self._session.ask([{"push": str(path), "known": known}], "it took weights")
         path.unlink()
         if said.get("sha256") != self._pushed:

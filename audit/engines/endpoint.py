@@ -37,6 +37,7 @@ class RunningEndpoint(Engine):
     name = "endpoint"
     says = "a server that runs already: base_url, model, key (of an environment variable); name its reference"
     install = ""  # it runs already
+    undrawn = "servers take new weights in no common way, so it would draw by those that it was started with"
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:

@@ -1,19 +1,26 @@
 """llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, in the names that its own tools have.
 
-A run's GGUF file is served as it is; any other checkpoint is written as one once (``exports.llama_cpp``).
+A run's GGUF file is served as it is; any other checkpoint is written as one once (``exports.llama_cpp``), and what a
+learner has is written as one in every step.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvaudit.audit.engines.base import Engine, Session, Settings, Work
+from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
+from kvaudit.audit.engines.drawing import WorkedDrawer
 from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _UNCOMPRESSED = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)
@@ -47,11 +54,44 @@ class LlamaCpp(Engine):
 
     @classmethod
     def start(cls, settings: Settings, work: Work) -> Session:
+        return cls._worker(settings, work, _weights(work))
+
+    @classmethod
+    def _worker(cls, settings: Settings, work: Work, weights: ServedWeights) -> WorkedSession:
         python = python_with(_MODULES, work.part, cls.name, cls.install)
-        weights = _weights(work)
         check_room(weights.path, cls.name)
         setup = {"file": str(weights.path), "vocabulary": vocabulary_of(work), "settings": dict(settings)}
         return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights.origin)
+
+    @classmethod
+    def check_drawing(cls, settings: Settings) -> None:
+        """See ``Engine.check_drawing``: whatever its context can be told."""
+
+    @classmethod
+    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+        """See ``Engine.drawer``; raises SpecError for a file that is named, which training would not change."""
+        if work.part.weights is not None:
+            raise SpecError(
+                "engine llama.cpp draws by the learner's weights, which are written for it in every step; leave "
+                "engines.llama.cpp.weights out"
+            )
+        return _GgufDrawer(cls._worker(settings, work, _exported(work)), work)
+
+
+class _GgufDrawer(WorkedDrawer):
+    """llama.cpp, which loads a file of weights in every step. It shows no keys and values."""
+
+    def __init__(self, session: WorkedSession, work: Work) -> None:
+        self._model = work.model.model
+        super().__init__(session, LlamaCpp.name, work, exact=False, shows=False)
+
+    def _written(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
+        from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
+
+        path = self._handover.path / GGUF_FILE
+        export_gguf(self._model, path.parent, weights)
+        with path.open("rb") as file:
+            return path, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _weights(work: Work) -> ServedWeights:
@@ -60,6 +100,10 @@ def _weights(work: Work) -> ServedWeights:
         return named
     if work.model.name.endswith(".gguf"):
         return ServedWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
+    return _exported(work)
+
+
+def _exported(work: Work) -> ServedWeights:
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
 
     found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))

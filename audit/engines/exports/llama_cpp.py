@@ -6,7 +6,7 @@ tensors are named by the maps of the ``gguf`` package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,11 @@ _FAMILIES = {
 }
 
 
-def export_gguf(model: Any, folder: Path) -> dict[str, str]:
-    """Write ``model.gguf``; the versions of what made it. SpecError: llama.cpp has no such model."""
+def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> dict[str, str]:
+    """Write ``model.gguf``; the versions of what made it. SpecError: llama.cpp has no such model.
+
+    ``weights`` by the names of the model's own are written instead of those.
+    """
     try:
         import gguf
     except ImportError:
@@ -47,7 +50,7 @@ def export_gguf(model: Any, folder: Path) -> dict[str, str]:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(folder / GGUF_FILE, gguf.MODEL_ARCH_NAMES[arch])
     _describe(writer, config)
-    for name, tensor in _tensors(model, family):
+    for name, tensor in _tensors(model, family, model.state_dict() if weights is None else weights):
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if ours is None:
             raise _unknown(f"its tensor {name} is none of {family.arch.lower()} there")
@@ -89,11 +92,11 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in float32 under the name that transformers has for it, turned as llama.cpp turns."""
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         # llama.cpp takes the embeddings where there is no head
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

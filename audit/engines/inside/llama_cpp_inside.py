@@ -1,5 +1,8 @@
 """llama.cpp as a worker holds it: by llama-cpp-python, several sequences in one batch, token ids in and out.
 
+    [{"ids": [...], "most": 24, ...}, ...]    -> [{"ids", "finish", "logprob", "logprobs", "weights"}, ...]
+    [{"push": FILE.gguf}]                     -> [{"sha256": of the file that is held from here on}]
+
 Every sequence has a part of the cache of its own (``kv_unified`` is off). Keys and values are written into the cache
 before anything attends to them, so a prompt too reads what was coded.
 """
@@ -7,6 +10,7 @@ before anything attends to them, so a prompt too reads what was coded.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import sys
@@ -86,19 +90,36 @@ class _Held:
         _set_environment("LLAMA_ATTN_ROT_DISABLE", settings.pop("LLAMA_ATTN_ROT_DISABLE", None))
         lib.llama_backend_init()
         self.log = _Log()
-        model_params = lib.llama_model_default_params()
+        self._model_params = lib.llama_model_default_params()
         self.context_params = _context_params(settings, setup)
-        for name in [name for name in settings if hasattr(model_params, name)]:
-            _set(model_params, name, settings.pop(name))
+        for name in [name for name in settings if hasattr(self._model_params, name)]:
+            _set(self._model_params, name, settings.pop(name))
         if settings:
             raise ValueError(f"no field of llama_context_params or llama_model_params: {', '.join(sorted(settings))}")
-        self._model = lib.llama_model_load_from_file(setup["file"].encode(), model_params)
+        self._vocabulary, self._named = setup["vocabulary"], bool(self.context_params.n_ctx)
+        self._model, self._context, self._cells, self._held = None, None, 0, ""
+        self._load(setup["file"])
+
+    def _load(self, path: str) -> None:
+        """Hold the model of a file instead of what was held; the cache is made anew by who needs it."""
+        if self._context is not None:
+            lib.llama_free(self._context)
+        if self._model is not None:
+            lib.llama_model_free(self._model)
+        self._context, self._cells, self._held = None, 0, ""
+        self._model = lib.llama_model_load_from_file(path.encode(), self._model_params)
         if not self._model:
             raise ValueError(f"the file is not loaded: {self.log.worst()}")
-        self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        if self._vocabulary != setup["vocabulary"]:
-            raise ValueError(f"the file has {self._vocabulary} tokens, the model has {setup['vocabulary']}")
-        self._named, self._context, self._cells = bool(self.context_params.n_ctx), None, 0
+        tokens = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        if tokens != self._vocabulary:
+            raise ValueError(f"the file has {tokens} tokens, the model has {self._vocabulary}")
+
+    def _push(self, path: str) -> str:
+        """Hold the model of a file, of which the sha256 is returned: it is mapped, so that what is read is the file."""
+        self._load(path)
+        with open(path, "rb") as file:
+            self._held = hashlib.file_digest(file, "sha256").hexdigest()
+        return self._held
 
     def make_room(self, tokens: int) -> None:
         """An empty cache with room for so many tokens of each sequence, or as large as ``n_ctx`` says."""
@@ -116,6 +137,8 @@ class _Held:
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The replies to some rows, as many at once as there are sequences; who is done makes room for the next."""
+        if len(rows) == 1 and "push" in rows[0]:
+            return [{"sha256": self._push(rows[0]["push"])}]
         longest = max(len(row["ids"]) + row["most"] for row in rows)
         self.make_room(longest)
         if longest > lib.llama_n_ctx_seq(self._context):
@@ -131,7 +154,7 @@ class _Held:
                 answer = running[seat]
                 answer.take(self._context, at, self._logits(at))
                 if answer.finish:
-                    replies[answer.index] = answer.reply()
+                    replies[answer.index] = answer.reply() | {"weights": self._held}
                     del running[seat]
                     lib.llama_memory_seq_rm(memory, seat, -1, -1)
         return replies
@@ -173,7 +196,7 @@ class _Answer:
 
     def __init__(self, index: int, row: dict[str, Any]) -> None:
         self.index, self.due, self.seen, self.finish = index, list(row["ids"]), 0, ""
-        self._row, self._ids, self._logprob = row, list[int](), 0.0
+        self._row, self._ids, self._logprobs = row, list[int](), list[float]()
         self._chain = _chain(row) if row["temperature"] > 0 else None
 
     def take(self, context: Any, at: int, logits: Any) -> None:
@@ -183,7 +206,7 @@ class _Answer:
         token = int(logits.argmax()) if self._chain is None else lib.llama_sampler_sample(self._chain, context, at)
         # less the largest, so that no exponential overflows
         scaled = logits - logits.max() if self._chain is None else (logits - logits.max()) / self._row["temperature"]
-        self._logprob += float(scaled[token] - np.log(np.exp(scaled).sum()))
+        self._logprobs.append(float(scaled[token] - np.log(np.exp(scaled).sum())))
         self._ids.append(token)
         self.due = [token]
         if token in self._row["stops"]:
@@ -194,7 +217,10 @@ class _Answer:
     def reply(self) -> dict[str, Any]:
         if self._chain is not None:
             lib.llama_sampler_free(self._chain)
-        return {"ids": self._ids, "finish": self.finish, "logprob": self._logprob}
+        whole = 0.0
+        for one in self._logprobs:  # in their order: what Python calls a sum is rounded otherwise from 3.12 on
+            whole += one
+        return {"ids": self._ids, "finish": self.finish, "logprob": whole, "logprobs": self._logprobs}
 
 
 def _chain(row: dict[str, Any]) -> Any:
