@@ -307,24 +307,23 @@ def kills(self, rows, doing):
         os.kill(os.getpid(), signal.SIGKILL)
     return ask(self, rows, doing)
 WorkedSession.ask = kills
-grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent)
+grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, kept=Path(sys.argv[2]))
 """
 
 
 def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_what_a_living_one_has_is_not(
     here: World, arms: dict[str, Path], tmp_path: Path
 ) -> None:
-    root, out, place = Path(__file__).parent, tmp_path / "smd", tmp_path / "smd" / "logs" / "engines"
-    living = Handover(place)
+    root, out, kept = Path(__file__).parent, tmp_path / "smd", tmp_path / "run"
+    living = Handover(place := kept / "logs" / "engines")
     (living.path / "weights.npz").write_bytes(b"of another")
+    words = [sys.executable, "-c", KILLED, str(out), str(kept)]
     path = os.pathsep.join([str(root), str(root.parent)])
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(out)], env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    killed = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
     assert (left / "weights.npz").stat().st_size > 1e6
-    assert same(grpo.train(settings(arm="smd"), here.model, out, silent), arms["smd"])
+    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, kept=kept), arms["smd"])
     assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
     assert (living.path / "weights.npz").read_bytes() == b"of another"
     living.remove()

@@ -141,11 +141,12 @@ def test_loss_and_gradient_of_ranks_are_those_of_one_process(
     for name, group in (("alone", ALONE), ("shared", ranks)):
 
         def keep(_: int, __: int, row: Any, out: Path = tmp_path / name) -> None:
-            found.append((row["loss"], first_moments(out / "state" / "step-000001")))
+            found.append((row["loss"], first_moments(out / "state" / "step-000001"), row["learner_tokens"]))
 
         with group.unit(config.to_json()):
             grpo.train(config, base, tmp_path / name, keep, ranks=group)
-    (loss, one), (other_loss, other) = found
+    (loss, one, tokens), (other_loss, other, its_tokens) = found
+    assert its_tokens == tokens  # of all ranks, though this one learnt from two of five groups
     apart, length = (torch.stack([(one[n] - k * other[n]).norm() for n in one]).norm() for k in (1, 0))
     assert length > 0
     assert apart < ROUNDING * length
