@@ -383,7 +383,7 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert json.loads((tmp_path / "two" / "provenance.json").read_text())["config"]["processes"] == 2
-    for name in ("reward_mean", "kv_bytes_dense", "prompt_tokens_mean", "frac_truncated", "learner_tokens"):
+    for name in ("reward_mean", "kv_bytes_dense", "prompt_tokens_mean", "frac_truncated"):
         assert [row[name] for row in one] == [row[name] for row in two], name
     assert two[0]["mismatch/k3_kl"] == pytest.approx(one[0]["mismatch/k3_kl"], rel=1e-4, abs=1e-9)
     assert two[0]["mismatch/masked_tokens"] == one[0]["mismatch/masked_tokens"]
