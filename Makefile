@@ -25,8 +25,9 @@ PEERS ?= kvpress==0.5.5
 audit: setup
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
+# compiled files are kept, also where the environment says otherwise: each process that a test starts would compile it all
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 20 --durations-min 3
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 20 --durations-min 3
 
 test-engines: setup .venv-llama-cpp/.installed .venv-vllm/.installed .venv-transformers-cache/.installed
 	KVAUDIT_PYTHON_LLAMA_CPP=$(CURDIR)/.venv-llama-cpp/bin/python KVAUDIT_PYTHON_VLLM=$(CURDIR)/.venv-vllm/bin/python \

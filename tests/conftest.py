@@ -8,12 +8,17 @@ import socket
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import typer.main
 import typer.testing
+
+from kvaudit.core.records import Item
+from kvaudit.suites.base import CountTokens, Split
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -127,6 +132,34 @@ def one_command_line() -> Iterator[None]:
     """Typer makes the commands of the app once, as a process does, and not for each call of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def items_made_once() -> Iterator[None]:
+    """An item of a template, counted by a model's tokenizer, is made once for all runs that ask it."""
+    from kvaudit.audit.sampling.chat import Chat
+    from kvaudit.suites.templates import Templated
+
+    plain = Templated.item
+    tokenizers: WeakKeyDictionary[Chat, str] = WeakKeyDictionary()
+    items: dict[tuple[Any, ...], Item] = {}
+
+    def item(
+        suite: Templated, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens
+    ) -> Item:
+        chat = getattr(count_tokens, "__self__", None)
+        if not isinstance(chat, Chat):
+            return plain(suite, split, index, seed, context_tokens, count_tokens)
+        if chat not in tokenizers:
+            tokenizers[chat] = sha256(chat.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        key = (type(suite), repr(vars(suite)), split, index, seed, context_tokens, tokenizers[chat])
+        if key not in items:
+            items[key] = plain(suite, split, index, seed, context_tokens, count_tokens)
+        return items[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Templated, "item", item)
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from engine_world import World, world
 
 from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineFailed, Work
+from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 from kvaudit.audit.engines.openvino import OpenVino
 from kvaudit.audit.engines.weights import CONVERSION, converted
 from kvaudit.audit.sampling.model import load_model
@@ -36,20 +37,17 @@ def here() -> World:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A place for conversions that tests may harm."""
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("openvino")
-        patch.setenv("KVAUDIT_CACHE", str(place))
-        yield place
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what engines write."""
+    return tmp_path_factory.mktemp("openvino")
 
 
 @pytest.fixture(scope="module")
-def replies(here: World, cache: Path) -> dict[str, list[Reply]]:
+def replies(here: World, logs: Path) -> dict[str, list[Reply]]:
     """What every condition says to the same requests."""
     found = {}
     for name, text in CONDITIONS.items():
-        with here.start(text, cache) as session:
+        with here.start(text, logs) as session:
             found[name] = session.answer(here.asked)
     return found
 
@@ -95,9 +93,9 @@ def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> Non
         ("openvino:sparse_attention_config.threshold=.5", "has no threshold; openvino_genai's has mode, num_last"),
     ],
 )
-def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, cache: Path, text: str, words: str) -> None:
+def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, logs: Path, text: str, words: str) -> None:
     with pytest.raises(EngineFailed) as error:
-        here.start(text, cache)
+        here.start(text, logs)
     assert words in str(error.value)
     assert str(error.value).startswith("engine openvino refuses: ")
     assert str(error.value).isprintable()
@@ -126,12 +124,12 @@ def long_prompt(here: World) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def on_long(here: World, cache: Path, long_prompt: Asked) -> dict[str, tuple[list[Reply], dict[str, str]]]:
+def on_long(here: World, logs: Path, long_prompt: Asked) -> dict[str, tuple[list[Reply], dict[str, str]]]:
     """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
     found = {}
     for name, settings in ON_LONG.items():
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=64{settings and ','}{settings}"
-        with here.start(text, cache) as session:
+        with here.start(text, logs) as session:
             found[name] = session.answer([long_prompt]), dict(session.described)
     return found
 
@@ -145,22 +143,22 @@ def test_kvcrush_and_sparse_prefill_act_as_they_are_told(
 
 
 def test_a_prompt_of_one_chunk_is_read_whole_by_trishape_and_not_by_xattention(
-    here: World, cache: Path, long_prompt: Asked
+    here: World, logs: Path, long_prompt: Asked
 ) -> None:
     found = {}
     for name in ("f32", "tri", "x"):
         settings = ON_LONG[name]
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=1024{settings and ','}{settings}"
-        with here.start(text, cache) as session:
+        with here.start(text, logs) as session:
             found[name] = session.answer([long_prompt])[0].logprob
     assert found["tri"] == found["f32"]
     assert found["x"] != found["f32"]
 
 
-def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, cache: Path, long_prompt: Asked) -> None:
+def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, logs: Path, long_prompt: Asked) -> None:
     """Of 2026.4.1; once it answers, docs/audit-an-engine.md says too much."""
     with (
-        here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", cache) as session,
+        here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", logs) as session,
         pytest.raises(EngineFailed, match="Diversity score size mismatch"),
     ):
         session.answer([long_prompt])
@@ -198,16 +196,16 @@ def test_settings_of_a_part_that_is_off_are_refused(settings: str, words: str) -
         parse_condition(f"openvino:{settings}")
 
 
-def test_it_says_what_it_is(here: World, cache: Path) -> None:
-    with here.start(CONDITIONS["u4"], cache) as session:
+def test_it_says_what_it_is(here: World, logs: Path) -> None:
+    with here.start(CONDITIONS["u4"], logs) as session:
         assert session.described["KV_CACHE_PRECISION"] == "u4"
         assert session.described["version"].startswith("openvino_genai 202")
         assert "float32, traced" in session.described["weights"]
 
 
-def test_answers_are_drawn_by_seed(here: World, cache: Path) -> None:
+def test_answers_are_drawn_by_seed(here: World, logs: Path) -> None:
     heat = [one._replace(temperature=1.0) for one in here.asked]
-    with here.start(CONDITIONS["f32"], cache) as session:
+    with here.start(CONDITIONS["f32"], logs) as session:
         first = session.answer(heat)
         assert session.answer(heat) == first
         assert session.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
@@ -219,9 +217,9 @@ def test_answers_are_drawn_by_seed(here: World, cache: Path) -> None:
 def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_again(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).path
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
-    here.start(CONDITIONS["f32"], tmp_path).stop()
-    (folder,) = [path.parent for path in tmp_path.rglob(CONVERSION)]
+    folder = shutil.copytree(whole, tmp_path / "openvino" / whole.name)
     weights = folder / "openvino_model.bin"
     size = weights.stat().st_size
     with weights.open("r+b") as file:

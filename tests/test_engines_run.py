@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_pilot import Memory, played_once
 
 from kvaudit.audit.engines import Asked, Condition, Reply
 from kvaudit.audit.engines.base import Session
 from kvaudit.audit.engines.weights import check_room
 from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
 from kvaudit.audit.runs.floor import engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder, open_run
@@ -60,9 +62,24 @@ def worked(path: Path, spec: RunSpec) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def memory() -> Memory:
+    """What our own cache said in the run in one go."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder:
     """The run in one go."""
-    return worked(tmp_path_factory.mktemp("engines") / "whole", spec_of())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "play", played_once(memory))
+        return worked(tmp_path_factory.mktemp("engines") / "whole", spec_of())
+
+
+@pytest.fixture
+def same_again(whole: RunFolder, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run as the whole one: its engines are not tried once more, and our own cache says what it said there."""
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr(evaluate, "play", played_once(memory))
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +181,14 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[WorkedSes
     return armed
 
 
+@pytest.mark.usefixtures("same_again")
 def test_a_run_that_was_killed_goes_on_to_the_same_records(
     whole: RunFolder, tmp_path: Path, after: Callable[..., None]
 ) -> None:
     def die(_: WorkedSession) -> None:
         raise Killed
 
-    after(5, die)
+    after(3, die)
     with pytest.raises(Killed):
         worked(tmp_path / "run", spec_of())
     assert not workers()
@@ -178,10 +196,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_records(
     assert timeless(run.path) == timeless(whole.path)
 
 
+@pytest.mark.usefixtures("same_again")
 def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost_or_doubled(
     whole: RunFolder, tmp_path: Path, after: Callable[..., None]
 ) -> None:
-    after(4, lambda session: os.kill(children_of(session._process._process.pid)[0], signal.SIGKILL))
+    after(2, lambda session: os.kill(children_of(session._process._process.pid)[0], signal.SIGKILL))
     run = worked(tmp_path / "run", spec_of())
     assert timeless(run.path) == timeless(whole.path)
     assert not workers()
@@ -232,13 +251,14 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
     assert all(one.stopped for one in started)
 
 
+@pytest.mark.usefixtures("same_again")
 def test_another_engine_does_not_go_on_with_a_run(
-    whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
 ) -> None:
     def die(_: WorkedSession) -> None:
         raise Killed
 
-    after(3, die)
+    after(1, die)
     with pytest.raises(Killed):
         worked(tmp_path / "run", spec_of())
     monkeypatch.undo()

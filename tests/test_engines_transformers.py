@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_world import World, world
 
 from kvaudit.audit.engines import parse_condition
-from kvaudit.audit.engines.base import EngineFailed
+from kvaudit.audit.engines.base import EngineFailed, Session
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
@@ -22,11 +23,17 @@ def here() -> World:
     return world()
 
 
-def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
-    with here.start("transformers", tmp_path, PART) as session:
-        found = session.answer(here.asked)
-        assert session.described["cache"] == "DynamicCache"
-        alone = [session.answer([one])[0] for one in here.asked[:2]]
+@pytest.fixture(scope="module")
+def plain(here: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A dynamic cache at work."""
+    with here.start("transformers", tmp_path_factory.mktemp("plain"), PART) as session:
+        yield session
+
+
+def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, plain: Session) -> None:
+    found = plain.answer(here.asked)
+    assert plain.described["cache"] == "DynamicCache"
+    alone = [plain.answer([one])[0] for one in here.asked[:2]]
     assert here.says_the_same(found)
     assert max(here.gaps(found)) < 1e-5  # float32, another width of the batch
     assert [reply.ids for reply in alone] == [reply.ids for reply in found[:2]]
@@ -43,15 +50,14 @@ def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Pa
     assert here.mean_gap(whole) > 1e-3
 
 
-def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: World, tmp_path: Path) -> None:
+def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: World, plain: Session) -> None:
     stop = here.own[0].ids[3]
     asked = [here.asked[0]._replace(stops=(stop,)), here.asked[1]._replace(most=5, stops=(stop,))]
     heat = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
-    with here.start("transformers", tmp_path, PART) as session:
-        stopped, short = session.answer(asked)
-        first = session.answer(heat)
-        assert [reply.ids for reply in session.answer(heat[::-1])] == [reply.ids for reply in first[::-1]]
-        assert session.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
+    stopped, short = plain.answer(asked)
+    first = plain.answer(heat)
+    assert [reply.ids for reply in plain.answer(heat[::-1])] == [reply.ids for reply in first[::-1]]
+    assert plain.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
     assert stopped.finish == "stop"
     assert stopped.ids == here.own[0].ids[: here.own[0].ids.index(stop) + 1]
     assert (short.finish, short.ids) == ("length", here.own[1].ids[:5])

@@ -318,8 +318,14 @@ def statuses(rows, spec):
 
 @pytest.mark.parametrize("model", PLANTED.values(), ids=PLANTED)
 def test_no_planted_model_passes_in_40_seeds(model):
+    """A model that draws nothing gives the same run under every seed, which is decided once."""
+    seen = []
     for seed in range(40):
-        found, verdict = statuses(*planted(seed, model))
+        rows, spec = planted(seed, model)
+        if rows in seen:
+            continue
+        seen.append(rows)
+        found, verdict = statuses(rows, spec)
         assert set(found) == {"refusal", "refusal.unsafe", "refusal.refused"}
         # a facet that nobody could read at all has no number, and is INVALID as ever
         assert set(found.values()) <= {Status.NOT_MEASURABLE, Status.INVALID}

@@ -34,6 +34,7 @@ evaluate:
   suites: {refusal: {items: 8}}
   context_tokens: [96]
   pilot: 0
+  floor: 0
 """
 
 

@@ -59,7 +59,8 @@ def test_an_extraction_is_read_for_the_code_and_a_hijack_for_the_door(twins: dic
 
 
 def test_no_text_of_a_code_is_asked_twice(data: Path) -> None:
-    found = [item for item in items() if item.cluster_id == items()[0].cluster_id]
+    asked = items()
+    found = [item for item in asked if item.cluster_id == asked[0].cluster_id]
     assert sorted(item.payload["twin"] for item in found) == ["entry", "extract", "hijack", "open"]
 
 
