@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import jinja2
 import pytest
 import typer.main
 import typer.testing
@@ -160,6 +161,23 @@ def items_made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Templated, "item", item)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_template() -> Iterator[None]:
+    """A page's template is compiled once, as in a process that writes one report, and not for each of a test."""
+    plain = jinja2.FileSystemLoader.load
+    kept: dict[tuple[str, ...], jinja2.Template] = {}
+
+    def load(loader: jinja2.FileSystemLoader, environment: jinja2.Environment, name: str, *more: Any) -> Any:
+        place = (*loader.searchpath, name)
+        if place not in kept:
+            kept[place] = plain(loader, environment, name, *more)
+        return kept[place]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2.FileSystemLoader, "load", load)
         yield
 
 

@@ -87,14 +87,17 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 Memory = dict[tuple[Any, ...], list[GradedRow]]
 
 
-def played_once(memory: Memory) -> Callable[..., list[GradedRow]]:
-    """``play`` that says to the same batch under the same policy what it said before; any other batch is played."""
+def played_once(memory: Memory, *, by_policy: bool = True) -> Callable[..., list[GradedRow]]:
+    """``play`` that says to the same batch under the same policy what it said before; any other batch is played.
+
+    Without ``by_policy`` it says so under any: a policy by which nothing changes.
+    """
     plain = evaluate.play
 
     def remembered(
         sampler: Any, asked: Sequence[tuple[Suite, Item]], decoding: Any, seeds: Sequence[int], **more: Any
     ) -> list[GradedRow]:
-        key = (sampler.policy.canonical, tuple(item.item_id for _, item in asked), tuple(seeds), decoding)
+        key = (by_policy and sampler.policy.canonical, tuple(item.item_id for _, item in asked), tuple(seeds), decoding)
         if key not in memory:
             memory[key] = plain(sampler, asked, decoding, seeds, **more)
         return memory[key]
@@ -379,8 +382,11 @@ gate: {margins: {math: 5, refusal: 5}}
 
 @pytest.fixture(scope="module")
 def sized(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run whose policy changes no answer, so that its items are played once."""
     run = open_run(tmp_path_factory.mktemp("auto") / "run", parse_spec(AUTO, "spec", NAMES), resume=False)
-    worked(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "play", played_once({}, by_policy=False))
+        worked(run)
     return run
 
 
