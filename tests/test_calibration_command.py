@@ -41,8 +41,16 @@ def calibrated(tmp_path, *words):
     return done, out
 
 
-def test_it_prints_the_table_and_writes_the_figures(tiny, tmp_path):
-    done, out = calibrated(tmp_path, "--seed", "4")
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """A calibration into a folder that is not there yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.calibration.__main__.FAST", TINY)
+        return calibrated(tmp_path_factory.mktemp("calibration") / "new", "--seed", "4")
+
+
+def test_it_prints_the_table_and_writes_the_figures(printed):
+    done, out = printed
     assert done.exit_code == 0, done.output
     held = json.loads(out.read_text())
     assert (held["seed"], held["scale"], held["ok"]) == (4, "tiny", True)
@@ -73,10 +81,11 @@ def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_simulated
     assert done.stderr.count("\n") == 1
 
 
-def test_a_folder_for_the_figures_is_made(tiny, tmp_path):
-    done, _ = calibrated(tmp_path / "new")
+def test_a_folder_for_the_figures_is_made(printed):
+    done, out = printed
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "new" / "calibration.json").exists()
+    assert out.parent.name == "new"
+    assert out.exists()
 
 
 def test_several_processes_give_the_figures_of_one():
