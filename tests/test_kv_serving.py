@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvaudit.audit.cache.attention
 import kvaudit.audit.cache.cached_layer
+import kvaudit.audit.cache.quantised.products
 import kvaudit.audit.cache.quantised.store
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
@@ -77,12 +78,13 @@ CODED = [
 
 @pytest.mark.parametrize("policy", CODED)
 @pytest.mark.parametrize("family", ["llama-gqa", "gpt-oss"])  # whose heads have sinks
-def test_codes_are_attended_to_row_by_row_as_all_at_once(
+def test_codes_are_attended_to_in_blocks_as_all_at_once(
     family: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for most in (1, 1 << 24):  # one row a block, and all of them
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_BLOCK", most)
+    for most in (1, 1 << 24):  # blocks as small as can be, and all at once
+        for module in (kvaudit.audit.cache.quantised.store, kvaudit.audit.cache.quantised.products):
+            monkeypatch.setattr(module, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         found.append([answer for answer in episode.decode(Decoding(12)) if answer])
     for one, other in zip(*found, strict=True):

@@ -11,7 +11,7 @@ from kvaudit.audit.policies.quantiser import working
 
 _INF = float("inf")
 _WORDS = {2: torch.int16, 4: torch.int32}
-_APART = {4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))}  # how far codes move up, and what is theirs then
+_APART = {4: ((0xF0, 4),), 2: ((0xF0, 12), (0x000C000C, 6))}  # what of a word moves up, and by how many bits
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -32,20 +32,25 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 class Scratch:
     """Room for what is read once, the same for all layers: from the system it would cost more than to fill.
 
-    It stays as long as the cache, one and a half blocks of rows (``store.HOST_BLOCK``) or the keys of one row at most,
-    and is not counted among the cache's bytes: no policy compresses it.
+    It stays as long as the cache, two blocks at most (``products.HOST_BLOCK``), and is not counted among the cache's
+    bytes: no policy compresses it.
     """
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._last: dict[tuple[torch.dtype, int], Tensor] = {}  # what was asked for: block after block has one shape
 
     def like(self, other: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
         """A tensor of the shape of ``other`` with anything in it, until this dtype and place are asked for again."""
+        last = self._last.get((dtype, place))
+        if last is not None and last.shape == other.shape and last.device == other.device:
+            return last
         room = self._rooms.get((dtype, place))
         if room is None or room.numel() < other.numel() or room.device != other.device:
             size = other.numel() + other.numel() // 8  # a context grows by a slot a step
             room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=other.device)
-        return room[: other.numel()].view(other.shape)
+        self._last[dtype, place] = room[: other.numel()].view(other.shape)
+        return self._last[dtype, place]
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
@@ -54,9 +59,9 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
         return packed
     words, moved = ((scratch or Scratch()).like(packed, _WORDS[8 // bits], place) for place in range(2))
     words.copy_(packed)
-    for shift, kept in _APART[bits]:
-        words |= torch.bitwise_left_shift(words, shift, out=moved)
-        words &= kept
+    for upper, shift in _APART[bits]:
+        # moved by sums, for which a processor has faster operators: 2^shift times the upper codes, less themselves
+        words.add_(torch.bitwise_and(words, upper, out=moved), alpha=(1 << shift) - 1)
     return words.view(torch.uint8)
 
 
@@ -147,47 +152,3 @@ def without_empty(group: Tensor, table: Tensor, most: int | None = None) -> tupl
     most = int(used.sum(2).max()) if most is None else most
     order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :most]
     return torch.where(group >= 0, renamed, -1), gather_entries(table, order)
-
-
-# --- attention straight on codes: scales go to the logits and the shares, not to every element ----------------------
-
-
-def token_logits(query: Tensor, numbers: Tensor, parameters: Tensor) -> Tensor:
-    """q k [b, H, X, C] for keys coded per token in n groups of channels.
-
-    query [b, H, X, D], numbers [b, H, C, D], parameters [b, H, C, n, P].
-    """
-    parts = parameters.shape[3]
-    total = None
-    for q, k, p in zip(query.chunk(parts, -1), numbers.chunk(parts, -1), parameters.unbind(3), strict=True):
-        # [b, H, X, C]; a scale belongs to a key, so it goes to its column
-        logits = (q @ k.transpose(2, 3)) * p[..., 0][:, :, None]
-        if p.shape[-1] == 2:
-            logits += q.sum(-1, keepdim=True) * p[..., 1][:, :, None]  # the zero of a key is added in every channel
-        total = logits if total is None else total + logits
-    assert total is not None
-    return total
-
-
-def group_logits(query: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
-    """q k for keys coded per channel in runs: numbers [b, H, G, g, D], table [b, H, G, D, P] -> [b, H, X, G * g]."""
-    keys = numbers.mul_(table[..., 0][:, :, :, None]).flatten(2, 3)  # in place: ``numbers`` is the caller's to lose
-    logits = query @ keys.transpose(2, 3)
-    if table.shape[-1] == 2:
-        logits += (query @ table[..., 1].transpose(2, 3)).repeat_interleave(numbers.shape[3], -1)
-    return logits
-
-
-def token_mix(shares: Tensor, numbers: Tensor, parameters: Tensor) -> Tensor:
-    """Values coded per token, weighted: shares [b, H, X, C], numbers [b, H, C, D] -> [b, H, X, D].
-
-    Every group of channels has shares of its own, which are multiplied with all channels: numbers that were taken apart
-    would be copied first.
-    """
-    groups, size = parameters.shape[3], numbers.shape[3] // parameters.shape[3]
-    by_group = parameters.permute(4, 3, 0, 1, 2).contiguous()  # [P, n, b, H, C]
-    mixed = [(shares * scale[:, :, None]) @ numbers for scale in by_group[0]]
-    own = torch.stack([mixed[n][..., n * size : (n + 1) * size] for n in range(groups)], 3)
-    if len(by_group) == 2:
-        own += (shares @ parameters[..., 1])[..., None]
-    return own.flatten(3)

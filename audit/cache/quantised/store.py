@@ -21,18 +21,16 @@ from kvaudit.audit.cache.quantised.codes import (
     decode_keys,
     decode_tokens,
     encode_tokens,
-    group_logits,
     pack,
     parameters_of,
     split,
     spread_scales,
-    token_logits,
-    token_mix,
     unpack,
     without_empty,
 )
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
 from kvaudit.audit.cache.quantised.layout import Layout, span_of
+from kvaudit.audit.cache.quantised.products import CodeProducts, run_logits, token_logits, token_mix
 from kvaudit.audit.cache.schedule import Counts
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Quantiser, softmax
@@ -63,7 +61,7 @@ class QuantisedStore(Store):
     ) -> None:
         super().__init__(accumulates=accumulates)
         self._layout = layout  # None where entries leave: what is held is then the device's to know
-        self._codec, self._layer, self._scratch = codec, layer, scratch
+        self._codec, self._layer, self._products = codec, layer, CodeProducts(codec, scratch)
         self._fixed: tuple[Tensor | None, ...] = (None, None)  # fixed scales [H] of keys and values
         self._numbers = 0  # parameters of one group
         self._start = 0  # first slot of the tail
@@ -170,64 +168,49 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        packed = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3])
-        parts = [
-            self._attend(rows, packed[rows], None if visible is None else visible[rows], scaling, sink_logits)
-            for rows in self._blocks()
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(*query.shape[:3], -1)
-
-    def _attend(
-        self, rows: slice, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None
-    ) -> Tensor:
-        """The output [b, H, X, D] of some rows' queries of that shape."""
-        logits = self._logits(rows, query)
-        self._put_exact(logits, query @ self._tail[0][rows].transpose(2, 3), rows)
+        asked, (keys, values) = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3]), self._tail
+        logits = self._logits(asked)
+        self._put_exact(logits, asked @ keys.transpose(2, 3))
         logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
-        exact = self._take_exact(shares, rows)
-        return self._mixed(rows, shares) + exact @ self._tail[1][rows]
+        exact = self._take_exact(shares)
+        return (self._mixed(shares) + exact @ values).reshape(*query.shape[:3], -1)
 
-    def _put_exact(self, logits: Tensor, tail: Tensor, rows: slice) -> None:
-        """Put the logits [b, H, X, tail] of keys that are no codes yet where they belong."""
+    def _put_exact(self, logits: Tensor, tail: Tensor) -> None:
+        """Put the logits [B, H, X, tail] of keys that are no codes yet where they belong."""
         done = self._done[KEYS].least
         if self._aligned:  # as many in all rows
             logits[..., done:] = tail[..., done - self._start :]
         else:
-            exact = self._is_exact(KEYS, rows)[:, :, None]
+            exact = self._is_exact(KEYS, slice(None))[:, :, None]
             logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
 
-    def _take_exact(self, shares: Tensor, rows: slice) -> Tensor:
-        """Shares [b, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
+    def _take_exact(self, shares: Tensor) -> Tensor:
+        """Shares [B, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
         tail = shares[..., self._start :]
-        exact = tail * self._is_exact(VALUES, rows)[:, :, None]
+        exact = tail * self._is_exact(VALUES, slice(None))[:, :, None]
         tail -= exact
         return exact
 
-    def _logits(self, rows: slice, query: Tensor) -> Tensor:
-        """q k [b, H, X, length] of the entries that are codes; anything for the others."""
-        codec = self._codec
-        if self._table is not None and not (self._aligned and self._table.shape[2]):
-            return query @ self._keys(rows).transpose(2, 3)
-        codes = unpack(self._used("key_codes", rows), codec.bits, self._scratch)
+    def _logits(self, query: Tensor) -> Tensor:
+        """q k [B, H, X, length] of the entries that are codes; anything for the others."""
+        every = slice(None)
         if self._table is None:
-            return token_logits(query, self._numbers_of(codes, query.dtype), self._parameters(KEYS, rows))
-        table = self._of_channels(self._table[rows])
-        whole = min(table.shape[2] * codec.key_group, self.length)
-        runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
-        logits = group_logits(query, self._numbers_of(runs, query.dtype), table)
+            return token_logits(query, self._used("key_codes", every), self._parameters(KEYS, every), self._products)
+        whole = self._table.shape[2] * self._codec.key_group
+        if not (self._aligned and whole):
+            parts = [query[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        codes = self._slots["key_codes"][:, :, :whole]
+        logits = run_logits(query, codes, self._of_channels(self._table), self._products)
         return torch.nn.functional.pad(logits, (0, self.length - whole))
 
-    def _mixed(self, rows: slice, shares: Tensor) -> Tensor:
-        """The values that are codes, weighted by shares [b, H, X, length]."""
-        codes = unpack(self._used("value_codes", rows), self._codec.bits, self._scratch)
-        return token_mix(shares, self._numbers_of(codes, shares.dtype), self._parameters(VALUES, rows))
-
-    def _numbers_of(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """To be read before the next are asked for."""
-        return self._codec.numbers(codes, self._scratch.like(codes, dtype))
+    def _mixed(self, shares: Tensor) -> Tensor:
+        """The values that are codes, weighted by shares [B, H, X, length]."""
+        every = slice(None)
+        return token_mix(shares, self._used("value_codes", every), self._parameters(VALUES, every), self._products)
 
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""

@@ -1,0 +1,133 @@
+"""Attention straight on codes: scales go to the logits and the shares, and numbers are made a block at a time.
+
+A step reads the numbers of a code once, in the product that follows. All those of a long cache would leave the
+processor's own memory and be read back; a block of them stays there. A small cache is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.quantised.codes import Scratch, split, unpack
+from kvaudit.audit.policies import Quantiser
+
+HOST_BLOCK, DEVICE_BLOCK = 1 << 20, 1 << 28  # bytes of numbers at once; on a processor, of each of its threads
+
+
+class Block(NamedTuple):
+    """What is numbers at once: all tokens of some heads, which may be of several rows, or some tokens of one head."""
+
+    heads: int
+    tokens: int
+
+
+class CodeProducts:
+    """Products with the numbers that codes uint8 [B, H, C, W] stand for."""
+
+    def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
+        self._codec, self._scratch = codec, scratch
+
+    def logits(self, query: Tensor, codes: Tensor, scales: Tensor | None = None) -> Tensor:
+        """q k [B, H, X, C] of ``query`` [B, H, X, D]; ``scales`` [B, H, G, D] are those of runs of C / G keys."""
+        block = self._block(codes, query.element_size())
+        asked, by_tokens = _cut(query.flatten(0, 1), block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
+        by_runs = repeat(None) if scales is None else _cut(scales.flatten(0, 1), block.tokens // self._run, 1)
+        parts = []
+        for some, scale in zip(by_tokens, by_runs, strict=False):
+            each = zip(asked, self._numbers(some, query.dtype, block.heads, scale), strict=True)
+            parts.append(_joined([torch.bmm(q, keys.transpose(1, 2)) for q, keys in each], 0))
+        return _joined(parts, 2).view(*query.shape[:3], -1)
+
+    def mixed(self, shares: Tensor, codes: Tensor) -> Tensor:
+        """Values weighted by ``shares`` [B, H, X, C]: [B, H, X, D]."""
+        block = self._block(codes, shares.element_size())
+        weights, by_tokens = (_cut(part.flatten(0, 1), block.tokens, at) for part, at in ((shares, 2), (codes, 1)))
+        parts = []
+        for weight, some in zip(weights, by_tokens, strict=True):
+            each = zip(_cut(weight, block.heads, 0), self._numbers(some, shares.dtype, block.heads), strict=True)
+            parts.append(_joined([torch.bmm(share, values) for share, values in each], 0))
+        return sum(parts[1:], parts[0]).view(*shares.shape[:3], -1)
+
+    @property
+    def _run(self) -> int:
+        """Keys that share scales by channel."""
+        return self._codec.key_group or 1
+
+    def _block(self, codes: Tensor, element_size: int) -> Block:
+        token = codes.shape[3] * 8 // self._codec.bits * element_size
+        most = HOST_BLOCK * torch.get_num_threads() if codes.device.type == "cpu" else DEVICE_BLOCK
+        tokens = max(1, most // token // self._run) * self._run  # never part of a run
+        return Block(max(1, most // (token * max(1, codes.shape[2]))), tokens)
+
+    def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, scales: Tensor | None = None) -> Iterator[Tensor]:
+        """Those of ``codes`` [N, C, W] as [n, C, D], some heads at a time; to be read before the next are asked for.
+
+        In units of ``scales`` [N, G, D], where there are any.
+        """
+        by_head = repeat(None) if scales is None else _cut(scales, heads, 0)
+        for some, scale in zip(_cut(codes, heads, 0), by_head, strict=False):
+            apart = unpack(some, self._codec.bits, self._scratch)
+            numbers = self._codec.numbers(apart, self._scratch.like(apart, dtype))
+            if scale is not None:
+                numbers.view(*scale.shape[:2], self._run, -1).mul_(scale[:, :, None])
+            yield numbers
+
+
+def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
+    """q k [B, H, X, C] for keys coded per token in n groups of channels: parameters [B, H, C, n, P]."""
+    scale, *zeros = _by_group(parameters)
+    groups, size = scale.shape[2], query.shape[3] // scale.shape[2]
+    if groups == 1:  # a scale belongs to a key, so it goes to its column
+        logits = products.logits(query, codes) * scale
+    else:
+        # every group has queries of its own, 0 in the channels of others
+        own = torch.eye(groups, dtype=query.dtype, device=query.device).repeat_interleave(size, 1)[:, None]
+        by_group = products.logits((query[:, :, None] * own).flatten(2, 3), codes).unflatten(2, (groups, -1))
+        logits = (by_group * scale[:, :, :, None]).sum(2)
+    for zero in zeros:  # the zero of a key is added in every channel
+        logits += split(query, size).sum(-1) @ zero
+    return logits
+
+
+def run_logits(query: Tensor, codes: Tensor, table: Tensor, products: CodeProducts) -> Tensor:
+    """q k [B, H, X, C] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
+    logits = products.logits(query, codes, table[..., 0])
+    if table.shape[-1] == 2:
+        logits += (query @ table[..., 1].transpose(2, 3)).repeat_interleave(codes.shape[2] // table.shape[2], -1)
+    return logits
+
+
+def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
+    """Values coded per token in n groups of channels, weighted by ``shares`` [B, H, X, C]: [B, H, X, D]."""
+    scale, *zeros = _by_group(parameters)
+    groups = scale.shape[2]
+    if groups == 1:
+        mixed = products.mixed(shares * scale, codes)
+    else:
+        # every group has shares of its own, multiplied with all channels: numbers that were taken apart would be copied
+        by_group = products.mixed((shares[:, :, None] * scale[:, :, :, None]).flatten(2, 3), codes)
+        apart = split(by_group.unflatten(2, (groups, -1)), by_group.shape[3] // groups)  # [B, H, n, X, n, D / n]
+        mixed = apart.diagonal(dim1=2, dim2=4).transpose(3, 4).flatten(3)
+    for zero in zeros:
+        mixed = mixed + (shares @ zero.transpose(2, 3)).repeat_interleave(mixed.shape[3] // groups, -1)
+    return mixed
+
+
+def _by_group(parameters: Tensor) -> Tensor:
+    """Parameters [B, H, C, n, P] as [P, B, H, n, C]; several are laid together, as they are read more than once."""
+    found = parameters.permute(4, 0, 1, 3, 2)
+    return found if parameters.shape[3:].numel() == 1 else found.contiguous()
+
+
+def _cut(tensor: Tensor, size: int, dimension: int) -> tuple[Tensor, ...]:
+    """In parts of this size; what is one part costs no operator."""
+    return (tensor,) if tensor.shape[dimension] <= size else tensor.split(size, dimension)
+
+
+def _joined(parts: list[Tensor], dimension: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
