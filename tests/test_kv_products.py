@@ -92,8 +92,8 @@ def test_a_block_fits_a_processor_and_ends_where_runs_do(monkeypatch: pytest.Mon
         codes = torch.empty(8, 3, tokens, 64 * codec.bits // 8, dtype=torch.uint8)
         return CodeProducts(codec, Scratch())._block(codes, size)
 
-    assert block("int8", 256, 4) == Block(16, 4096)
-    assert block("int8", 2048, 4) == Block(2, 4096)
-    assert block("int8", 2049, 4) == Block(1, 4096)
-    assert block("int8", 9000, 8) == Block(1, 2048)
-    assert block("kivi:group=96,residual=96", 9000, 4) == Block(1, 4032)
+    assert block("int8", 256, 4) == Block(32, 8192)
+    assert block("int8", 4096, 4) == Block(2, 8192)
+    assert block("int8", 4097, 4) == Block(1, 8192)
+    assert block("int8", 9000, 8) == Block(1, 4096)
+    assert block("kivi:group=96,residual=96", 9000, 4) == Block(1, 8160)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvaudit.audit.cache.quantised.codes import Scratch, split, unpack
 from kvaudit.audit.policies import Quantiser
 
-HOST_BLOCK, DEVICE_BLOCK = 1 << 20, 1 << 28  # bytes of numbers at once; on a processor, of each of its threads
+HOST_BLOCK, DEVICE_BLOCK = 1 << 21, 1 << 28  # bytes of numbers at once; on a processor, of each of its threads
 
 
 class Block(NamedTuple):
@@ -98,7 +98,7 @@ def run_logits(query: Tensor, codes: Tensor, table: Tensor, products: CodeProduc
     """q k [B, H, X, C] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
     logits = products.logits(query, codes, table[..., 0])
     if table.shape[-1] == 2:
-        logits += (query @ table[..., 1].transpose(2, 3)).repeat_interleave(codes.shape[2] // table.shape[2], -1)
+        logits.unflatten(-1, (table.shape[2], -1)).add_((query @ table[..., 1].transpose(2, 3))[..., None])
     return logits
 
 

@@ -168,10 +168,10 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        asked, (keys, values) = query.reshape(len(query), self._tail[0].shape[1], -1, query.shape[3]), self._tail
+        keys, values = self._tail
+        asked = query.reshape(len(query), keys.shape[1], -1, query.shape[3]) * scaling
         logits = self._logits(asked)
         self._put_exact(logits, asked @ keys.transpose(2, 3))
-        logits *= scaling
         if visible is not None:
             logits = logits.masked_fill(~visible, float("-inf"))
         shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
@@ -190,6 +190,11 @@ class QuantisedStore(Store):
     def _take_exact(self, shares: Tensor) -> Tensor:
         """Shares [B, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
         tail = shares[..., self._start :]
+        if self._aligned:
+            exact = tail.clone()
+            exact[..., : self._done[VALUES].least - self._start] = 0
+            shares[..., self._done[VALUES].least :] = 0
+            return exact
         exact = tail * self._is_exact(VALUES, slice(None))[:, :, None]
         tail -= exact
         return exact
