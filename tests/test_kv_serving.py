@@ -86,10 +86,13 @@ def test_codes_are_attended_to_in_blocks_as_all_at_once(
         for module in (kvaudit.audit.cache.quantised.store, kvaudit.audit.cache.quantised.products):
             monkeypatch.setattr(module, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
-        found.append([answer for answer in episode.decode(Decoding(12)) if answer])
-    for one, other in zip(*found, strict=True):
+        answers = [answer for answer in episode.decode(Decoding(12)) if answer]
+        found.append(list(zip(answers, episode.rollouts(), strict=True)))
+    for (one, record), (other, others_record) in zip(*found, strict=True):
         assert one.ids == other.ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-10)
+        for name in ("evicted_at", "keys_quantised_at", "values_quantised_at", "hints"):
+            assert torch.equal(getattr(record, name), getattr(others_record, name)), name
 
 
 def test_every_row_of_a_mixture_is_served_as_by_the_policy_it_drew() -> None:
