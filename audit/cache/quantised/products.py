@@ -6,7 +6,7 @@ processor's own memory and be read back; a block of them stays there. A small ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import NamedTuple
 
@@ -36,7 +36,9 @@ class CodeProducts:
         """q k [B, H, X, C] of ``query`` [B, H, X, D]; ``scales`` [B, H, G, D] are those of runs of C / G keys."""
         block = self._block(codes, query.element_size())
         asked, by_tokens = _cut(query.flatten(0, 1), block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
-        by_runs = repeat(None) if scales is None else _cut(scales.flatten(0, 1), block.tokens // self._run, 1)
+        by_runs: Iterable[Tensor | None] = (
+            repeat(None) if scales is None else _cut(scales.flatten(0, 1), block.tokens // self._run, 1)
+        )
         parts = []
         for some, scale in zip(by_tokens, by_runs, strict=False):
             each = zip(asked, self._numbers(some, query.dtype, block.heads, scale), strict=True)
@@ -69,7 +71,7 @@ class CodeProducts:
 
         In units of ``scales`` [N, G, D], where there are any.
         """
-        by_head = repeat(None) if scales is None else _cut(scales, heads, 0)
+        by_head: Iterable[Tensor | None] = repeat(None) if scales is None else _cut(scales, heads, 0)
         for some, scale in zip(_cut(codes, heads, 0), by_head, strict=False):
             apart = unpack(some, self._codec.bits, self._scratch)
             numbers = self._codec.numbers(apart, self._scratch.like(apart, dtype))
@@ -87,7 +89,8 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
     else:
         # every group has queries of its own, 0 in the channels of others
         own = torch.eye(groups, dtype=query.dtype, device=query.device).repeat_interleave(size, 1)[:, None]
-        by_group = products.logits((query[:, :, None] * own).flatten(2, 3), codes).unflatten(2, (groups, -1))
+        by_group = products.logits((query[:, :, None] * own).flatten(2, 3), codes)
+        by_group = by_group.view(*query.shape[:2], groups, -1, codes.shape[2])
         logits = (by_group * scale[:, :, :, None]).sum(2)
     for zero in zeros:  # the zero of a key is added in every channel
         logits += split(query, size).sum(-1) @ zero
@@ -98,7 +101,7 @@ def run_logits(query: Tensor, codes: Tensor, table: Tensor, products: CodeProduc
     """q k [B, H, X, C] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
     logits = products.logits(query, codes, table[..., 0])
     if table.shape[-1] == 2:
-        logits.unflatten(-1, (table.shape[2], -1)).add_((query @ table[..., 1].transpose(2, 3))[..., None])
+        logits.view(*logits.shape[:3], table.shape[2], -1).add_((query @ table[..., 1].transpose(2, 3))[..., None])
     return logits
 
 
@@ -111,7 +114,9 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
     else:
         # every group has shares of its own, multiplied with all channels: numbers that were taken apart would be copied
         by_group = products.mixed((shares[:, :, None] * scale[:, :, :, None]).flatten(2, 3), codes)
-        apart = split(by_group.unflatten(2, (groups, -1)), by_group.shape[3] // groups)  # [B, H, n, X, n, D / n]
+        apart = split(
+            by_group.view(*shares.shape[:2], groups, -1, by_group.shape[3]), by_group.shape[3] // groups
+        )  # [B, H, n, X, n, D / n]
         mixed = apart.diagonal(dim1=2, dim2=4).transpose(3, 4).flatten(3)
     for zero in zeros:
         mixed = mixed + (shares @ zero.transpose(2, 3)).repeat_interleave(mixed.shape[3] // groups, -1)
@@ -126,7 +131,7 @@ def _by_group(parameters: Tensor) -> Tensor:
 
 def _cut(tensor: Tensor, size: int, dimension: int) -> tuple[Tensor, ...]:
     """In parts of this size; what is one part costs no operator."""
-    return (tensor,) if tensor.shape[dimension] <= size else tensor.split(size, dimension)
+    return (tensor,) if tensor.shape[dimension] <= size else torch.split(tensor, size, dimension)
 
 
 def _joined(parts: list[Tensor], dimension: int) -> Tensor:
