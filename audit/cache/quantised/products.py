@@ -123,10 +123,10 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
     return mixed
 
 
-def _by_group(parameters: Tensor) -> Tensor:
-    """Parameters [B, H, C, n, P] as [P, B, H, n, C]; several are laid together, as they are read more than once."""
+def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
+    """Parameters [B, H, C, n, P] as P times [B, H, n, C]; several are laid together, as they are read more than once."""
     found = parameters.permute(4, 0, 1, 3, 2)
-    return found if parameters.shape[3:].numel() == 1 else found.contiguous()
+    return (found if parameters.shape[3:].numel() == 1 else found.contiguous()).unbind(0)
 
 
 def _cut(tensor: Tensor, size: int, dimension: int) -> tuple[Tensor, ...]:
