@@ -124,7 +124,7 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Parameters [B, H, C, n, P] as P times [B, H, n, C]; several are laid together, as they are read more than once."""
+    """Parameters [B, H, C, n, P] as P times [B, H, n, C]; several are laid together, being read often."""
     found = parameters.permute(4, 0, 1, 3, 2)
     return (found if parameters.shape[3:].numel() == 1 else found.contiguous()).unbind(0)
 
