@@ -44,6 +44,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m bench.quickstart --check
+	$(BIN)/python -m bench.finding --check
 	$(BIN)/python -m bench.api_page --check
 
 fix: setup
