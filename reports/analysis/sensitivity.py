@@ -110,7 +110,7 @@ def sensitivity(
 
 def _known(drift: Drift, tables: Panels, decisions: Iterable[Decision]) -> Iterator[Known]:
     for d in decisions:
-        if two_sided(d) and d.margin is not None:
+        if two_sided(d) and d.margin:  # 0 where a ratio allows nothing: no method can decide that
             found = both_sides(tables[d.suite, d.context_tokens], drift.comparison, d.name)
             if found is not None:
                 yield Known(d, found.difference, found.clusters, readings(found, d.margin, drift.alpha))

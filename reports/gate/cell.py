@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isinf
 from typing import NamedTuple
 
 import numpy as np
@@ -141,6 +142,8 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> _St
         )
     )
     past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {most}"
+    if isinf(ratio.times.upper):
+        past = f"the interval of the ratio has no upper end, so it reaches past {most}"
     if ratio.times.estimate is None:
         past = "nothing of it happened with the reference, and a multiple of nothing cannot be shown: declare points"
     limit = f"{most} (of the reference's rate, so {100 * margin:.1f} pp)"
@@ -164,14 +167,15 @@ def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part
     total = "lost everything" if said.what == "regression" else "gained everything"
     alike = _worth(templates, effect)
     worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
-    needed = clusters_required(margin, effect.alpha) if margin > 0 else 0
+    few = f"no number of clusters can show {said.limit}"  # a margin of 0
+    if margin > 0:
+        needed = clusters_required(margin, effect.alpha)
+        few = f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
     uneven = _uneven(templates, margin) if call is Call.UNEVEN else ""
     reasons = {
         Call.FAIL: Reason("MARGIN", f"{said.what} detected, {size}"),
         Call.INCONCLUSIVE: Reason("MARGIN", said.past),
-        Call.CLUSTERS: Reason(
-            "CLUSTERS", f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
-        ),
+        Call.CLUSTERS: Reason("CLUSTERS", few),
         Call.UNEVEN: Reason("CLUSTERS", f"{uneven}, so the others cannot show {said.limit}"),
         Call.TEMPLATES: Reason(
             TEMPLATES,
@@ -228,6 +232,8 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     if row.contrast.recipe is None:
         return None
     effect = _toward(row.contrast.recipe, row.sign)
+    if margin <= 0:  # of a ratio that allows nothing at this rate: nothing can pass
+        return Status.FAIL if effect.upper < 0 and pvalue < effect.alpha else Status.INCONCLUSIVE
     return decide_cell(effect, margin, pvalue, templates_of(row.contrast, row.sign))[0]
 
 
