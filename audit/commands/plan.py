@@ -125,6 +125,8 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
         why = "not even forty times as many templates would"
         if any(len(row.contrast.sums) != 1 for row in cell.rows):
             why = "of suites combined no number is worked out"
+        elif d.ratio is not None and d.ratio.times.estimate is None:
+            why = "nothing of it happened with the reference, and a multiple of nothing cannot be shown"
         elif d.effect.estimate <= -d.margin:
             why = "the drop is past the margin already"
         return f"{name}: {d.status.value} with {has}; {why}"
@@ -165,7 +167,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
     held_to = f"{100 * d.margin:g} pp" if d.ratio is None else f"{d.ratio:g} x"
     if d.ratio is not None:
-        yield f"what {held_to} comes to", f"{100 * d.margin:.2g} pp where it happens in {percent(d.happens)}"
+        yield f"what {held_to} comes to", f"{100 * d.margin:.4g} pp where it happens in {percent(d.happens)}"
     yield f"chance to pass {held_to}", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"

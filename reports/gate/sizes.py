@@ -222,13 +222,16 @@ def smallest_margin(design: Design) -> float | None:
 
 
 def smallest_ratio(design: Design) -> float | None:
-    """The smallest ratio that is passed with the asked power, to a thousandth; None where none up to 100 is."""
+    """The smallest ratio that is passed with the asked power, to a thousandth; None where none is.
+
+    At most 100, and no more than what happens always.
+    """
     audits = audits_of(_pool(design), design.clusters, audits=_SEARCHED)
 
     def enough(ratio: float) -> bool:
         return pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=ratio) >= design.power
 
-    return _first(enough, 1.0, 100.0)
+    return _first(enough, 1.0, min(100.0, 1 / design.happens) if design.happens else 100.0)
 
 
 def lowest_drift(design: Design) -> float | None:
@@ -295,8 +298,14 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
         return design
     if ratio is None or not 1.01 <= ratio <= 100:
         raise SpecError(f"--ratio is {ratio}, wanted how many times as often at most, from 1.01 to 100")
+    check(design)
     if happens is None or not 0 < happens < 1:
         raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
+    if ratio * happens >= 1:
+        raise SpecError(
+            f"--ratio is {ratio:g}, wanted below {1 / happens:.4g}: of what happens in {happens:g} already, nothing "
+            "could happen so many times as often, and the gate would say NOT MEASURABLE"
+        )
     lost, gained = (design.discordance - design.drift) / 2, (design.discordance + design.drift) / 2  # shares of items
     if not gained <= happens <= 1 - lost:
         raise SpecError(
