@@ -16,9 +16,12 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import dump_spec, parse_spec, with_gate
 from kvaudit.reports.drift.results import Rates
+from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.rules import changes
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.words import note
+from kvaudit.reports.page.gate_table import gate_notes
+from kvaudit.reports.page.limits import calibrated
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, write_report
@@ -166,6 +169,80 @@ def test_a_number_that_changes_afterwards_changes_the_verdict(tmp_path):
     assert other.decisions[0].clusters_required > 200
 
 
+# --- where a ratio allows nothing -------------------------------------------------------------------------------------
+
+
+def kept(data, run, **gate):
+    """Write the gate into the run as if it had been declared, and its report."""
+    spec = respecified(data, **gate).spec
+    (run / "spec.yaml").write_text(dump_spec(spec))
+    story = json.loads((run / "provenance.json").read_text())
+    story["spec_sha256"] = spec.sha256
+    story["spec_file_sha256"] = hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest()
+    (run / "provenance.json").write_text(json.dumps(story))
+    write_report(run)
+    return run / "report"
+
+
+def test_a_report_is_written_where_nothing_of_it_happened(tmp_path):
+    data = served(tmp_path, happens=(), worse=[1])
+    report = kept(data, tmp_path / "run", margins={}, ratios={"refusal": 1.5})
+    told = json.loads((report / "verdict.json").read_text())
+    jsonschema.Draft202012Validator(SCHEMA).validate(told)
+    [cell] = [cell for cell in told["cells"] if cell["metric"] == "refusal"]
+    assert (cell["status"], cell["ratio"]["estimate"], cell["ratio"]["upper"]) == ("INCONCLUSIVE", None, None)
+    text = (report / "report.md").read_text() + (report / "report.html").read_text()
+    assert "limit 1.5 x the misses, up to any multiple" in text
+    assert "no ratio" in text
+    assert "inf x" not in text
+    assert "inf]" not in text
+
+
+def test_a_recipe_is_decided_where_nothing_of_it_happened(tmp_path):
+    design = Design(
+        arms=("dense", "naive"),
+        policies=("none",),
+        suites=("refusal",),
+        clusters=200,
+        items=400,
+        wrong={("dense", "none"): (), ("naive", "none"): range(1)},
+    )
+    _, d = cell_of(load_run(build(tmp_path / "run", design)), ratios={"refusal": 1.5})
+    assert (d.status, d.recipe) == (Status.INCONCLUSIVE, Status.INCONCLUSIVE)
+    fewer = dataclasses.replace(design, wrong={("dense", "none"): (), ("naive", "none"): range(60)})
+    _, lost = cell_of(load_run(build(tmp_path / "b", fewer)), ratios={"refusal": 1.5})
+    assert (lost.status, lost.recipe) == (Status.FAIL, Status.FAIL)
+
+
+def test_no_number_of_clusters_is_asked_where_it_always_happened(tmp_path):
+    _, d = cell_of(served(tmp_path, happens=range(400)), ratios={"refusal": 1.5})
+    assert d.status is Status.NOT_MEASURABLE
+    assert "no number of clusters can show 1.5 x" in note(d)
+
+
+def test_an_interval_without_an_upper_end_says_so(tmp_path):
+    _, d = cell_of(served(tmp_path, happens=[3], worse=[1]), ratios={"refusal": 50})
+    assert d.ratio.times.upper == float("inf")
+    assert "the interval of the ratio has no upper end, so it reaches past 50 x" in note(d)
+
+
+def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
+    found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
+    [line] = calibrated(dataclasses.replace(found, calibration=shipped_rates()))
+    assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated by itself." in line
+    assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
+
+
+def test_next_size_of_a_multiple_of_nothing(tmp_path):
+    served(tmp_path, happens=())
+    run = tmp_path / "run"
+    kept(load_run(run), run, margins={}, ratios={"refusal": 1.5})
+    result = CliRunner().invoke(app, ["plan", str(run)])
+    assert result.exit_code == 0
+    assert "a multiple of nothing cannot be shown" in result.output
+    assert "past the margin" not in result.output
+
+
 # --- how it is declared -----------------------------------------------------------------------------------------------
 
 SPEC = """
@@ -247,6 +324,8 @@ def test_plan_says_the_chance_of_both():
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),
         (("--ratio", "1.1", "--happens", "1.3"), "--happens is 1.3, wanted"),
         (("--ratio", "1.1", "--happens", "0.01"), "--happens is 0.01, wanted from 0.05 to 0.95"),
+        (("--ratio", "1.5", "--happens", "0.8"), "--ratio is 1.5, wanted below 1.25: of what happens in 0.8 already"),
+        (("--ratio", "1.1", "--happens", "0.3", "--discordance", "nan"), "--discordance is nan, wanted a number"),
     ],
 )
 def test_plan_refuses_what_cannot_be_in_one_line(options, message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isclose, log, log1p
+from math import isclose, isinf, log, log1p
 
 from kvaudit.core.estimands import PARITY, SELECTIVITY
 from kvaudit.core.facets import Facet, facet_of
@@ -52,8 +52,13 @@ def held_to(d: Decision) -> str:
 
 def ratio_words(times: Times) -> str:
     """1.18 x [1.06, 1.35]: how many times as often what is not wanted happens, with the 95 % interval."""
-    estimate = "no" if times.estimate is None else f"{times.estimate:.2f}"
-    return f"{estimate} x [{times.low:.2f}, {times.high:.2f}]"
+    estimate = "no ratio" if times.estimate is None else f"{times.estimate:.2f} x"
+    return f"{estimate} {between(times.low, times.high)}"
+
+
+def between(low: float, high: float) -> str:
+    """[1.06, 1.35]: the ends of a ratio, of which the upper one may not be."""
+    return f"[{low:.2f}, {'no end' if isinf(high) else f'{high:.2f}'}]"
 
 
 def percent(value: float | None) -> str:
@@ -98,8 +103,11 @@ def scientific(value: float | None) -> str:
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
 
 
-def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float]) -> str:
-    """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse."""
+def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float], ratios: Iterable[float] = ()) -> str:
+    """What was simulated of a gate at one-sided ``alpha`` and ``margins`` in score units, and what went worse.
+
+    Of ``ratios`` it says that the figures are about margins alone.
+    """
     others = sorted({margin for margin in margins if not isclose(margin, rates.margin, abs_tol=1e-9)})
     at_release = isclose(alpha, rates.release_level, abs_tol=1e-9)
     foreign = []  # what of this gate the figures are not about
@@ -116,6 +124,9 @@ def error_rates(rates: ErrorRates, alpha: float, margins: Iterable[float]) -> st
         f"Elsewhere up to {percent(rates.beyond_max)} (the interval, level {rates.level:g}), with a reference at "
         f"{100 * rates.beyond_rate:g} % and a margin of {100 * rates.beyond_margin:g} pp.",
     ]
+    if held_to_ratios := sorted({*ratios}):
+        names = " and ".join(f"{ratio:g} x" for ratio in held_to_ratios)
+        lines.append(f"Both figures are about margins: a cell held to a ratio ({names}) was simulated by itself.")
     return " ".join(lines)
 
 

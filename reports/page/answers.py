@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isinf
 
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import facet_of
@@ -226,7 +227,8 @@ def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
     unwanted = facet is not None and not facet.wanted
     if d.ratio:
         of = "" if unwanted else " the misses"  # a ratio counts what is not wanted
-        return f"{d.ratio.limit:g} x{of}", f"{d.ratio.times.upper:.2f} x"
+        most = "any multiple" if isinf(d.ratio.times.upper) else f"{d.ratio.times.upper:.2f} x"
+        return f"{d.ratio.limit:g} x{of}", most
     sign = -100 if unwanted else 100
     return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
 

@@ -13,6 +13,7 @@ from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.tables import Table, footnoted
 from kvaudit.reports.layout.words import (
     against,
+    between,
     drift,
     held_to,
     marked,
@@ -63,7 +64,7 @@ def numbers(sides: Comparison, d: Decision) -> list[str]:
     bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
     told = drift(e)
     if d.ratio:
-        bounds = f"[{d.ratio.times.lower:.2f}, {d.ratio.times.upper:.2f}] x, limit {held_to(d)}"
+        bounds = f"{between(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
         told = f"{told}, {ratio_words(d.ratio.times)}"
     return [rates(sides, d), told, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
 
@@ -94,6 +95,7 @@ def gate_notes(findings: Decided) -> tuple[str, ...]:
         f"Templates needed before a cell can pass: {inline(need)}.",
         "Beyond the margin: the cell's own one-sided upper bound lies below minus the margin. Size open: it does not, "
         "and the drop may be smaller or larger than the margin.",
+        *([_RATIO] if findings.rules.ratios else []),
         f"p: one-sided for a drop, adjusted over the {gated} gated cells; max-T flips the sign of a whole template in "
         "all cells at once.",
         *([_WORST_SEED] if any(d.worst_seed for d in findings.verdict.decisions) else []),
@@ -121,6 +123,10 @@ def judge_notes(sides: Comparison) -> Iterator[str]:
         )
 
 
+_RATIO = (
+    "Of a ratio: a cell passes only where the upper bound lies below the limit, and is beyond the margin where the "
+    "lower one lies above it."
+)
 _WORST_SEED = "Worst seed: the one that lost most by itself, which an average hides; its name in brackets."
 HOW_TO_READ = (
     "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. Lost / "

@@ -108,8 +108,9 @@ def calibrated(findings: Findings) -> list[str]:
     c = findings.calibration
     if c is None or findings.verdict.status is Status.INVALID:
         return []
+    rules = findings.rules
     return [
-        f"{error_rates(c, findings.rules.alpha, findings.rules.margins.values())} Simulated at {c.scale} scale "
+        f"{error_rates(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
         f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
         f"intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
         f"most {percent(c.nothing_to_lose_max)}, a healthy one does not in at most {percent(c.turned_away_max)}."
