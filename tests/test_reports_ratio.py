@@ -220,12 +220,6 @@ def test_no_number_of_clusters_is_asked_where_it_always_happened(tmp_path):
     assert "no number of clusters can show 1.5 x" in note(d)
 
 
-def test_an_interval_without_an_upper_end_says_so(tmp_path):
-    _, d = cell_of(served(tmp_path, happens=[3], worse=[1]), ratios={"refusal": 50})
-    assert d.ratio.times.upper == float("inf")
-    assert "the interval of the ratio has no upper end, so it reaches past 50 x" in note(d)
-
-
 def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
     [line] = calibrated(dataclasses.replace(found, calibration=shipped_rates()))

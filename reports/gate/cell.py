@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isinf
 from typing import NamedTuple
 
 import numpy as np
@@ -142,8 +141,6 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> _St
         )
     )
     past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {most}"
-    if isinf(ratio.times.upper):
-        past = f"the interval of the ratio has no upper end, so it reaches past {most}"
     if ratio.times.estimate is None:
         past = "nothing of it happened with the reference, and a multiple of nothing cannot be shown: declare points"
     limit = f"{most} (of the reference's rate, so {100 * margin:.1f} pp)"
