@@ -340,3 +340,12 @@ def test_a_planned_audit_is_decided_by_the_same_rule():
     within = is_below(events_of(found.unwanted, candidate, counts), 1.3, alpha=0.05)
     shown = shows_ratio(found.unwanted, candidate, counts, limit=1.3, alpha=0.05)
     assert 0 < pass_rate(found, margin=0.09, alpha=0.05, ratio=1.3) <= np.mean(within & shown)
+
+
+@pytest.mark.parametrize("limit", [{"ratios": {"refusal.leak": 1.2}}, {"margins": {"refusal": 20, "refusal.leak": 5}}])
+def test_a_limit_on_a_facet_that_no_item_has_is_not_passed_over(tmp_path, limit):
+    data = served(tmp_path, worse=[1, 2], better=[0, 3], facets=("attack_success",))
+    found = decided(respecified(data, **{"margins": {"refusal": 20}, **limit}))
+    [d] = [d for d in found.verdict.decisions if d.gated and d.suite == "refusal.leak"]
+    assert (d.status, found.verdict.status) == (Status.INVALID, Status.INVALID)
+    assert [reason.code for reason in d.reasons] == ["CELL"]

@@ -136,7 +136,8 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     paired = tuple(dict.fromkeys(seed for arm, seed in asked if arm != reference) or dict.fromkeys(s for _, s in asked))
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
     suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
-    facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in spec.gate.margins if name not in suites)]))
+    held = (*spec.gate.margins, *spec.gate.ratios)  # also where no item has the facet: that is said, not passed over
+    facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in held if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
     engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
     return Comparison(
