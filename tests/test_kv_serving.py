@@ -83,8 +83,8 @@ def test_codes_are_attended_to_in_blocks_as_all_at_once(
 ) -> None:
     found = []
     for most in (1, 1 << 24):  # blocks as small as can be, and all at once
-        for module in (kvaudit.audit.cache.quantised.store, kvaudit.audit.cache.quantised.products):
-            monkeypatch.setattr(module, "HOST_BLOCK", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_EXACT", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised.products, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         answers = [answer for answer in episode.decode(Decoding(12)) if answer]
         found.append(list(zip(answers, episode.rollouts(), strict=True)))

@@ -37,7 +37,7 @@ from kvaudit.audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
 WIDEST = 2**15 - 1  # groups that an int16 can name
-HOST_BLOCK, DEVICE_BLOCK = 1 << 24, 1 << 28  # bytes of one layer's keys that are exact at once while attending
+HOST_EXACT, DEVICE_EXACT = 1 << 24, 1 << 28  # bytes of one layer's keys that are exact at once while attending
 
 
 class LeavingEntries(NamedTuple):
@@ -122,7 +122,7 @@ class QuantisedStore(Store):
     def _blocks(self) -> list[slice]:
         keys = self._tail[0]
         row = keys.shape[1] * self.length * keys.shape[3] * keys.element_size()
-        most = HOST_BLOCK if keys.device.type == "cpu" else DEVICE_BLOCK
+        most = HOST_EXACT if keys.device.type == "cpu" else DEVICE_EXACT
         step = max(1, most // max(row, 1))
         return [slice(first, first + step) for first in range(0, len(keys), step)]
 
