@@ -123,7 +123,7 @@ def figures_of(run: kvaudit.Run, diagnosis: Json) -> Json:
         "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
         "contrasts": contrasts,
         "floor": floor,
-        "diagnosis": diagnosis,
+        "diagnosis": {key: value for key, value in diagnosis.items() if key != "model"},  # a folder of whoever asked
     }
 
 
