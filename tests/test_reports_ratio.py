@@ -117,14 +117,11 @@ def test_templates_that_broke_do_not_pass(tmp_path):
 def test_every_page_says_the_ratio_and_the_schema_knows_it(tmp_path):
     data = served(tmp_path, worse=[1, 2], better=[0, 3], facets=("attack_success", "obeyed"))
     run = tmp_path / "run"
-    spec = respecified(data, ratios={ATTACK: 1.5}).spec
-    (run / "spec.yaml").write_text(dump_spec(spec))
-    story = json.loads((run / "provenance.json").read_text())
-    story["spec_sha256"] = spec.sha256
-    story["spec_file_sha256"] = hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest()
-    (run / "provenance.json").write_text(json.dumps(story))
-    write_report(run)
-    files = {path.name: path.read_text() for path in (run / "report").iterdir() if path.suffix in (".md", ".json")}
+    files = {
+        path.name: path.read_text()
+        for path in kept(data, run, ratios={ATTACK: 1.5}).iterdir()
+        if path.suffix in (".md", ".json")
+    }
     told = json.loads(files["verdict.json"])
     jsonschema.Draft202012Validator(SCHEMA).validate(told)
     [cell] = [cell for cell in told["cells"] if cell["metric"] == ATTACK]
