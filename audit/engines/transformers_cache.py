@@ -24,7 +24,7 @@ class TransformersCache(Engine):
     """Stock transformers, a batch at a time."""
 
     name = "transformers"
-    says = "transformers: cache: quantized, backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
+    says = "transformers: cache: static or quantized, backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
     install = "pip install 'kvaudit[transformers-cache]'"
     compresses: ClassVar = {"cache": ("dynamic",), **dict.fromkeys(_OF_A_CODE, ())}
     uncompressed: ClassVar[Settings] = {"cache": "dynamic"}
@@ -35,8 +35,8 @@ class TransformersCache(Engine):
         """With the cache, and the backend of one that is quantized, written out; raises SpecError for idle settings."""
         coded = [name for name in _OF_A_CODE if name in settings]
         cache = settings.get("cache", "quantized" if coded else "dynamic")
-        if cache == "dynamic" and coded:
-            raise SpecError(f"engine {cls.name}: {coded[0]} does nothing with cache dynamic; write cache: quantized")
+        if cache in ("dynamic", "static") and coded:
+            raise SpecError(f"engine {cls.name}: {coded[0]} does nothing with cache {cache}; write cache: quantized")
         named = {"cache": cache, **({"backend": "quanto"} if cache == "quantized" else {})}
         return super().filled({**named, **settings})
 

@@ -58,7 +58,9 @@ def _made(kind: str, cache: dict[str, Any], model: Any) -> Any:
         return transformers.QuantizedCache(config=model.config, **cache)
     if kind == "dynamic" and not cache:
         return transformers.DynamicCache(config=model.config)
-    raise ValueError(f"cache {kind!r} with {cache}, wanted dynamic alone, or quantized")
+    if kind == "static" and not cache:
+        return transformers.StaticCache(config=model.config, max_cache_len=1)  # generate makes its own, as long as it needs
+    raise ValueError(f"cache {kind!r} with {cache}, wanted dynamic or static alone, or quantized")
 
 
 def _layer(made: Any) -> str:
@@ -78,6 +80,7 @@ def _answered(model: Any, how: dict[str, Any], rows: list[dict[str, Any]]) -> li
         eos_token_id=sorted({stop for row in rows for stop in row["stops"]}) or None,
         pad_token_id=0,
         do_sample=False,
+        disable_compile=True,  # what a static cache would be compiled for answers no batch of ours twice
         **how,
     )
     model.generation_config = transformers.GenerationConfig()  # a checkpoint's own would fill in what is left out
