@@ -1,5 +1,6 @@
 """A limit on how many times as often: declared, decided by the code of every cell, and told wherever a margin is."""
 
+import csv
 import dataclasses
 import hashlib
 import json
@@ -135,6 +136,12 @@ def test_every_page_says_the_ratio_and_the_schema_knows_it(tmp_path):
     ).read_text(encoding="utf-8")
     drift = json.loads(files["drift.json"])
     assert drift["rules"]["ratios"] == {ATTACK: 1.5}
+    rows = list(csv.DictReader((run / "report" / "contrasts.csv").read_text(encoding="utf-8").splitlines()))
+    [row] = [row for row in rows if row["ratio"]]
+    assert (row["suite"], row["ratio"], row["ratio_limit"]) == (ATTACK, "1", "1.5")
+    assert float(row["ratio_low"]) < 1 < float(row["ratio_high"])
+    assert "limit 1.5 x: PASS" in files["bom.json"]
+    assert {cell["held_to"] for cell in json.loads(files["disclosure.json"])["drift"]} == {"1.5 x", "5 pp", None}
 
 
 def test_a_run_without_a_ratio_has_the_files_that_it_had(tmp_path):
@@ -310,6 +317,7 @@ def test_plan_says_the_chance_of_both():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are two rules for one design"),
         (("--ratio", "1.1"), "--happens is None, wanted how often it happens with the reference"),
         (("--happens", "0.3"), "--ratio is None, wanted how many times as often"),
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from kvaudit.reports.gate.verdict import Decision
     from kvaudit.reports.page.findings import Findings
 
+_MARGIN = 5.0  # percentage points
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
 def plan(
     run: Annotated[Path | None, argument(help="A run: how many templates would decide each of its cells.")] = None,
     *,
-    margin: Annotated[float, typer.Option(help="Largest tolerated drop, in percentage points.")] = 5.0,
+    margin: Annotated[
+        float | None, typer.Option(help="Largest tolerated drop, in percentage points.", show_default=f"{_MARGIN:g}")
+    ] = None,
     ratio: Annotated[
         float | None,
         typer.Option(
@@ -71,8 +74,10 @@ def plan(
             return
         from kvaudit.reports.gate.sizes import Design, held_to_ratio
 
+        if margin is not None and ratio is not None:
+            raise SpecError("--margin and --ratio are two rules for one design; leave out one")
         design = Design(
-            margin=margin / 100,
+            margin=(_MARGIN if margin is None else margin) / 100,
             discordance=discordance,
             clusters=clusters,
             items_per_cluster=items_per_cluster,

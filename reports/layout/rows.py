@@ -19,6 +19,7 @@ CONTRAST_COLUMNS = (
     *("contrast", "arm", "policy", "suite", "context_tokens", "reference", "candidate"),
     *("estimate", "low", "high", "lower", "upper", "margin", "gated", "status"),
     *("items", "templates", "lost", "gained", "churn", "recipe_low", "recipe_high", "seeds", "why"),
+    *("ratio", "ratio_low", "ratio_high", "ratio_limit"),
 )
 
 
@@ -27,7 +28,9 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
 
     Rates (``reference``, ``candidate``, ``churn``) are in percent; ``estimate``, ``low``, ``high`` (95 %), the bounds
     of the rule ``lower`` and ``upper``, ``margin`` and the interval with seed variance in percentage points; drift is
-    candidate minus reference. What does not exist is None, never 0.
+    candidate minus reference. Where a ratio decides, ``ratio`` is how many times as often what is not wanted happens,
+    with 95 % ends and the limit it is held to; ``margin`` is then what that comes to. What does not exist is None,
+    never 0, and an end that is not there is infinite.
     """
     decisions = {one.place: one for one in decided.verdict.decisions}
     return (_row(one, decisions.get(one.place)) for one in decided.drift.contrasts)
@@ -35,6 +38,7 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
 
 def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
     effect, recipe = one.effect, one.recipe
+    held = decision.ratio if decision else None
     shares = {name: getattr(one.rates, name, None) for name in ("reference", "candidate")}
     shares |= {name: getattr(effect, name, None) for name in ("estimate", "low", "high", "lower", "upper")}
     shares |= {"margin": decision.margin if decision else None, "churn": one.churn}
@@ -51,6 +55,10 @@ def _row(one: Contrast, decision: Decision | None) -> dict[str, Any]:
         "gained": effect.gains if effect else None,
         "seeds": len(one.seeds),
         "why": "; ".join(map(str, one.reasons)) or None,
+        "ratio": held.times.estimate if held else None,
+        "ratio_low": held.times.low if held else None,
+        "ratio_high": held.times.high if held else None,
+        "ratio_limit": held.limit if held else None,
     }
 
 

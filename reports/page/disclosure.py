@@ -70,6 +70,7 @@ class Measured:
     low: float | None  # 95 %
     high: float | None
     margin: float | None
+    held_to: str | None  # 5 pp, or 1.1 x where a ratio decides and the margin is what that comes to
     verdict: str  # a status, or "not gated"
     items: int
     clusters: int
@@ -485,6 +486,7 @@ def _of(found: Findings, cell: Contrast | Decision) -> Measured:
         low=effect.low if effect else None,
         high=effect.high if effect else None,
         margin=decided.margin if decided else None,
+        held_to=held_to(decided) if decided and decided.margin is not None else None,
         verdict=decided.standing.value if decided else "not gated",
         items=effect.n_items if effect else 0,
         clusters=effect.n_clusters if effect else 0,

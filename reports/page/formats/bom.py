@@ -70,10 +70,9 @@ def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
 
 
 def _metric(m: Measured) -> dict[str, Any]:
-    margin = "none" if m.margin is None else f"{100 * m.margin:.4g} pp"
     where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
     return {
-        "type": inline(f"drift of {m.says} in percentage points, margin {margin}: {m.verdict}"),
+        "type": inline(f"drift of {m.says} in percentage points, limit {m.held_to or 'none'}: {m.verdict}"),
         "value": f"{100 * (m.estimate or 0.0):.4g}",
         "slice": inline(where),
         "confidenceInterval": {
