@@ -39,6 +39,16 @@ def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, plain: Sessio
     assert [reply.ids for reply in alone] == [reply.ids for reply in found[:2]]
 
 
+def test_a_static_cache_is_another_layout_of_the_same_numbers(here: World, tmp_path: Path) -> None:
+    with here.start("transformers:cache=static", tmp_path, PART) as static:
+        assert static.described["cache"] == "StaticCache"
+        found = static.answer(here.asked)
+    assert here.says_the_same(found)
+    assert max(here.gaps(found)) < 1e-5
+    with pytest.raises(SpecError, match="nbits does nothing with cache static; write cache: quantized"):
+        parse_condition({"engine": "transformers", "cache": "static", "nbits": 4})
+
+
 def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Path) -> None:
     with here.start("transformers:backend=fp8", tmp_path, PART) as session:
         assert session.described["cache"] == "QuantizedCache"

@@ -59,7 +59,7 @@ def _made(kind: str, cache: dict[str, Any], model: Any) -> Any:
     if kind == "dynamic" and not cache:
         return transformers.DynamicCache(config=model.config)
     if kind == "static" and not cache:
-        return transformers.StaticCache(config=model.config, max_cache_len=1)  # generate makes its own, as long as it needs
+        return transformers.StaticCache(config=model.config, max_cache_len=1)  # generate makes its own, of its length
     raise ValueError(f"cache {kind!r} with {cache}, wanted dynamic or static alone, or quantized")
 
 
