@@ -24,9 +24,7 @@ class TransformersCache(Engine):
     """Stock transformers, a batch at a time."""
 
     name = "transformers"
-    says = (
-        "transformers: cache: static, or quantized with backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
-    )
+    says = "transformers: cache: static, quantized: backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
     install = "pip install 'kvaudit[transformers-cache]'"
     compresses: ClassVar = {"cache": ("dynamic",), **dict.fromkeys(_OF_A_CODE, ())}
     uncompressed: ClassVar[Settings] = {"cache": "dynamic"}
