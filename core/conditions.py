@@ -19,6 +19,7 @@ from kvaudit.core.text import clip, inline
 ENGINE = "engine"  # the key that names one in a mapping
 _LONGEST_VALUE = 60  # letters of a setting in a short name
 _LONGEST_NAME = 56
+_SHORTEST_CONSTANT = 3  # letters, above which a value in capitals tells what it is of
 _UNQUOTED = (
     "/:#~"  # besides letters, digits, '_', '.' and '-'; the rest would be read as a part of the text's own syntax
 )
@@ -63,8 +64,9 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     """``openvino u4`` for every condition and reference: the engine, with the settings in which it and its other side
     differ.
 
-    Of these settings' names the words that all have in common are left out, and of a single one its name. Two that
-    would be called alike are told apart by whatever else differs; a long name is cut where that leaves it one.
+    Of these settings' names the words that all have in common are left out, and of a single one its name; constants of
+    an engine (BY_TOKEN) stand without theirs. Two that would be called alike are told apart by whatever else differs;
+    a long name is cut where that leaves it one.
     """
     conditions = list(dict.fromkeys([*references, *references.values()]))
     own = {text: settings_in(text) for text in conditions}
@@ -100,9 +102,15 @@ def _named(text: str, own: Mapping[str, Mapping[str, str]], telling: Collection[
 
 
 def _settings_text(settings: Mapping[str, str]) -> str:
-    short = _shortened(settings)
-    pairs = [(short[name], clip(value, _LONGEST_VALUE)) for name, value in settings.items()]
+    values = list(settings.values())
+    short = _shortened([name for name, value in settings.items() if not _is_constant(value) or values.count(value) > 1])
+    pairs = [(short.get(name, ""), clip(value, _LONGEST_VALUE)) for name, value in settings.items()]
     return inline(" ".join(f"{name}={value}" if name else value for name, value in pairs))
+
+
+def _is_constant(value: str) -> bool:
+    """One of an engine's own constants, such as BY_TOKEN, which needs no name beside it."""
+    return value.isupper() and value.replace("_", "").isalpha() and len(value) > _SHORTEST_CONSTANT
 
 
 def _shortened(names: Collection[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from kvaudit.core.spec import RunSpec, parse_spec
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))
 APART = "openvino:INFERENCE_PRECISION_HINT=f32,KEY_CACHE_PRECISION=u8,VALUE_CACHE_PRECISION=u4"
+_APART = "KEY_CACHE_PRECISION=u4,VALUE_CACHE_PRECISION=u8"
 AUTO, E5M2 = "vllm:kv_cache_dtype=auto", "vllm:kv_cache_dtype=fp8_e5m2"
 F16, Q4 = "llama.cpp:type_k=f16,type_v=f16", "llama.cpp:type_k=q8_0,type_v=q4_0"
 
@@ -36,6 +37,14 @@ def test_several_settings_are_named_without_the_words_they_share() -> None:
         Q4: "llama.cpp k=q8_0 v=q4_0",
         F16: "llama.cpp k=f16 v=f16",
     }
+
+
+def test_constants_of_an_engine_stand_without_a_name_where_no_other_setting_has_them() -> None:
+    token, whole = (f"openvino:{keys},KEY_CACHE_QUANT_MODE=BY_TOKEN" for keys in (_APART, "KV_CACHE_PRECISION=u4"))
+    names = condition_names({token: F32, whole: F32})
+    assert list(names.values())[:2] == ["openvino KEY=u4 VALUE=u8 BY_TOKEN", "openvino u4 BY_TOKEN"]
+    twice = "openvino:a_k=BY_TOKEN,a_v=BY_TOKEN,b=BF16"
+    assert condition_names({twice: F32})[twice] == "openvino a_k=BY_TOKEN a_v=BY_TOKEN b=BF16"
 
 
 def test_a_condition_that_sets_nothing_is_as_the_engine_comes() -> None:

@@ -307,17 +307,29 @@ def test_an_engine_served_uncompressed_alone_is_compared_with_nothing(tmp_path: 
     assert found.verdict.reasons == ()
 
 
-@pytest.mark.parametrize("setting", ["KV_CACHE_PRECISION=u4", "max_cache_size=128,recent_size=32,snapkv_window_size=0"])
-def test_figures_have_room_for_one_condition_with_a_long_name(tmp_path: Path, setting: str) -> None:
-    condition = f"openvino:{setting}"
+LONG = "KEY_CACHE_PRECISION=u4,KEY_CACHE_QUANT_WAY=by_token_of_every_head,VALUE_CACHE_PRECISION=u"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["KV_CACHE_PRECISION=u4"],
+        ["max_cache_size=128,recent_size=32,snapkv_window_size=0"],
+        [f"{LONG}4", f"{LONG}8"],  # told apart by their ends, so not cut
+    ],
+)
+def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settings: list[str]) -> None:
+    conditions = [f"openvino:{setting}" for setting in settings]
     design = synthetic.Design(
         arms=("base",),
         train=False,
         suites=("refusal",),
-        wrong={},
-        policies=(condition, F32),
-        references={condition: F32},
+        wrong={conditions[0]: range(16), F32: range(8, 12)},  # lost and won, so that every figure has something to show
+        policies=(*conditions, F32),
+        references=dict.fromkeys(conditions, F32),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert figures(found_in(tmp_path, design))["heatmap"].svg.startswith("<svg")
+        data = load_run(synthetic.build(tmp_path / "run", design))
+        drawn = figures(with_details(data, decided(data)))
+    assert {"forest", "heatmap", "churn", "concentration"} <= set(drawn)

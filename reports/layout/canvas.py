@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvaudit.core.text import inline
+from kvaudit.reports.layout.words import shortened
 
 if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
     import matplotlib as mpl
@@ -19,6 +23,7 @@ PALETTE = ("#7a8490", "#d1700f", "#a05bb5", "#2386c8", "#1f9e74", "#c9427a", "#9
 MARKERS = ("s", "X", "D", "o", "^", "v", "P", "*")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), "-", "--")
 PIXELS_PER_INCH = 100  # on screen, where the page is wide enough
+_LONGEST_ROW = 64  # letters of a row's name: half of the width of a figure
 GAIN, LOSS, UNDECIDED = "#2386c8", "#d1500f", "#8a8f98"
 _STYLE = {
     "svg.fonttype": "none",
@@ -100,6 +105,12 @@ def quiet(axes: Axes) -> None:
     """A light grid behind the data."""
     axes.grid(True, color=UNDECIDED, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def named_rows(axes: Axes, names: Sequence[str]) -> None:
+    """A name beside every row, from the top; long ones lose their middle, or nothing would be left for the data."""
+    axes.set_yticks(range(len(names)), [shortened(inline(name), _LONGEST_ROW) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def line(label: str, **look: Any) -> Line2D:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvaudit.core.text import inline
 from kvaudit.reports.analysis.cache_use import Use, cache_use
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, save
+from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, named_rows, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import NOT_SHOWN, counted, percent, size, times
 from kvaudit.reports.sections.base import Inputs, Section
@@ -70,8 +69,7 @@ class CacheSection(Section[tuple[Use, ...]]):
                 panel.plot([use.live_share] * 2, [y - 0.33, y + 0.33], color=INK, linewidth=1.6)
             text = f"{times(ratio)} allocated, {times(use.live_share)} live"
             panel.text(max(1.0, ratio) + 0.02, y, text, va="center", fontsize=8)
-        panel.set_yticks(range(len(uses)), [inline(decided.comparison.label(u.policy)) for u, _ in uses])
-        panel.set_ylim(len(uses) - 0.5, -0.5)
+        named_rows(panel, [decided.comparison.label(use.policy) for use, _ in uses])
         panel.set_xlim(0, max(1.0, *(ratio for _, ratio in uses)) + 0.45)
         panel.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
         panel.set_xlabel("peak KV bytes / those of none, counted the same way: allocated (bar), live (line)")

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.core.text import inline
 from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, line, patch, quiet, save
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, line, named_rows, patch, quiet, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent, place_name, points
 from kvaudit.reports.sections.base import Inputs, Section
@@ -86,8 +85,7 @@ class ChurnSection(Section[Churns]):
             panel.barh(y, 100 * c.gains, height=0.68, color=GAIN, alpha=0.75)
             panel.plot([100 * c.drift], [y], marker="D", color=INK, markersize=4)
         panel.axvline(0, color=INK, linewidth=0.8)
-        panel.set_yticks(range(len(found)), [inline(place_name(decided.comparison, c.cell)) for c in found])
-        panel.set_ylim(len(found) - 0.5, -0.5)
+        named_rows(panel, [place_name(decided.comparison, c.cell) for c in found])
         panel.set_xlabel("pp of all items")
         quiet(panel)
         key = [

@@ -13,7 +13,7 @@ from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.canvas import INK, LOSS, UNDECIDED, Drawing, blank, patch, quiet, save
+from kvaudit.reports.layout.canvas import INK, LOSS, UNDECIDED, Drawing, blank, named_rows, patch, quiet, save
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import percent, place_name, points
 from kvaudit.reports.sections.base import Inputs, Section
@@ -120,8 +120,7 @@ class ConcentrationSection(Section[Losses]):
         panel = figure.subplots()
         for y, c in enumerate(found):
             _bar(panel, y, c)
-        panel.set_yticks(range(len(found)), [inline(place_name(decided.comparison, c.cell)) for c in found])
-        panel.set_ylim(len(found) - 0.5, -0.5)
+        named_rows(panel, [place_name(decided.comparison, c.cell) for c in found])
         panel.set_xlim(0, 1.12 * max(c.losses for c in found))
         panel.set_xlabel("items lost, by template")
         quiet(panel)

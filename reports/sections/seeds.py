@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.core.text import inline
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout import words
-from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, named_rows, quiet, save
 from kvaudit.reports.layout.tables import Passage, Table, table_of
 from kvaudit.reports.layout.words import place_name, points, worst_seed
 from kvaudit.reports.sections.base import Inputs, Section
@@ -87,6 +86,8 @@ class SeedsSection(Section[Spreads]):
         return f"{count} paired seeds; {apart}." if count > 1 else "One seed."
 
     def draw(self, value: Spreads, decided: Decided) -> Iterator[Drawing | None]:
+        if decided.comparison.mode != "training":
+            return
         found = value[:_MOST_ROWS]
         figure = blank(7.6, 1.0 + 0.25 * len(found))
         panel = figure.subplots()
@@ -101,8 +102,7 @@ class SeedsSection(Section[Spreads]):
             panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
             panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
         panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-        panel.set_yticks(range(len(found)), [inline(place_name(decided.comparison, s.cell)) for s in found])
-        panel.set_ylim(len(found) - 0.5, -0.5)
+        named_rows(panel, [place_name(decided.comparison, s.cell) for s in found])
         # room on the right for the words
         panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
         panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")

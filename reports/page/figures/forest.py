@@ -12,7 +12,7 @@ from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, line, quiet, save
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, line, named_rows, quiet, save
 from kvaudit.reports.layout.words import held_to, spelled
 
 LOOK = {  # colour, marker, filled
@@ -104,8 +104,7 @@ def _panel(
         panel.plot([100 * d.effect.lower], [y], marker="|", color=hue, markersize=8)
         face = hue if filled else "none"
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
-    panel.set_yticks(range(len(names)), [inline(name) for name in names])
-    panel.set_ylim(len(names) - 0.5, -0.5)
+    named_rows(panel, list(names))
     wanted = f"limit {held_to(decisions[0])}" if decisions[0].ratio else f"margin {margin:g}"
     panel.set_xlabel(f"drift, pp ({wanted})")
     quiet(panel)

@@ -14,7 +14,7 @@ from kvaudit.reports.gate.cell import decide_cell, templates_of
 from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, save
+from kvaudit.reports.layout.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
 from kvaudit.reports.layout.words import plain_words, points, shortened, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
@@ -117,9 +117,8 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
         number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
         number.set_url(flips_link(findings, c) or None)
     panel.set_xticks(range(len(names)), list(names.values()), rotation=35, ha="right")
-    panel.set_yticks(range(len(rows)), [inline(row) for row in rows])
+    named_rows(panel, list(rows))
     panel.set_xlim(-0.5, len(names) - 0.5)
-    panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.tick_params(length=0)
     for spine in panel.spines.values():
         spine.set_visible(False)
