@@ -20,8 +20,7 @@ from training_world import config, rows, sha256, silent
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
-from kvaudit.audit.engines.drawing import WorkedDrawer, digest, weights_of
-from kvaudit.audit.engines.handover import Handover
+from kvaudit.audit.engines.drawing import Handover, WorkedDrawer, digest, weights_of
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens

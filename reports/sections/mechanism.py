@@ -121,7 +121,7 @@ def _share(share: Share | None) -> str:
     if share is None:
         return "-"
     if share.low is None or share.high is None:
-        return f"{abs(100 * share.estimate):.0f} %"
+        return f"{round(100 * share.estimate)} %"  # no -0
     return f"{100 * share.estimate:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
 
 
