@@ -4,8 +4,8 @@
     python -m bench.decode --batch 8 --only snapkv --turns 3
 
 Uncompressed decoding stands beside ``model.generate``, snapkv and streaming beside kvpress with the same budget (``make
-bench-peers`` sets its environment up), codes beside our own uncompressed decoding. A press of kvpress cuts the prompt
-alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other processes
+bench-peers`` sets its environment up), codes and quest beside our own uncompressed decoding. A press of kvpress cuts
+the prompt alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other processes
 disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the bandwidth
 at which this run sums a large tensor. Prefill is not timed here; rows of a batch share that of one prompt.
 """
@@ -38,6 +38,7 @@ CONTEXT, NEW, TURNS, BUDGET = 2048, 16, 5, 512
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 EVICTING = {name: f"{name}:budget={BUDGET}" for name in ("snapkv", "streaming")}
 CODING = {"int8": "int8", "kivi 4 bits": "kivi:bits=4"}
+SELECTING = {"quest": f"quest:budget={BUDGET}"}
 Side = Callable[[], "Seconds"]  # plays one turn
 
 
@@ -140,7 +141,9 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--only", nargs="+", default=["none", *EVICTING, *CODING], help="rows by their first word")
+    parser.add_argument(
+        "--only", nargs="+", default=["none", *EVICTING, *CODING, *SELECTING], help="rows by their first word"
+    )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--new", type=int, default=NEW, help="tokens of a turn")
     return parser.parse_args()
@@ -165,7 +168,7 @@ def compare(served: Served, batch: int, peer: KVPress | None, bandwidth: float, 
     prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
     print(f"\n{served.name}, batch {batch}, {context} tokens of context\n")
     print("| work | beside | ratio, CPU | ratio, wall | tokens/s, CPU | beside | of the roofline |\n|" + "---|" * 7)
-    for work, policy in {"none": "none", **EVICTING, **CODING}.items():
+    for work, policy in {"none": "none", **EVICTING, **CODING, **SELECTING}.items():
         if not {work, work.split()[0]} & set(asked.only) or (work in EVICTING and peer is None):
             continue
         ours, name = Ours(served, policy, prompt, batch, asked.new), "our none"

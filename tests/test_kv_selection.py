@@ -20,7 +20,8 @@ from torch import Tensor
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.selection import Selection
-from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies import View, parse_policy
+from kvaudit.audit.policies.quest import Quest
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
@@ -47,13 +48,41 @@ def test_drawn_tokens_choose_and_given_ones_see_everything() -> None:
         assert (made.chosen.amax(-1) == made.queries // 4).all(), "the query's own page is always among them"
 
 
-def test_memory_is_that_of_the_dense_cache() -> None:
+def test_memory_is_that_of_the_dense_cache_and_the_extremes_of_every_page() -> None:
     caches = [new_cache(shared(), parse_policy(text)) for text in (QUEST, "none")]
     for evicting in caches:
         feed(shared(), evicting, prompts(40))
         feed(shared(), evicting, [[9]], decoding=True)
-    assert caches[0].bytes == caches[1].bytes
+    config = shared().model.config
+    heads = 2 * config.num_key_value_heads  # of the two layers that choose
+    of_a_page = 2 * heads * config.head_dim * 8  # lowest and highest, float64
+    assert caches[0].bytes - caches[1].bytes == 12 * of_a_page  # 41 tokens in 11 pages, and a place for padding
     assert caches[0].retention().tolist() == [1.0]
+
+
+def test_extremes_that_are_kept_are_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over prompts of unlike length, members of a group, a second turn and rows that come from another cache."""
+    compared, choose = [], Quest.choose
+
+    def watched(policy: Quest, view: View) -> Tensor:
+        assert view.extremes is not None
+        pages = int(view.seen.max() - 1) // policy.page + 1
+        reached = torch.arange(pages) <= (view.seen[:, None] - 1) // policy.page  # [B, pages]
+        for kept, found in zip(view.extremes, policy._extremes_of(view, pages), strict=True):
+            kept, found = (part[:, :, :pages].transpose(1, 2)[reached].double() for part in (kept, found))
+            assert torch.equal(kept.float(), found.float())
+        compared.append(pages)
+        return choose(policy, view)
+
+    monkeypatch.setattr(Quest, "choose", watched)
+    played(group=2)
+    caches = [new_cache(shared(), parse_policy(QUEST)) for _ in range(2)]
+    for cache, length in zip(caches, (9, 40), strict=True):
+        feed(shared(), cache, prompts(length))
+    caches[0].join(caches[1])
+    feed(shared(), caches[0], [[9], [7]], decoding=True)
+    assert len(compared) > 20
+    assert max(compared) > 11
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
 from kvaudit.audit.cache.evict import attention_mass, only_victim, retained, visibility
-from kvaudit.audit.cache.layer_state import LastQueries, MovingSinks, QueryCentres, QueryMoments
+from kvaudit.audit.cache.layer_state import LastQueries, MovingSinks, QueryCentres, QueryMoments, UnitExtremes
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.linear import States
 from kvaudit.audit.cache.quantised.codes import Scratch
@@ -74,6 +74,8 @@ class CachedLayer:
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
         self._centres = QueryCentres(rotary) if rotary and evictor.centres else None
         self._sinks = MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None
+        selector = self.selector
+        self._extremes = UnitExtremes(selector.unit) if selector and selector.extremes else None
         self.states = States() if plan.carries else None
         self.held = schedule.left
         self._scaling = 1.0  # of the last call
@@ -86,6 +88,8 @@ class CachedLayer:
         """Take the call's keys and values in."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         self.store.append(call.key, call.value, now.columns, now.even, limit=self.schedule.limit)
+        if self._extremes:
+            self._extremes.add(call.key, now.positions, now.longest)
         self.flush(now, on_write=True)
         self.held = self.schedule.arrived
 
@@ -114,7 +118,7 @@ class CachedLayer:
 
     def weigh(self) -> None:
         """Count the allocated bytes again."""
-        own = (self._last, self._moments, self._centres, self._sinks, self.states)
+        own = (self._last, self._moments, self._centres, self._extremes, self._sinks, self.states)
         self.bytes = self.store.bytes + sum(part.bytes for part in own if part)
 
     # --- what its queries see ---------------------------------------------------------------------------------------
@@ -163,7 +167,8 @@ class CachedLayer:
         """
         store, at = self.store, now.positions
         assert call.query.shape[2] == 1, call.query.shape
-        units = selector.choose(view._replace(queries=call.query, query_positions=at))
+        extremes = self._extremes.now if self._extremes else None
+        units = selector.choose(view._replace(queries=call.query, query_positions=at, extremes=extremes))
         most = now.longest // selector.unit + 1  # units there are by now
         chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
         # a row that is fed nothing sees everything: its output is never used, but must stay finite
@@ -291,7 +296,7 @@ class CachedLayer:
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows [n] instead, in this order, each as often as it is named, as ``schedule`` does by now."""
-        for part in (self.store, self._last, self._moments, self._centres, self._sinks):
+        for part in (self.store, self._last, self._moments, self._centres, self._extremes, self._sinks):
             if part is not None:
                 part.reindex(rows)
         if self.states is not None:
@@ -306,7 +311,8 @@ class CachedLayer:
         if self._sinks and other._sinks:
             self._sinks.join(other._sinks, (self.store, other.store))
         self.store.join(other.store)
-        join_parts([(self._last, other._last), (self._moments, other._moments), (self._centres, other._centres)])
+        parts = ("_last", "_moments", "_centres", "_extremes")
+        join_parts([(getattr(self, part), getattr(other, part)) for part in parts])
         if self.states is not None and other.states is not None:
             self.states = self.states.with_rows(other.states)
         self.held = self.schedule.left

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvaudit.audit.cache.gather import gather_columns
 from kvaudit.audit.cache.rotary import Rotary
-from kvaudit.audit.cache.store import Store
-from kvaudit.audit.policies import Centres, Moments
+from kvaudit.audit.cache.store import SHARE, Store
+from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LastQueries:
@@ -176,6 +177,59 @@ class QueryCentres:
     def bytes(self) -> int:
         """Allocated bytes."""
         return sum(t.numel() * t.element_size() for t in (self._count, self._sum, self._lengths))
+
+
+class UnitExtremes:
+    """The extremes of every unit of positions, channel by channel, among the keys that were written so far.
+
+    Of layers that nothing leaves, so that none is ever taken back. The first place takes padding, which no row has.
+    """
+
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
+        self._low = self._high = torch.empty(0)  # [B, H, 1 + U, D]
+
+    def add(self, keys: Tensor, positions: Tensor, longest: int) -> None:
+        """Take keys [B, H, Q, D] at positions [B, Q] (-1 = padding), all below ``longest``."""
+        if not self._low.numel():
+            batch, heads, _, size = keys.shape
+            self._low = keys.new_full((batch, heads, 1, size), float("inf"))
+            self._high = -self._low
+        needed = (longest - 1) // self._unit + 2
+        if needed > self._low.shape[2]:
+            self._widen(needed + needed // SHARE + 1)
+        places = (positions // self._unit + 1).long()[:, None, :, None].expand_as(keys)
+        self._low.scatter_reduce_(2, places, keys, "amin")
+        self._high.scatter_reduce_(2, places, keys, "amax")
+
+    def _widen(self, width: int) -> None:
+        more = (0, 0, 0, width - self._low.shape[2])
+        self._low = pad(self._low, more, value=float("inf"))
+        self._high = pad(self._high, more, value=-float("inf"))
+
+    @property
+    def now(self) -> Extremes:
+        """Of all rows, in the keys' own type."""
+        return Extremes(self._low[:, :, 1:], self._high[:, :, 1:])
+
+    def reindex(self, rows: Tensor) -> None:
+        """Hold these rows instead, in this order, each as often as it is named."""
+        if self._low.numel():
+            self._low, self._high = self._low.index_select(0, rows), self._high.index_select(0, rows)
+
+    def join(self, other: UnitExtremes) -> None:
+        """Hold the rows of another one too, behind its own."""
+        if not self._low.numel():
+            return
+        width = max(self._low.shape[2], other._low.shape[2])
+        self._widen(width)
+        other._widen(width)
+        self._low, self._high = torch.cat([self._low, other._low]), torch.cat([self._high, other._high])
+
+    @property
+    def bytes(self) -> int:
+        """Allocated bytes."""
+        return self._low.nbytes + self._high.nbytes
 
 
 class MovingSinks:

@@ -2,7 +2,7 @@
 
 from kvaudit.audit.policies.base import POLICIES, Policy
 from kvaudit.audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of, written_by
-from kvaudit.audit.policies.evictor import Centres, Evictor, Moments, View, softmax
+from kvaudit.audit.policies.evictor import Centres, Evictor, Extremes, Moments, View, softmax
 from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.parse import parse_policy
 from kvaudit.audit.policies.quantiser import Quantiser
@@ -14,6 +14,7 @@ __all__ = [
     "Composed",
     "Dense",
     "Evictor",
+    "Extremes",
     "Mixture",
     "Moments",
     "Policy",

@@ -44,6 +44,16 @@ class Centres(NamedTuple):
     lengths: Callable[[Tensor], Tensor]
 
 
+class Extremes(NamedTuple):
+    """The lowest and the highest number of each channel among the keys of a unit of positions: [B, H, U, D] each.
+
+    U is at least the units of the longest row; what a unit that a row has not reached holds says nothing.
+    """
+
+    low: Tensor
+    high: Tensor
+
+
 class View(NamedTuple):
     """What a policy sees of one layer's cache when it ranks. K is the number of slots, W of remembered queries.
 
@@ -65,6 +75,7 @@ class View(NamedTuple):
     sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
     centres: Centres | None = None  # of all queries so far, where the policy asks (`centres`)
     longest: int | None = None  # the largest of `seen`, where the host knows it: to ask would wait for the device
+    extremes: Extremes | None = None  # of all keys so far, where the policy asks (`extremes`)
 
     def attention(self) -> Tensor:
         """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
-from kvaudit.audit.policies.evictor import View
+from kvaudit.audit.policies.evictor import Extremes, View
 from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.selector import Selector
 
@@ -23,14 +23,16 @@ class Quest(Selector):
     A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
     chooses ``budget`` / ``page`` pages, three at least. The first ``dense`` layers attend to everything, as do given
     tokens. Departures: the published evaluation leaves the query's own page to its bound, the published kernels always
-    take it, as here; bounds are computed from the keys at every step, where an engine keeps them (1/``page`` of the
-    cache more); query heads that share a KV head choose apart, which the paper, without grouped queries, leaves open.
+    take it, as here; query heads that share a KV head choose apart, which the paper, without grouped queries, leaves
+    open. The cache keeps the extremes of every page, as engines do (1/``page`` of it more); without them they are
+    computed from the keys.
     """
 
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "2406.10774"
     keeps: ClassVar[str] = "every entry; each query attends to the pages that may matter most to it"
     uses: ClassVar[tuple[str, ...] | None] = ("budget", "page", "dense", "chunk")
+    extremes: ClassVar[bool] = True
 
     page: int = 16
     dense: int = 2
@@ -67,19 +69,21 @@ class Quest(Selector):
 
     def _bounds(self, view: View, pages: int) -> Tensor:
         """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
+        # [B, H, pages, D] each
+        low, high = (part[:, :, :pages].float() for part in view.extremes or self._extremes_of(view, pages))
+        batch, heads, _, size = low.shape
+        query = view.queries[:, :, -1].float().reshape(batch, heads, -1, size)  # [B, H, G, D]
+        # channel by channel the extreme that makes q k larger
+        bounds: Tensor = query.clamp(min=0) @ high.transpose(2, 3) + query.clamp(max=0) @ low.transpose(2, 3)
+        return bounds.flatten(1, 2)
+
+    def _extremes_of(self, view: View, pages: int) -> Extremes:
+        """Of the keys in view, in so many pages."""
         import torch
 
         keys, positions = view.keys.float(), view.positions[..., None]  # [B, H, K, D] and [B, H, K, 1]
         # [B, H, K, D], the page of every entry
         at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
         # the zeros to begin with are no keys (include_self), and one page more takes the empty slots
-        low, high = (  # each [B, H, D, pages]
-            keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
-            .scatter_reduce(2, at, keys, how, include_self=False)[:, :, :pages]
-            .transpose(2, 3)
-            for how in ("amin", "amax")
-        )
-        query = view.queries[:, :, -1].float().reshape(*keys.shape[:2], -1, keys.shape[3])  # [B, H, G, D]
-        # channel by channel the extreme that makes q k larger
-        bounds: Tensor = query.clamp(min=0) @ high + query.clamp(max=0) @ low  # [B, H, G, pages]
-        return bounds.flatten(1, 2)
+        nothing = keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
+        return Extremes(*(nothing.scatter_reduce(2, at, keys, how, include_self=False) for how in ("amin", "amax")))

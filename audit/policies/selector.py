@@ -21,6 +21,7 @@ class Selector(Policy):
     """Entries are chosen in units of ``unit`` consecutive positions; memory is that of the dense cache."""
 
     selects: ClassVar[bool] = True
+    extremes: ClassVar[bool] = False  # wants `View.extremes`, by its units
 
     budget: int = 512
     chunk: int = 1024
