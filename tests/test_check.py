@@ -76,6 +76,20 @@ def test_a_setting_is_the_engines_own() -> None:
         engine.kv("u8/u4/u2")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"engine": "vllm"}, "the engine is named by --engine, which is openvino"),
+        ({"reference": "u8"}, "--set reference=u8: what a setting is compared with is added by itself"),
+        ({"KV_CACHE_PRECISION": "u8"}, "--kv u4 is KV_CACHE_PRECISION=u4, and --set says KV_CACHE_PRECISION=u8"),
+    ],
+)
+def test_what_is_said_twice_or_is_no_setting_is_one_line(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        engine_way("openvino", "u4", settings, python=None, weights=None)
+    assert "\n" not in str(error.value)
+
+
 def test_public_rows_are_asked_where_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [question.suite for question, _ in planned("embedded", u4(), fast=False).questions] == ["refusal", "math"]
     monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path)))

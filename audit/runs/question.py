@@ -202,7 +202,15 @@ def engine_way(
         )
     if ENGINE in settings:
         raise SpecError(f"--set {ENGINE}={settings[ENGINE][:80]}: the engine is named by --engine, which is {name}")
-    own = {**({} if kv is None else engine.kv(kv)), **settings}
+    if _REFERENCE in settings:
+        raise SpecError(
+            f"--set {_REFERENCE}={settings[_REFERENCE][:80]}: what a setting is compared with is added by itself; name "
+            "another in a spec (kvaudit init check)"
+        )
+    short = {} if kv is None else engine.kv(kv)
+    for one in sorted(short.keys() & settings.keys()):
+        raise SpecError(f"--kv {kv} is {one}={short[one]}, and --set says {one}={settings[one][:80]}; give one of them")
+    own = {**short, **settings}
     part = {key: value for key, value in (("python", python), ("weights", weights)) if value is not None}
     way = Way({ENGINE: name, **own}, {name: part} if part else {})
     condition = way.served
