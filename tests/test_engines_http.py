@@ -217,6 +217,11 @@ def test_auto_that_comes_to_a_compressed_cache_is_no_reference(started: Any) -> 
         started("vllm", "resolved:fp8_e4m3", kv_cache_dtype="auto")
 
 
+def test_a_flag_in_two_spellings_is_refused() -> None:
+    with pytest.raises(SpecError, match="engine vllm has a setting twice, in two spellings: 'kv-cache-dtype'"):
+        parse_condition({"engine": "vllm", "kv_cache_dtype": "fp8", "kv-cache-dtype": "fp8_e5m2"})
+
+
 def test_flags_have_one_spelling() -> None:
     canonical = "vllm:dtype=float32,kv_cache_dtype=fp8"
     for name in ("kv_cache_dtype", "kv-cache-dtype", "--kv-cache-dtype"):

@@ -49,8 +49,12 @@ class ServedEngine(Engine):
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
         """See ``Engine.filled``; flags in one spelling."""
-        check_flags(cls.name, one_spelling(settings), cls.ours)
-        return super().filled(one_spelling(settings))
+        spelled = one_spelling(settings)
+        if len(spelled) < len(settings):
+            twice = [name for name in settings if name not in spelled]
+            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {clipped(twice[0])!r}")
+        check_flags(cls.name, spelled, cls.ours)
+        return super().filled(spelled)
 
     @classmethod
     def kv(cls, text: str) -> Settings:
