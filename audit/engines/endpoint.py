@@ -59,8 +59,13 @@ class RunningEndpoint(Engine):
         )
 
     @classmethod
-    def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """The named one as it is written: a key is for one server."""
+    def reference_with(cls, settings: Settings, named: Settings) -> Settings:
+        """The named one as it is written: a key is for one server. Raises SpecError for the same server and model."""
+        if _place(cls.filled(named)) == _place(settings):
+            raise SpecError(
+                f"engine endpoint: {settings['base_url']} with the model {settings['model']} is named as its own "
+                "reference; name the server that does not compress"
+            )
         return named
 
     @classmethod
@@ -197,6 +202,10 @@ class _EndpointSession(Session):
             f"engine endpoint: {self._settings['base_url']} gave {why} (model {self._settings['model']}, {key}); go on "
             "when it answers"
         )
+
+
+def _place(settings: Settings) -> tuple[str, str]:
+    return settings["base_url"].rstrip("/"), settings["model"]
 
 
 def _endpoint(settings: Settings, timeout: float, tries: int = _TRIES) -> Endpoint:
