@@ -425,8 +425,24 @@ def test_an_endpoint_whose_key_is_not_set_is_refused_before_anything_is_asked() 
 
 def test_an_endpoint_that_is_away_is_gone(model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key"):
+    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key\); go on when it answers"):
         endpoint(model, "http://127.0.0.1:9/v1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("standin", "words"),
+    [
+        ("500", r"no answer that counts: status 500: CUDA error.*; go on when it answers"),
+        ("redirect", r"no answer that counts: status 302 .*; mend base_url, model or key"),
+        ("usage:1000", r"no answer that counts: it claims to have read 1000 tokens .*; see whether it serves the"),
+    ],
+)
+def test_what_to_do_about_an_endpoint_is_said_by_what_it_did(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standin: str, words: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with running(standin) as url, pytest.raises(EngineFailed, match=words):
+        endpoint(model, url, tmp_path)
 
 
 def test_a_spec_with_an_endpoint_reads_the_same_when_it_is_written_complete() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
 from kvaudit.audit.engines.served import all_at_once, first_difference
-from kvaudit.core.endpoint import Endpoint, RefusedRequest, Unanswered, over_http
+from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -28,6 +28,11 @@ _KNOWN = ("base_url", "model", "key")
 _TRIES = 4  # of one request
 _THERE = 10.0  # seconds in which it says anything at all
 _KNOCK = 60.0  # seconds in which it shows how it renders
+_REMEDY = {
+    Scope.TRY: "go on when it answers",
+    Scope.QUESTION: "see whether it serves the model that is given here, with the model's own chat template",
+    Scope.ENDPOINT: "mend base_url, model or key",
+}
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
 
@@ -131,7 +136,8 @@ class _EndpointSession(Session):
         if begins and found.prompt_tokens not in (None, sent):
             raise Unanswered(
                 f"another prompt than ours: it read {found.prompt_tokens} tokens, by the model's own template it is "
-                f"{sent}"
+                f"{sent}",
+                Scope.QUESTION,
             )
         return found
 
@@ -199,8 +205,8 @@ class _EndpointSession(Session):
     def _failed(self, why: Unanswered) -> EngineFailed:
         key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
         return EngineFailed(
-            f"engine endpoint: {self._settings['base_url']} gave {why} (model {self._settings['model']}, {key}); go on "
-            "when it answers"
+            f"engine endpoint: {self._settings['base_url']} gave no answer that counts: {why} (model "
+            f"{self._settings['model']}, {key}); {_REMEDY[why.scope]}"
         )
 
 
