@@ -251,6 +251,23 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
     assert all(one.stopped for one in started)
 
 
+def test_an_engine_that_does_not_start_again_ends_the_run_with_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Broken] = []
+
+    def start(*_: object) -> Session:
+        if started:
+            raise RunError("engine stand-in: it ended while it started")
+        started.append(Broken())
+        return started[-1]
+
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    with pytest.raises(RunError, match="it ended while it started; what is written stays: go on with --resume"):
+        worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
+
+
 @pytest.mark.usefixtures("same_again")
 def test_another_engine_does_not_go_on_with_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]

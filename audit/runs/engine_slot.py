@@ -92,7 +92,10 @@ class EngineSlot(Session):
 
     def _started(self, condition: Condition, model: LoadedModel) -> Session:
         with self._around(condition):
-            session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
+            try:
+                session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
+            except RunError as error:
+                raise RunError(f"{error}; what is written stays: go on with --resume") from None
         try:
             hold_engine(self._run, condition.canonical, condition.engine, session.described)
         except BaseException:
