@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 
 import kvaudit
@@ -17,7 +19,6 @@ import kvaudit.trl
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 WORK = ("check", "run", "load_run", "gate", "compare")
 RESULTS = ("Run", "Comparison")
-CACHE = ("CompressedCache", "shadow")
 _WIDE = 100  # characters of a signature on one line
 HEAD = """# From Python
 
@@ -28,15 +29,19 @@ and each name is loaded when it is first used. Wrong input raises `kvaudit.Audit
 
 def page() -> str:
     """The whole page."""
-    rest = [name for name in kvaudit.__all__ if name not in (*WORK, *RESULTS, *CACHE, "AuditError")]
+    told = (*WORK, *RESULTS, "AuditError", "CompressedCache", "shadow")
+    rest = [name for name in kvaudit.__all__ if name not in told]
+    cache = kvaudit.CompressedCache
+    of_the_cache = [(name, value) for name, value in vars(cache).items() if isinstance(value, property)]
     parts = [
         HEAD,
         "## The work\n",
         *(entry(name) for name in WORK),
         "## What comes back\n",
-        *(entry(name) + members(name) for name in RESULTS),
+        *(entry(name) + listed(vars(getattr(kvaudit, name)).items()) for name in RESULTS),
         "## The cache alone\n",
-        *(entry(name) for name in CACHE),
+        entry("CompressedCache.for_model") + listed(of_the_cache),
+        entry("shadow"),
         f"## In a trainer of TRL\n\n{shown(inspect.getdoc(kvaudit.trl) or '')}\n",
         "## Bases of plug-ins\n\nHow to write one: CONTRIBUTING.md of the sources.\n",
         "\n".join(f"* `kvaudit.{name}`: {first_line(getattr(kvaudit, name))}" for name in rest),
@@ -46,7 +51,7 @@ def page() -> str:
 
 def entry(name: str) -> str:
     """A name with its signature and docstring."""
-    found = getattr(kvaudit, name)
+    found = attrgetter(name)(kvaudit)
     signature = re.sub(r"'([A-Za-z_.| \[\],]+)'", r"\1", str(inspect.signature(found)))
     signature = re.sub(r"kvaudit\.(?:\w+\.)+", "", signature)
     if len(signature) > _WIDE:
@@ -56,10 +61,9 @@ def entry(name: str) -> str:
     return f"### `{name}`\n\n```python\nkvaudit.{name}{signature}\n```\n\n{shown(inspect.getdoc(found) or '')}\n"
 
 
-def members(name: str) -> str:
+def listed(members: Iterable[tuple[str, object]]) -> str:
     """What an object has, in a line each."""
-    found = getattr(kvaudit, name)
-    public = [(key, value) for key, value in vars(found).items() if not key.startswith("_") and documented(value)]
+    public = [(key, value) for key, value in members if not key.startswith("_") and documented(value)]
     lines = [f"* `.{key}{'()' if inspect.isfunction(value) else ''}`: {first_line(value)}" for key, value in public]
     return "\n" + "\n".join(lines) + "\n"
 

@@ -84,7 +84,8 @@ def run(
     """
     from kvaudit.audit.commands.run import Options, run_spec
 
-    options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, plugins)), anyway=anyway)
+    files = (plugins,) if isinstance(plugins, str) else plugins
+    options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, files)), anyway=anyway)
     source = spec if isinstance(spec, Mapping) else Path(spec)
     return Run(run_spec(source, None if out is None else Path(out), options, resume=resume))
 
@@ -136,11 +137,14 @@ def compare(
     cluster: str | None = None,
     lower_is_better: bool = False,
     items_are_independent: bool = False,
+    select_reference: Mapping[str, str] | None = None,
+    select_candidate: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Two result files or run folders: kvaudit's, lm-eval's, Inspect's, AgentDojo's, or a CSV.
 
     ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``cluster`` says which items share a
-    template: a field of the rows, ``re:PATTERN`` of the item's name, or ``file:MAP.csv``.
+    template: a field of the rows, ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. Of a run folder
+    ``select_reference`` and ``select_candidate`` choose by arm, policy, seed, suite or context.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
@@ -156,6 +160,7 @@ def compare(
         cluster=cluster,
         items_are_independent=items_are_independent,
         lower_is_better=lower_is_better,
+        select=(select_reference or {}, select_candidate or {}),
     )
     (name,) = chosen_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
     return Comparison(

@@ -84,8 +84,11 @@ class Run:
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
-        """One row for each contrast, as ``contrast_table``."""
-        return contrast_table(self.findings)
+        """One row for each contrast and facet: both sides in percent, and what the gate says of it. In percentage points:
+        the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %), ``lower`` and ``margin``.
+        What does not exist is missing, never 0; ``status`` of what nothing gates is None.
+        """
+        return _contrast_table(self.findings)
 
     def report(self) -> Path:
         """Write report/ into the folder; returns the path of report.html."""
@@ -103,6 +106,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
+        """As of a run; each suite, length and facet with a margin is a gated cell."""
         return self.compared.verdict
 
     @property
@@ -111,16 +115,11 @@ class Comparison:
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """One row for each contrast, as ``contrast_table``."""
-        return contrast_table(self.compared.findings)
+        """The columns of ``Run.table()``."""
+        return _contrast_table(self.compared.findings)
 
 
-def contrast_table(findings: Findings) -> pd.DataFrame:
-    """One row for each contrast and facet: who, the rates of both sides, the drift and what the gate says of it.
-
-    Rates are in percent, ``estimate``, ``low``, ``high`` (95 %), ``lower`` and ``margin`` in percentage points, drift
-    is candidate minus reference. What does not exist is missing, never 0; ``status`` of what nothing gates is None.
-    """
+def _contrast_table(findings: Findings) -> pd.DataFrame:
     import pandas as pd
 
     from kvaudit.reports.layout.rows import CONTRAST_COLUMNS, contrast_rows

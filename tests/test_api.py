@@ -115,6 +115,25 @@ def test_clusters_and_independence_are_not_both_declared(tmp_path: Path) -> None
         kvaudit.compare(a, a, cluster="template", items_are_independent=True)
 
 
+def test_what_is_compared_of_a_run_is_chosen_as_by_the_command(harmed: Path) -> None:
+    with pytest.raises(SpecError, match="choose one"):
+        kvaudit.compare(harmed, harmed)
+    chosen = {"arm": "dense"}
+    same = kvaudit.compare(harmed, harmed, select_reference=chosen, select_candidate=chosen)
+    assert set(same.table()["estimate"]) == {0.0}
+
+
+@pytest.mark.parametrize("name", ["limit", "threads", "workers"])
+def test_a_number_that_cannot_be_is_refused_before_anything_is_read(name: str) -> None:
+    with pytest.raises(SpecError, match=f"{name} is 0, wanted a whole number of at least 1"):
+        kvaudit.run("nowhere.yaml", **{name: 0})
+
+
+def test_a_lone_plugin_is_no_list_of_letters() -> None:
+    with pytest.raises(DataError, match=r"plug-in file 'nowhere\.py' cannot be read"):
+        kvaudit.run({"name": "x"}, plugins="nowhere.py")
+
+
 @pytest.mark.parametrize("name", ["audit", "suites", "reports", "core"])
 def test_the_folders_are_packages_of_kvaudit_alone(name: str) -> None:
     """A user's own ``reports`` folder must never be taken for ours; see tests/test_layers.py for what we import."""

@@ -93,10 +93,11 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def for_model(
         cls, model: Any, policy: str | Policy, *, seed: int = 0, pinned: Tensor | None = None
     ) -> CompressedCache:
-        """A fresh cache for ``model``, whose attention is switched to ``kvaudit`` (dense calls are unchanged by it).
+        """A fresh cache for one batch and one conversation; ``model``'s attention is switched to ``kvaudit``.
 
-        ``pinned`` bool [B, P] says which tokens of the prompt never leave; a policy with ``pin`` needs it, because
-        token ids alone do not tell roles. Raises SpecError for what does not fit, RunError for a model that cannot.
+        Dense calls are unchanged by that. ``pinned`` bool [B, P] says which tokens of the prompt never leave; a policy
+        with ``pin`` needs it, because token ids alone do not tell roles. Raises SpecError for what does not fit,
+        RunError for a model that cannot.
         """
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):

@@ -58,6 +58,12 @@ class Options:
     launcher: str = HERE
     anyway: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise SpecError for numbers that cannot be, as they may come from Python."""
+        for name, number in (("limit", self.limit), ("threads", self.threads), ("workers", self.workers)):
+            if number is not None and number < 1:
+                raise SpecError(f"{name} is {number}, wanted a whole number of at least 1")
+
 
 Only = Annotated[
     str | None,
