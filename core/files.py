@@ -173,7 +173,8 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:  # also a date such as 2026-13-45
         raise SpecError(f"{name}: not a usable {what}: {one_line(error)}") from None
     if not isinstance(table, dict):
-        raise SpecError(f"{name}: wanted a {what}, a mapping, got {type(table).__name__}")
+        got = "nothing" if table is None else type(table).__name__
+        raise SpecError(f"{name}: wanted a {what}, a mapping, got {got}")
     return YamlFile(name, hashlib.sha256(text.encode()).hexdigest(), text, table, lines)
 
 

@@ -46,6 +46,8 @@ def sealed(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe from a file, or from a run's folder; DataError for what is none, or no longer what its hashes say."""
+    if path.is_dir() and not (path / RECIPE).is_file():
+        raise DataError(f"{str(path)!r} holds no {RECIPE}; give the folder of a run that trained, or its file")
     path = path / RECIPE if path.is_dir() else path
     try:
         found = json.loads(read_text(path, "recipe", LARGEST_RECIPE))

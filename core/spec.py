@@ -261,7 +261,10 @@ class RunSpec(SpecSection):
             name: part.model_copy(update={"items": min(items, part.items) if isinstance(part.items, int) else items})
             for name, part in self.evaluate.suites.items()
         }
-        return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites})})
+        pilot = self.evaluate.pilot
+        if pilot and items < pilot:  # a pilot that is asked for by number has to fit
+            pilot = None
+        return self.model_copy(update={"evaluate": self.evaluate.model_copy(update={"suites": suites, "pilot": pilot})})
 
     @property
     def default_margins(self) -> tuple[str, ...] | None:

@@ -84,9 +84,9 @@ class Run:
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
-        """One row for each contrast and facet: both sides in percent, and what the gate says of it. In percentage points:
-        the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %), ``lower`` and ``margin``.
-        What does not exist is missing, never 0; ``status`` of what nothing gates is None.
+        """One row for each contrast and facet: both sides in percent, and what the gate says of it. In percentage
+        points: the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %), ``lower`` and
+        ``margin``. What does not exist is missing, never 0; ``status`` of what nothing gates is None.
         """
         return _contrast_table(self.findings)
 

@@ -298,7 +298,8 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     assert code == 0
     written = (tmp_path / "spec.yaml").read_text()
     path = tmp_path / "spec.yaml"
-    assert out == f"{path}: run it with kvaudit run {path} --anyway, then kvaudit gate\n"
+    folder = "runs/check-embedded-openvino-u4"
+    assert out == f"{path}: run it with kvaudit run {path} --anyway, then kvaudit gate {folder}\n"
     assert written.startswith("# kvaudit check embedded --engine openvino --kv u4\n")
     assert kvaudit("init", "check", *U4, "--out", "-")[1] == written
     plan = planned("embedded", u4(), fast=False)

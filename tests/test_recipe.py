@@ -96,6 +96,10 @@ def test_what_is_no_recipe_is_one_line(text: str, tmp_path: Path) -> None:
     assert "is not of format kvaudit.recipe version 1" in refused("card", "--recipe", tmp_path)
 
 
+def test_a_run_that_trained_nothing_has_no_recipe(tmp_path: Path) -> None:
+    assert "holds no recipe.json; give the folder of a run that trained" in refused("card", "--recipe", tmp_path)
+
+
 def test_what_changed_is_said_entry_by_entry() -> None:
     other = held(policy={"dense": "none", "naive": "int8"}, training={"loss": "ppo", "critic": {"clip": 0.2}})
     assert list(changes(held(), other)) == [

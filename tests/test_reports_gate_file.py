@@ -245,7 +245,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("format: 1\nformat: 1", "line 2: not a usable gate file: key 'format' is given twice"),
         ("format: [1", "not a usable gate file"),
         ("- format", "wanted a gate file, a mapping, got list"),
-        ("", "wanted a gate file, a mapping, got NoneType"),
+        ("", "wanted a gate file, a mapping, got nothing"),
         (
             "format: 1\nx: !!python/object/apply:os.system [ls]",
             "line 2: tags are not allowed, got 'tag:yaml.org,2002:python/object/apply:os.system'",

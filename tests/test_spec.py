@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_the_hash_knows_meaning_not_spelling(old: str, new: str) -> None:
 )
 def test_the_hash_changes_with_what_is_measured(old: str, new: str) -> None:
     assert parsed(old, new).sha256 != parsed().sha256
+
+
+def test_a_limited_spec_asks_for_no_pilot_that_its_items_cannot_give() -> None:
+    evaluate = parsed().evaluate.model_copy(update={"pilot": 24})
+    piloted = parsed().model_copy(update={"evaluate": evaluate})
+    assert piloted.limited(24).evaluate.pilot == 24
+    limited = piloted.limited(6)
+    assert limited.evaluate.pilot is None
+    assert parse_spec(json.dumps(limited.written()), "SPEC").sha256 == limited.sha256  # what is written can be read
 
 
 def test_a_limited_spec_is_another_spec_unless_nothing_is_cut() -> None:

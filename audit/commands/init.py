@@ -40,7 +40,7 @@ class ShippedExample(NamedTuple):
 SHIPPED = {
     "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
     "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
-    "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}, beside the spec that it runs"),
+    "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}; it runs spec.yaml"),
 }
 SpecKind = Annotated[
     str,
@@ -99,8 +99,8 @@ def init(
         set_rows(asking)
         way = asking.way()
         text = spec_text(model, way, planned(model, way, fast=fast), typed(asking))
-        spec_named(text)  # which raises where it is none
-        _write(text, out or Path("spec.yaml"), "run it with kvaudit run {out} --anyway, then kvaudit gate")
+        folder = Path("runs") / spec_named(text).name  # which raises where it is none
+        _write(text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}")
 
 
 def _write(text: str, out: Path, then: str) -> None:

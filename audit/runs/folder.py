@@ -97,7 +97,9 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
 
 
 def begun_run(path: Path) -> RunFolder:
-    """The run in a folder, by the spec it began with; raises DataError for another one."""
+    """The run in a folder, by the spec it began with; raises DataError for another one, and where there is no run."""
+    if not (path / SPEC).is_file():
+        raise DataError(f"{str(path / SPEC)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
     run = RunFolder(path, load_spec(path / SPEC, NAMES))
     began = run.provenance().get("spec_sha256")
     if began != run.spec.sha256:  # as it was written, where that is of before public rows had a length
