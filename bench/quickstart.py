@@ -140,9 +140,8 @@ def block(figures: Mapping[str, Any]) -> str:
         f"Verdict: **{figures['verdict']}** (with seed variance {figures['recipe']}). Gated cells: {told}.",
         table(["cell", "dense", "arm", "drift, wanted direction", ""], map(_cell, _worst(figures["gated"]))),
         table(["served uncompressed, by seed", *figures["counts"][COUNTED[0]]], map(_count, figures["counts"].items())),
-        table(["checkpoint", "sha256"], ([name, digest[:16]] for name, digest in figures["checkpoints"].items())),
-        f"`quickstart.json` holds whole hashes, those of {len(figures['records'])} record files, and of the answers "
-        "of each without `seconds` and `kv_bytes_peak`, which depend on the machine.",
+        f"`quickstart.json` holds the hashes of all checkpoints, of {len(figures['records'])} record files, and of the "
+        "answers of each without `seconds` and `kv_bytes_peak`, which depend on the machine.",
     ]
     return "\n\n".join(parts)
 
