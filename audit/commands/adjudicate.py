@@ -32,8 +32,8 @@ def adjudicate(
         int | None,
         option(
             min=1,
-            help="Random pairs of a cell that the judge calls equal, in turn over its templates: two of each, and 100, "
-            "unless told; a PASS takes one of each.",
+            help="How many pairs that the judge calls equal to label too, of each cell; default: two of each template, "
+            "100 at least. A PASS takes one of each.",
         ),
     ] = None,
     select: Annotated[
