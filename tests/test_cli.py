@@ -488,6 +488,8 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     assert "fails on import: SystemExit: 0" in refused("list", "policies", "--plugin", tmp_path / "leaves.py")
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
+    (tmp_path / "older.py").write_text("from audit.gone import Evictor")
+    assert "; audit is kvaudit.audit now" in refused("list", "policies", "--plugin", tmp_path / "older.py")
     assert "brings no policy, suite, judge, guard, reward, launcher or engine" in refused(
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )

@@ -77,6 +77,12 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
     return {file.name: _load(file) for file in files}
 
 
+def _renamed(error: BaseException) -> str:
+    """What to write instead of an import path of before the one name, else nothing."""
+    room = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"; {room} is kvaudit.{room} now" if room in ("audit", "suites", "reports") else ""
+
+
 def _load(file: Path) -> str:
     try:
         names = POLICIES.load_file(file) + SUITES.load_file(file)
@@ -85,7 +91,7 @@ def _load(file: Path) -> str:
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
-        raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}") from error
+        raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}{_renamed(error)}") from error
     if not names:
         raise SpecError(
             f"plug-in {str(file)!r} brings no policy, suite, judge, guard, reward, launcher or engine; subclass "
