@@ -69,8 +69,8 @@ def test_extremes_that_are_kept_are_those_of_the_keys(monkeypatch: pytest.Monkey
         pages = int(view.seen.max() - 1) // policy.page + 1
         reached = torch.arange(pages) <= (view.seen[:, None] - 1) // policy.page  # [B, pages]
         for kept, found in zip(view.extremes, policy._extremes_of(view, pages), strict=True):
-            kept, found = (part[:, :, :pages].transpose(1, 2)[reached].double() for part in (kept, found))
-            assert torch.equal(kept.float(), found.float())
+            own, wanted = (part[:, :, :pages].transpose(1, 2)[reached].float() for part in (kept, found))
+            assert torch.equal(own, wanted)
         compared.append(pages)
         return choose(policy, view)
 
