@@ -6,8 +6,8 @@
 Uncompressed decoding stands beside ``model.generate``, snapkv and streaming beside kvpress with the same budget (``make
 bench-peers`` sets its environment up), codes and quest beside our own uncompressed decoding. A press of kvpress cuts
 the prompt alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other
-processes disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the bandwidth
-at which this run sums a large tensor. Prefill is not timed here; rows of a batch share that of one prompt.
+processes disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the
+bandwidth at which this run sums a large tensor. Prefill is not timed here; rows of a batch share that of one prompt.
 """
 
 from __future__ import annotations
