@@ -3,6 +3,7 @@
 Torch's FakeTensorMode says what shape, type and device a result has, and refuses to mix devices. Beside each of its
 tensors stands a twin on the CPU, which is computed too, so that whatever a program reads is what a GPU would have told
 it, and what comes out can be compared. Tensors on the CPU stay what they are: reading those waits for nothing.
+Gradients are taken as anywhere, and what a backward pass reads is noted where it was asked for.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import kvaudit
 
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
+# what torch's own C++ is told instead of ``cuda``: autograd asks the driver of an accelerator for its streams, and this
+# is a device that has no driver and that every build knows
+BENEATH = torch.device("lazy:0")
 OURS = Path(kvaudit.__file__).parent
-# of a tensor, what asks for the driver of its device before anything else; a build without CUDA has none
-DRIVEN = ("__getitem__", "__setitem__", "__invert__", "__int__", "__float__", "__bool__", "__index__")
-DRIVEN += ("contiguous", "copy_", "nonzero", "item")
 MATHS = 0  # the plain formula among torch's attention kernels: those of a GPU have no twin
 BY_INDEX = (aten.index.Tensor, aten.index_put_.default)
 READS, UPLOADS = "read", "upload"
@@ -49,15 +50,16 @@ class PretendGpu(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.says: torch.device | None = None  # where tensors say they are, while a driver would be asked
         self._fake = fake
 
-    def __torch_dispatch__(  # noqa: PLR0911 - one case after the other
+    def __torch_dispatch__(  # noqa: C901, PLR0911 - one case after the other
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return self.says or args[0].fake_device
+        if func is torch.ops.prim.device.default:  # asked by C++ alone: in Python a fake tensor says ``cuda`` itself
+            return BENEATH
+        if kwargs.get("device") == BENEATH:
+            kwargs = kwargs | {"device": GPU}
         tensors = [x for x in _flat([args, kwargs]) if isinstance(x, Tensor)]
         there, asked = [x for x in tensors if isinstance(x, FakeTensor)], kwargs.get("device")
         if not there and (asked is None or asked.type != GPU.type):
@@ -179,18 +181,6 @@ def pretend_gpu() -> Iterator[PretendGpu]:
             with no_dispatch():
                 return tensor.twin.tolist()
 
-        def without_driver(own: Callable[..., Any]) -> Callable[..., Any]:
-            def asked(*words: Any, **named: Any) -> Any:
-                gpu.says, before = HOST, gpu.says
-                try:
-                    return own(*words, **named)
-                finally:
-                    gpu.says = before
-
-            return asked
-
         patch.setattr(FakeTensor, "tolist", tolist)
-        for name in DRIVEN:
-            patch.setattr(FakeTensor, name, without_driver(getattr(Tensor, name)), raising=False)
         with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would be its driver's
             yield gpu

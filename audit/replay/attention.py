@@ -13,6 +13,7 @@ from kvaudit.audit.cache.linear import LayerRun, States, advance
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, CodePlace
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.replay.codes import CodedSince, QuantisedView, coded_keys, coded_values, two_precisions
 from kvaudit.core.errors import RunError
 
@@ -27,7 +28,8 @@ class Replay:
     ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
     pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
     were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token,
-    ``choices`` which keys a query attended to where it chose.
+    ``choices`` which keys a query attended to where it chose. Positions and ledger may be on the host, from where they
+    are handed over to ``device``: what follows from them is then known without waiting for it.
     """
 
     def __init__(
@@ -43,13 +45,17 @@ class Replay:
         prefix: Replay | None = None,
         group: int = 1,
         last: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self._codes, self._choices = codes, choices
         self.routes = None if experts is None else ReplayedRoutes(experts)
-        self._plans, self._queries, self._keys, self._evicted_at = plans, queries, keys, evicted_at
+        self._plans = plans
         assert prefix is not None or queries.shape == keys.shape, (queries.shape, keys.shape)
         # a prompt until its first cut: no mask is made that hides the future alone
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
+        device = queries.device if device is None else device
+        self._queries, self._keys = uploaded(queries, device), uploaded(keys, device)
+        self._evicted_at = None if evicted_at is None else uploaded(evicted_at, device)
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them

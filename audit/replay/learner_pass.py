@@ -24,6 +24,7 @@ from kvaudit.audit.cache.quantised.hints import Strays
 from kvaudit.audit.cache.rotary import require_steady
 from kvaudit.audit.cache.routing import NOBODY, check_experts
 from kvaudit.audit.cache.selection import Selection, choices_of
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import codes_of
@@ -86,39 +87,53 @@ def suffix_logits(
     # the last prompt token predicts the first suffix token, so it is the first query of the second pass
     # without the last token, which was drawn and predicts nothing
     early, late = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
-    prompts = _tokens(leaders, early[::group]).to(device)
-    before = _positions(cuts[::group], 0).to(device)
-    suffixes = _tokens(rollouts, late).to(device)
+    prompts = _tokens(leaders, early[::group])
+    before = _positions(cuts[::group], 0)
+    suffixes = _tokens(rollouts, late)
     # tokens behind the shared ones, without the last
     lengths = [len(r.ids) - 1 - cut for r, cut in zip(rollouts, cuts, strict=True)]
-    after = _positions(lengths, torch.tensor(cuts)[:, None]).to(device)
+    after = _positions(lengths, torch.tensor(cuts)[:, None])
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token is all in the second pass
-        evicted_at = _columns(leaders, early[::group], prompts.shape[1], device) if shadow else None
-        codes = codes_of(leaders, before) if shadow else None  # strays are counted below, where these keys come again
-        if codes is not None and not codes.seen_by(before):  # made after the prefill, as most are
+        evicted_at = _columns(leaders, early[::group], prompts.shape[1]) if shadow else None
+        at = uploaded(before, device)
+        codes = codes_of(leaders, at) if shadow else None  # strays are counted below, where these keys come again
+        if codes is not None and not codes.seen_by(at):  # made after the prefill, as most are
             codes = None
         experts = _experts(leaders, early[::group], prompts.shape[1], device) if routed else None
         chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
-        prefix = Replay(plans, before, before, evicted_at, codes=codes, experts=experts, choices=chosen, last=False)
+        prefix = Replay(
+            plans, before, before, evicted_at, codes=codes, experts=experts, choices=chosen, last=False, device=device
+        )
         # run for its keys and states; logits of at least one token cannot be declined
-        model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
+        ids, places = uploaded(prompts, device), at.clamp(min=0)
+        model(input_ids=ids, position_ids=places, use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
     evicted_at, codes = None, None
     if shadow:
-        codes = codes_of(rollouts, keys, strays)
-        own = _columns(rollouts, late, suffixes.shape[1], device)
-        evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1], device), own], 3)  # the same columns
+        codes = codes_of(rollouts, uploaded(keys, device), strays)
+        own = _columns(rollouts, late, suffixes.shape[1])
+        evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1]), own], 3)  # the same columns
     experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
     chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
     context = Replay(
-        plans, after, keys, evicted_at, codes=codes, experts=experts, choices=chosen, prefix=prefix, group=group
+        plans,
+        after,
+        keys,
+        evicted_at,
+        codes=codes,
+        experts=experts,
+        choices=chosen,
+        prefix=prefix,
+        group=group,
+        device=device,
     )
     asked = {"logits_to_keep": keep} if keep else {}
-    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context, **asked)
+    ids, at = uploaded(suffixes, device), uploaded(after, device)
+    output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
-    return output.logits, after >= 0
+    return output.logits, at >= 0
 
 
 def _positions(lengths: Sequence[int], start: Tensor | int) -> Tensor:
@@ -131,10 +146,10 @@ def _tokens(rollouts: Sequence[Rollout], parts: Sequence[slice]) -> Tensor:
     return pad_sequence([r.ids[part] for r, part in zip(rollouts, parts, strict=True)], batch_first=True)
 
 
-def _columns(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int, device: torch.device) -> Tensor:
+def _columns(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int) -> Tensor:
     """The ledger of the keys of a part of every row, right-padded to ``width``: int32 [B, L, H, width]."""
     found = [rollout.evicted_at[:, :, part] for rollout, part in zip(rollouts, parts, strict=True)]
-    return torch.stack([pad(own, (0, width - own.shape[2]), value=NEVER) for own in found]).to(device)
+    return torch.stack([pad(own, (0, width - own.shape[2]), value=NEVER) for own in found])
 
 
 def _experts(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int, device: torch.device) -> Tensor:

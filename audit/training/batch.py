@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.training.advantages import BatchRewards, overlong_penalty
 from kvaudit.audit.training.config import AnyConfig, TrainConfig
@@ -75,7 +76,7 @@ class Batch:
 
     ``sampler_logprobs`` float32 [B, R], nats; ``sampled`` bool [B, R]; ``mask`` the sampled
     tokens of graded rollouts; ``rewards`` [B], 0 where not ``graded`` [B]; ``earned`` bool [B], graded rows of groups
-    that earned anything.
+    that earned anything. ``host_sampled`` and ``host_mask`` are the same two on the host, which need not be waited for.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -86,26 +87,39 @@ class Batch:
     rewards: Tensor
     graded: Tensor
     earned: Tensor
+    host_sampled: Tensor
+    host_mask: Tensor
 
     def of(self, rows: Sequence[int]) -> Batch:
         """Some of its groups, or rows of one of them, as a batch of their own; columns stay."""
         index = list(rows)
         assert len(index) <= self.group or len(index) % self.group == 0, (len(index), self.group)
-        names = ("sampler_logprobs", "sampled", "mask", "rewards", "graded", "earned")
-        tensors = {name: getattr(self, name)[index] for name in names}
+        names, hosts = (
+            ("sampler_logprobs", "sampled", "mask", "rewards", "graded", "earned"),
+            ("host_sampled", "host_mask"),
+        )
+        there = uploaded(torch.tensor(index), self.mask.device)
+        tensors = {name: getattr(self, name)[there] for name in names} | {
+            name: getattr(self, name)[index] for name in hosts
+        }
         return Batch(tuple(self.rollouts[row] for row in index), min(self.group, len(index)), **tensors)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values [n] of the sampled tokens, in row-major order, as [B, R] with gradient; 0 elsewhere."""
-        return values.new_zeros(self.sampled.shape).masked_scatter(self.sampled, values)
+        at = uploaded(self.host_sampled.nonzero(), values.device).unbind(1)
+        return values.new_zeros(self.sampled.shape).index_put(at, values)
+
+    def counted(self, values: Tensor) -> Tensor:
+        """Of values [n] of the sampled tokens those of graded rollouts."""
+        return values[uploaded(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
     def idle(self) -> Batch:
         """Its shortest row as a batch in which nothing was sampled, so that nothing is learned from it."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
-        own, nothing = self.of([row]), torch.zeros_like(self.sampled[:1])
+        own, nothing, unsaid = self.of([row]), torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
         quiet = replace(self.rollouts[row], sampled=torch.zeros_like(self.rollouts[row].sampled))
-        return replace(own, rollouts=(quiet,), sampled=nothing, mask=nothing)
+        return replace(own, rollouts=(quiet,), sampled=nothing, mask=nothing, host_sampled=unsaid, host_mask=unsaid)
 
     @property
     def learner_tokens(self) -> int:
@@ -135,6 +149,8 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
         rewards=rewards.to(device),
         graded=graded.to(device),
         earned=earned_groups(rewards, graded, group).to(device),
+        host_sampled=sampled,
+        host_mask=sampled & graded[:, None],
     )
 
 

@@ -31,12 +31,11 @@ class Correction(NamedTuple):
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask
     old_logprobs: Tensor  # nats, the denominator of the clipped ratio
-    metrics: dict[str, float]  # of the whole batch
+    metrics: Mapping[str, Tensor | float]  # of the whole batch, tensors [] that nobody has read yet
 
-    def of(self, rows: Sequence[int]) -> Correction:
+    def of(self, rows: Tensor | slice | Sequence[int]) -> Correction:
         """What it decides about some rows."""
-        index = list(rows)
-        return Correction(self.weights[index], self.keep[index], self.old_logprobs[index], self.metrics)
+        return Correction(self.weights[rows], self.keep[rows], self.old_logprobs[rows], self.metrics)
 
 
 CorrectionRule = Callable[["Tensor", "Tensor", "Tensor"], Correction]
@@ -135,11 +134,11 @@ def _within(rho: Tensor, bounds: tuple[float, float]) -> Tensor:
     return (rho >= bounds[0]) & (rho <= bounds[1])
 
 
-def _result(weights: Tensor, keep: Tensor, old: Tensor, mask: Tensor, *, vetoed: float = 0.0) -> Correction:
+def _result(weights: Tensor, keep: Tensor, old: Tensor, mask: Tensor, *, vetoed: Tensor | float = 0.0) -> Correction:
     # a share of the sampled tokens of graded rollouts, 0 of none
-    rejected = 1.0 - float(keep.sum()) / max(int(mask.sum()), 1) if bool(mask.any()) else 0.0
+    rejected = (1.0 - keep.sum().double() / mask.sum().clamp(min=1)).where(mask.any(), 0.0)
     return Correction(weights, keep, old, {"masked_tokens": rejected, "rejected_sequences": vetoed})
 
 
-def _mean(flags: Tensor) -> float:
-    return float(flags.float().mean()) if flags.numel() else 0.0
+def _mean(flags: Tensor) -> Tensor | float:
+    return flags.float().mean() if flags.numel() else 0.0

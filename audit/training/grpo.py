@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
 from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
@@ -43,9 +44,10 @@ from kvaudit.audit.training.learner import BeforeUpdate, Learner
 from kvaudit.audit.training.losses.base import LOSSES, LossInputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
+from kvaudit.audit.training.reads import read_together
 from kvaudit.audit.training.rollouts import Questioner, StepRollouts, ledgers_of
 from kvaudit.audit.training.sharded import gather, gathered
-from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row
+from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row, tallied
 from kvaudit.audit.training.validation import Validation
 from kvaudit.core.alarms import alarm_numbers
 
@@ -207,47 +209,52 @@ def learn(
     earned = rewarded(batch, None if before is None else before.values, config, most)
     advantages, returns = loss.estimate(earned)  # [B, R]; returns None without a critic
     first = torch.zeros_like(batch.sampler_logprobs)  # [B, R], what the view said before a weight moved
-    tally, total, steps = Tally(), 0.0, list[StepResult]()
+    # what is told is read when all is done: a read in between would leave the device without work
+    told, losses, steps = list[dict[str, Tensor | float]](), list[Tensor](), list[StepResult]()
+    tokens = list[int]()  # of graded rollouts, by microbatch
     for update in plan:
         counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
-        total = 0.0  # of this update alone: what is told is the last one's
+        losses = []  # of this update alone: what is told is the last one's
         for half, passes in zip(update.halves, update.passes, strict=True):
             for rows in half:
-                part = batch.of(rows)
+                part, at = batch.of(rows), uploaded(torch.tensor(rows), batch.rewards.device)
                 read, values = learner.read(part)
                 logprobs = part.spread(read.logprobs)  # [n] to [b, R]
-                own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(rows)
+                own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(at)
                 inputs = LossInputs(
                     logprobs=logprobs,
                     correction=own,
-                    advantages=advantages[rows],
+                    advantages=advantages[at],
                     mask=part.mask,
                     group=part.group,
                     counts=counts,
                     epsilon_low=config.epsilon_low,
                     epsilon_high=config.epsilon_high,
                     beta=config.beta,
-                    ref_logprobs=None if anchor is None else anchor[rows],
+                    ref_logprobs=None if anchor is None else anchor[at],
                     distill_weight=config.distill_weight,
                     distill_kl=learner.distilled(part, read),
-                    critic=None if before is None else before.critic_inputs(values, returns, rows, config.critic.clip),
+                    critic=None if before is None else before.critic_inputs(values, returns, at, config.critic.clip),
                 )
                 outputs = loss(inputs)
                 # now, so that the activations of one microbatch are held at a time
                 torch.autograd.backward(outputs.loss)
-                total += float(outputs.loss.detach())
-                entropy = float(read.entropy[part.mask[part.sampled]].sum())  # nats, of graded rollouts
-                tally.add(outputs.metrics | {"entropy": entropy}, int(part.mask.sum()))
+                losses.append(outputs.loss.detach())
+                told.append(outputs.metrics | {"entropy": part.counted(read.entropy).sum()})  # nats, of graded rollouts
+                tokens.append(int(part.host_mask.sum()))
                 if update is plan[0]:  # later ones read weights that have moved
-                    first[rows] = logprobs.detach()
+                    first[at] = logprobs.detach()
             for _ in range(passes - len(half)):
                 learner.idle(batch)
             if update is plan[0]:
                 learner.optimiser.mark()
         steps.append(learner.step())
     # each rank read its own groups; from here on all know the whole batch
-    losses, tallies = zip(*ranks.gathered((total, tally)), strict=True)
-    first, total, tally = ranks.summed(first), sum(losses), sum(tallies, Tally())
+    own_total, tally = 0.0, tallied(told, tokens)
+    for part_loss in read_together(losses):
+        own_total += part_loss
+    totals, tallies = zip(*ranks.gathered((own_total, tally)), strict=True)
+    first, total, tally = ranks.summed(first), sum(totals), sum(tallies, Tally())
     # rows of later minibatches, as they were before any weight moved
     for later in plan[1 : config.minibatches]:
         assert before is not None
@@ -255,5 +262,6 @@ def learn(
     # one skipped update is said of the whole batch
     norm = None if None in [one.norm for one in steps] else steps[-1].norm
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
-    rates = correct(first, batch.sampler_logprobs, batch.mask).metrics
+    metrics = correct(first, batch.sampler_logprobs, batch.mask).metrics
+    rates = dict(zip(metrics, read_together([*metrics.values()]), strict=True))
     return LearningResult(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})

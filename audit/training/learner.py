@@ -91,7 +91,7 @@ class BeforeUpdate(NamedTuple):
     values: Tensor | None = None
 
     def critic_inputs(
-        self, values: Tensor | None, returns: Tensor | None, rows: Sequence[int], clip: float
+        self, values: Tensor | None, returns: Tensor | None, rows: Tensor, clip: float
     ) -> CriticInputs | None:
         """What a loss with a critic needs for some rows; None without a critic."""
         if values is None or returns is None or self.values is None:

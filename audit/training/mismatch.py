@@ -52,6 +52,8 @@ class MismatchPanel:
 
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
         """Count a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN where unknown."""
+        # on the host, since many numbers are read
+        sampler, learner, mask, advantages = (values.cpu() for values in (sampler, learner, mask, advantages))
         keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
         # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
         gap = torch.where(keep, learner.double() - sampler.double(), 0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.reads import read_together
 from kvaudit.audit.training.sharded import local
 from kvaudit.core.errors import DataError
 
@@ -81,15 +82,17 @@ class Optimiser:
     def _apart(self) -> dict[str, float | None]:
         """How far the halves' gradients are apart: they add up, so the second is what came on top of the first."""
         one, both, two = 0.0, 0.0, 0.0  # squared lengths, and the product
+        found = list[Tensor]()  # the three of each weight, read at once: each read waits for the device
         for name, master in self._masters.items():
             total, early = master.grad, self._first.pop(name, None)
             if total is None:  # in a mixture of experts some may have none
                 continue
             first = torch.zeros_like(total) if early is None else early.float()
             second = total - first
-            one += float(first.square().sum())
-            two += float(second.square().sum())
-            both += float((first * second).sum())
+            found += [first.square().sum(), second.square().sum(), (first * second).sum()]
+        values = read_together(found)
+        for length, other, product in zip(values[::3], values[1::3], values[2::3], strict=True):
+            one, two, both = one + length, two + other, both + product
         # in double, which holds a float of Python as it is
         one, two, both = self._ranks.summed(torch.tensor([one, two, both], dtype=torch.float64)).tolist()
         if not math.isfinite(one + two):
@@ -110,7 +113,7 @@ class Optimiser:
         norm = torch.linalg.vector_norm(lengths)
         scale = (self._max_norm / (norm + _FLOOR)).clamp(max=1.0)  # never up: a small gradient is left as it is
         for grad in own.values():
-            grad.mul_(scale.to(grad.device))
+            grad.mul_(scale)  # one number on the host goes along with the call
         return float(norm)
 
     def _update(self) -> None:

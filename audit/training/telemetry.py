@@ -22,6 +22,7 @@ from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.optimiser import HALVES
+from kvaudit.audit.training.reads import read_together
 from kvaudit.audit.training.rollouts import StepRollouts
 from kvaudit.core.records import Outcome
 
@@ -65,6 +66,14 @@ class Tally:
     def means(self) -> dict[str, float | None]:
         """Each sum per token; None without any token."""
         return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
+
+
+def tallied(sums: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
+    """What microbatches said, counted in their order, by one read."""
+    numbers, tally = iter(read_together([value for one in sums for value in one.values()])), Tally()
+    for one, count in zip(sums, tokens, strict=True):
+        tally.add({name: next(numbers) for name in one}, count)
+    return tally
 
 
 class LearningResult(NamedTuple):

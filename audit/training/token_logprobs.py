@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.replay.head import Head
 from kvaudit.audit.replay.learner_pass import LearnerPass, shared_tokens, suffix_logits, suffix_states
 from kvaudit.audit.training.batch import Batch, microbatches
@@ -65,7 +66,7 @@ class TokenPredictions(NamedTuple):
     distributions: Distributions
     logprobs: Tensor  # [n], nats
     entropy: Tensor  # [n], nats, no gradient
-    columns: Tensor  # bool [b, Q], which columns of the pass predict them
+    columns: tuple[Tensor, ...]  # row and column [n] of the pass that predict them
 
 
 def read_tokens(
@@ -86,9 +87,11 @@ def read_tokens(
         first = shared_tokens(rollout, apart=apart) + 1  # token that the first column predicts
         ids[row, : len(rollout.ids) - first] = rollout.ids[first:]
         sampled[row, : len(rollout.ids) - first] = rollout.sampled[first:]
-    sampled, wanted = sampled.to(states.device), ids[sampled].to(states.device)
+    # found here, where nobody waits for it: a mask on a device is read before it chooses
+    columns = tuple(uploaded(place, states.device) for place in sampled.nonzero(as_tuple=True))
+    wanted = uploaded(ids[sampled], states.device)
     # given tokens go before anything is made wide
-    chosen = states[sampled]
+    chosen = states[columns]
     found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
 
     def numbers(own: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +101,7 @@ def read_tokens(
         return logprobs.gather(1, tokens[:, None])[:, 0], entropy  # [m], [m]
 
     logprobs, entropy = found.each(numbers, wanted)
-    return TokenPredictions(found, logprobs, entropy, sampled)
+    return TokenPredictions(found, logprobs, entropy, columns)
 
 
 def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig, *, apart: bool = False) -> Tensor:

@@ -34,8 +34,11 @@ class StepCounts(NamedTuple):
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
         """The counts of whole groups; advantages and mask [B, T]."""
-        pairs = int((advantages != 0).view(len(mask) // group, -1).any(dim=1).sum())
-        return cls(len(mask), int(mask.sum()), pairs, max_tokens)
+        import torch
+
+        some = (advantages != 0).view(len(mask) // group, -1).any(dim=1).sum()
+        tokens, pairs = torch.stack([mask.sum(), some]).tolist()
+        return cls(len(mask), tokens, pairs, max_tokens)
 
 
 class CriticInputs(NamedTuple):
@@ -76,10 +79,13 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is a scalar with gradient; ``metrics`` are sums over tokens, so that microbatches add up."""
+    """``loss`` is a scalar with gradient; ``metrics`` are sums over tokens, so that microbatches add up.
+
+    Numbers, or tensors [] that are read once a batch is done.
+    """
 
     loss: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Tensor | float]
 
 
 class Loss:
@@ -133,11 +139,11 @@ class ClippedLoss(Loss):
         gain = self.gain(ratio, inputs)  # [B, T], in units of the advantage
         loss = -(gain * inputs.correction.weights * active * share).sum()
         clipped = active & (gain < ratio * inputs.advantages)  # the minimum took the clipped side
-        metrics = {"clipped": float(clipped.sum())}
+        metrics: dict[str, Tensor | float] = {"clipped": clipped.sum()}
         if inputs.ref_logprobs is not None:
             per_token = reference_gap(inputs)  # nats [B, T]
             loss = loss + inputs.beta * (per_token * share).sum()
-            metrics["kl_ref"] = float(per_token.detach().sum())
+            metrics["kl_ref"] = per_token.detach().sum()
         return with_distillation(inputs, share, LossOutputs(loss, metrics))
 
 
@@ -158,7 +164,7 @@ def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
     loss = outputs.loss + inputs.distill_weight * (per_token * share).sum()
-    return LossOutputs(loss, outputs.metrics | {"distill_kl": float(per_token.detach().sum())})
+    return LossOutputs(loss, outputs.metrics | {"distill_kl": per_token.detach().sum()})
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

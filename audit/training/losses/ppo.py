@@ -45,5 +45,5 @@ class Ppo(ClippedLoss):
         errors = 0.5 * larger * inputs.mask  # squared reward units
         return LossOutputs(
             policy.loss + (errors * self.share(inputs)).sum(),
-            policy.metrics | {"value_loss": float(errors.detach().sum())},
+            policy.metrics | {"value_loss": errors.detach().sum()},
         )

@@ -36,6 +36,7 @@ from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
+from kvaudit.audit.training.reads import read_together
 from kvaudit.audit.training.trl import output, require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
 from kvaudit.audit.training.trl.output import Finished, OutputFolder, base_sha256
@@ -194,13 +195,14 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         whole = self._gathered(torch.stack([learner, sampler, mask.float()], dim=-1))
         fixed = CORRECTIONS[arm.correction](whole[..., 0], whole[..., 1], whole[..., 2].bool())
         first = self.accelerator.process_index * rows
-        own = fixed.of(range(first, first + rows))
+        own = fixed.of(slice(first, first + rows))
         batch |= {_LEARNER: learner, _ADVANTAGES: batch["advantages"]}
         if not self._hosted.by_trl:
             batch["advantages"] = batch["advantages"][:, None] * own.weights[:, :width]  # [B, T]
         if arm.correction == "naive-ratio":
             batch[_OLD] = own.old_logprobs[:, :width]
-        return {f"mismatch/{name}": value for name, value in fixed.metrics.items()}
+        rates = read_together([*fixed.metrics.values()])
+        return {f"mismatch/{name}": value for name, value in zip(fixed.metrics, rates, strict=True)}
 
     def _before_update(self, batch: dict[str, Any]) -> Tensor:
         """The learner's log-probs [B, T] before a weight moves, where TRL can do without."""
