@@ -37,6 +37,7 @@ BENEATH = torch.device("lazy:0")
 OURS = Path(kvaudit.__file__).parent
 MATHS = 0  # the plain formula among torch's attention kernels: those of a GPU have no twin
 BY_INDEX = (aten.index.Tensor, aten.index_put_.default)
+OWN_SHAPE = (aten.log_sigmoid_forward.default,)  # whose second result, kept for its backward pass, a GPU leaves empty
 READS, UPLOADS = "read", "upload"
 
 
@@ -89,7 +90,7 @@ class PretendGpu(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.note(READS)  # how large the result is, at the least
             found = None
-        return self._paired(found, self._real(func, args, kwargs))
+        return self._paired(None if func in OWN_SHAPE else found, self._real(func, args, kwargs))
 
     def _by_mask(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a mask chooses is counted first, unless one number is put everywhere."""

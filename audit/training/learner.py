@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
@@ -148,8 +149,9 @@ class Learner:
             for rows in parts:
                 part = batch.of(rows)
                 read, own = self.read(part)
-                logprobs[list(rows)] = part.spread(read.logprobs)
-                values[list(rows)] = 0.0 if own is None else own
+                at = uploaded(torch.tensor(rows), values.device)
+                logprobs[at] = part.spread(read.logprobs)
+                values[at] = 0.0 if own is None else own
         # rows of other ranks are 0 here, so the sum puts the batch together
         logprobs, values = self.ranks.summed(logprobs), self.ranks.summed(values)
         return BeforeUpdate(logprobs, None if self._critic is None else values)
@@ -174,7 +176,9 @@ class Learner:
         own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
         rows = range(own.start * batch.group, own.stop * batch.group)
         with gathered(model):
-            found[list(rows)] = pass_logprobs(model, batch.of(rows), kind, self.config, apart=self.ranks.count > 1)
+            found[rows.start : rows.stop] = pass_logprobs(
+                model, batch.of(rows), kind, self.config, apart=self.ranks.count > 1
+            )
         return self.ranks.summed(found)
 
     def distilled(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:

@@ -111,5 +111,5 @@ def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConf
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, apart=apart):
             part = batch.of(rows)
             read = read_tokens(model, part.rollouts, part.group, kind, config.temperature, apart=apart)
-            result[rows] = part.spread(read.logprobs)
+            result[uploaded(torch.tensor(rows), result.device)] = part.spread(read.logprobs)
     return result
