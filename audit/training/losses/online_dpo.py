@@ -47,5 +47,5 @@ class OnlineDpo(Loss):
         margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)  # h [B / group]
         paired = signs.view(-1, inputs.group).any(dim=1)  # bool [B / group]
         loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
-        metrics = {"clipped": 0.0, "kl_ref": reference_gap(inputs).detach().sum()}
-        return with_distillation(inputs, token_mean(inputs), LossOutputs(loss, metrics))
+        outputs = LossOutputs(loss, {"clipped": 0.0, "kl_ref": reference_gap(inputs).detach().sum()})
+        return with_distillation(inputs, token_mean(inputs), outputs)
