@@ -92,6 +92,9 @@ def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+NOT_SHOWN = "not shown"  # what an engine said nothing of that could be checked, under SERVED_BY
+
+
 def said_by(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
     """What an engine said of itself when it first answered under a condition: engine, version, what it resolved."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}

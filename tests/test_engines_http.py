@@ -273,7 +273,7 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
     shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path / "other" / "extra.safetensors")
     other = load_model(str(tmp_path / "other"), device="cpu")
-    folder, words = served_folder(Work(other, EngineSpec(), tmp_path, 1), "vllm")
+    folder, words, _ = served_folder(Work(other, EngineSpec(), tmp_path, 1), "vllm")
     assert folder.is_relative_to(tmp_path / "kept")
     assert "transformers" in words
     saved = load_model(str(folder), device="cpu")
@@ -321,6 +321,7 @@ def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_pa
     assert [(reply.ids, reply.text, reply.finish) for reply in found] == [((), "four", "stop")] * 3
     assert session.described["model"] == "standin-1"
     assert "number of tokens" in session.described["prompts"]
+    assert session.described["not shown"] == "weights and chat template"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from report_text import run_text
 
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
+from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.floor import FloorSection
@@ -251,6 +254,21 @@ def test_the_disclosure_names_engine_settings_and_reference(tmp_path: Path) -> N
         "engine: openvino 1.2; KV_CACHE_PRECISION: u4",
         "openvino f32",
     ]
+
+
+def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: Path) -> None:
+    """A server may serve another model than the checkpoint that the verdict names."""
+    data = load_run(synthetic.build(tmp_path / "run", served(U4, U8, F32)))
+    assert not any("WEIGHTS" in line for line in remarks(decided(data)))
+    said = {
+        policy: {**own, "not shown": "weights"} for policy, own in data.provenance["engines"].items() if policy != U8
+    }
+    found = decided(replace(data, provenance={**data.provenance, "engines": said}))
+    assert [line for line in remarks(found) if line.startswith("WEIGHTS")] == [
+        "WEIGHTS: nothing shows the weights of openvino u4, openvino f32: that they are the checkpoint's is the word "
+        "of whoever named them."
+    ]
+    assert any(line.startswith("read first: WEIGHTS") for line in terminal_lines(found))
 
 
 def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> None:

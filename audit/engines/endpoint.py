@@ -16,6 +16,7 @@ from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Sessi
 from kvaudit.audit.engines.served import all_at_once, first_difference
 from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.provenance import NOT_SHOWN
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import inline
@@ -97,7 +98,10 @@ class _EndpointSession(Session):
     def __init__(self, settings: Settings, work: Work) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
         self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
-        self.described = {"prompts": self._held_to_ours(), "model": self._first()}
+        held = self._held_to_ours()
+        shown = held or "held to ours by the number of tokens that it says it read, where it says so"
+        unseen = "weights" if held else "weights and chat template"
+        self.described = {"prompts": shown, "model": self._first(), NOT_SHOWN: unseen}
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
         """Replies are texts, or what the server said instead of one."""
@@ -156,7 +160,7 @@ class _EndpointSession(Session):
             raise self._failed(why) from None
 
     def _held_to_ours(self) -> str:
-        """How its prompts were held to ours, in words; raises SpecError where they differ."""
+        """How its prompts were held to ours, empty where it shows none of them; raises SpecError where they differ."""
         for way, shown in (("llama.cpp", self._shown_by_llama), ("vLLM", self._shown_by_vllm)):
             for number, messages in enumerate(_conversations(self._chat)):
                 theirs, ours = shown(messages), self._chat.opening(messages).ids
@@ -167,7 +171,7 @@ class _EndpointSession(Session):
                     raise SpecError(self._other_prompt(place, theirs, ours))
             else:
                 return f"the token ids of ours, as its /tokenize in the way of {way} shows"
-        return "held to ours by the number of tokens that it says it read, where it says so"
+        return ""
 
     def _shown_by_vllm(self, messages: Sequence[Message]) -> Any:
         from kvaudit.audit.sampling.chat_calls import wire

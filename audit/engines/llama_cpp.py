@@ -61,7 +61,7 @@ class LlamaCpp(Engine):
         python = python_with(_MODULES, work.part, cls.name, cls.install)
         check_room(weights.path, cls.name)
         setup = {"file": str(weights.path), "vocabulary": vocabulary_of(work), "settings": dict(settings)}
-        return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights.origin)
+        return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:

@@ -113,7 +113,7 @@ class OpenVino(Engine):
         weights = _weights(work)
         check_room(weights.path, cls.name)
         setup = {"folder": str(weights.path), "device": "CPU", "settings": dict(settings)}
-        return WorkedSession(cls.name, inside, setup, work, python, weights.origin)
+        return WorkedSession(cls.name, inside, setup, work, python, weights)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:

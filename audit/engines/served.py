@@ -70,7 +70,7 @@ class ServedEngine(Engine):
     def start(cls, settings: Settings, work: Work) -> Session:
         weights = served_folder(work, cls.name)
         session = cls.served_from(weights.path, settings, work)
-        session.described = {**session.described, "weights": weights.origin}
+        session.described = {**session.described, **weights.described}
         return session
 
     @classmethod

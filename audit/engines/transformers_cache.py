@@ -60,7 +60,7 @@ class TransformersCache(Engine):
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
         weights = converted("transformers", work.model.sha256, _SAVED, lambda folder: _save(work.model.model, folder))
         setup = {"folder": str(weights.path), "settings": dict(settings)}
-        return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights.origin)
+        return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights)
 
     @classmethod
     def _modules(cls, settings: Settings) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class Vllm(ServedEngine):
         own = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
         setup = {"folder": str(weights.path), "flags": own, "environment": _environment(settings, work)}
         python = python_of(work.part.python, cls.name)
-        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights.origin)
+        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights)
         return WorkedDrawer(session, cls.name, work, exact=settings.get("dtype") == "float32")
 
     @classmethod

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvaudit.audit.engines.base import Work
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.files import cache_home, read_json, write_json
+from kvaudit.core.provenance import NOT_SHOWN
 from kvaudit.core.spec import expand
 from kvaudit.core.text import inline, one_line
 
@@ -32,10 +33,19 @@ _SHORT = 16  # digits of a hash in a folder's name
 
 
 class ServedWeights(NamedTuple):
-    """A file or folder of weights in an engine's format, and where they came from in words."""
+    """A file or folder of weights in an engine's format, and where they came from in words.
+
+    ``ours`` are made of the checkpoint by us; of others nothing shows that they are the checkpoint's.
+    """
 
     path: Path
     origin: str
+    ours: bool = True
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What an engine that serves them says of them."""
+        return {"weights": self.origin, **({} if self.ours else {NOT_SHOWN: "weights"})}
 
 
 def named_weights(work: Work, engine: str, inside: str, wanted: str) -> ServedWeights | None:
@@ -48,7 +58,7 @@ def named_weights(work: Work, engine: str, inside: str, wanted: str) -> ServedWe
     path = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
     if not (path / inside if inside else path).is_file():
         raise SpecError(f"engines.{engine}.weights is {str(path)!r}, wanted {wanted}")
-    return ServedWeights(path, f"{path}, not converted here")
+    return ServedWeights(path, f"{path}, not converted here", ours=False)
 
 
 def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> ServedWeights:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
 from kvaudit.audit.engines.life import Process
+from kvaudit.audit.engines.weights import ServedWeights
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -27,11 +28,17 @@ _INSIDE = Path(__file__).with_name("inside")
 class WorkedSession(Session):
     """A session whose engine is in a worker. ``inside`` names its file there; ``setup`` is what it is started with.
 
-    ``weights`` says where those that it serves came from.
+    ``weights`` are those that it serves.
     """
 
     def __init__(
-        self, who: str, inside: str, setup: Mapping[str, Any], work: Work, python: str, weights: str = ""
+        self,
+        who: str,
+        inside: str,
+        setup: Mapping[str, Any],
+        work: Work,
+        python: str,
+        weights: ServedWeights | None = None,
     ) -> None:
         self._who, self._part, self._tokens = who, work.part, vocabulary_of(work)
         command = [python, str(_INSIDE / "worker.py"), str(_INSIDE / inside)]
@@ -42,7 +49,7 @@ class WorkedSession(Session):
             line = {"start": {**setup, "threads": work.threads, "at_once": work.part.at_once}}
             found = self._exchange(line, work.part.start, "it started", "about", dict)
             own = {str(name): inline(one_line(str(value)))[:300] for name, value in found.items()}
-            self.described = {**own, "weights": weights} if weights else own
+            self.described = own | (weights.described if weights else {})
         except BaseException:
             self.stop()
             raise

@@ -23,7 +23,7 @@ from kvaudit.audit.sampling.conversations import opening_of
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import in_file_name
-from kvaudit.core.provenance import SERVED_BY
+from kvaudit.core.provenance import NOT_SHOWN, SERVED_BY
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 
@@ -111,7 +111,7 @@ def hold_engine(run: RunFolder, key: str, engine: str, described: Mapping[str, s
     """
     now = dict(described)
     then = run.keep(SERVED_BY, key, now)
-    changed = sorted(name for name in {*then, *now} - {"weights"} if then.get(name) != now.get(name))
+    changed = sorted(name for name in {*then, *now} - {"weights", NOT_SHOWN} if then.get(name) != now.get(name))
     if changed:
         raise RunError(
             f"engine {engine} said {changed[0]} {str(then.get(changed[0]))[:100]!r} when the run began with it, now "

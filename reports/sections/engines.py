@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.conditions import engine_in, settings_in
-from kvaudit.core.provenance import said_by
-from kvaudit.core.text import inline
+from kvaudit.core.provenance import NOT_SHOWN, said_by
+from kvaudit.core.text import inline, some
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import counted
-from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 
 SILENT = "nothing"  # of an engine that does not say what it resolved
 
@@ -37,6 +37,8 @@ class EnginesSection(Section[Engines]):
         "this report for one: absent is not zero."
     )
     order = 90
+    depth = Depth.VERDICT
+    remarks_at = 15
 
     def compute(self, inputs: Inputs) -> Engines | None:
         sides = inputs.decided.comparison
@@ -53,6 +55,18 @@ class EnginesSection(Section[Engines]):
         told = sum(map(bool, value.said.values()))
         conditions = counted(len(value.conditions), "condition")
         return f"{inline(', '.join(engines))}: {conditions}, of which {told} say what they are."
+
+    def remarks(self, value: Engines, decided: Decided) -> Iterator[str]:
+        """What of a condition nobody could hold against the checkpoint that the verdict names."""
+        unseen: dict[str, list[str]] = {}
+        for policy, said in value.said.items():
+            if NOT_SHOWN in said:
+                unseen.setdefault(said[NOT_SHOWN], []).append(decided.comparison.label(policy))
+        for what, labels in unseen.items():
+            yield inline(
+                f"WEIGHTS: nothing shows the {what} of {some(labels)}: that they are the checkpoint's is "
+                "the word of whoever named them."
+            )
 
 
 def _asked_table(sides: Comparison, own: Sequence[str]) -> Table:
