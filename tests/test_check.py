@@ -153,12 +153,13 @@ def test_what_evicts_is_asked_at_twice_what_it_keeps() -> None:
 
 
 def test_two_servers_are_an_endpoint_and_its_reference() -> None:
-    way = endpoints_way("http://127.0.0.1:1/v1#plain", "http://127.0.0.1:2/v1#fp8")
+    way = endpoints_way("http://127.0.0.1:1/v1#plain", "http://127.0.0.1:2/v1#fp8", {"key": "SERVER_KEY"})
     assert way.policy == {
         "engine": "endpoint",
         "base_url": "http://127.0.0.1:2/v1",
         "model": "fp8",
-        "reference": {"base_url": "http://127.0.0.1:1/v1", "model": "plain"},
+        "key": "SERVER_KEY",
+        "reference": {"base_url": "http://127.0.0.1:1/v1", "model": "plain", "key": "SERVER_KEY"},
     }
 
 
@@ -186,6 +187,14 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         (
             ("embedded", "--reference", "http://127.0.0.1:9/v1#m", "--candidate", "http://127.0.0.1:9/v1#n"),
             "engine endpoint: nobody answers at http://127.0.0.1:9/v1",
+        ),
+        (
+            ("embedded", "--reference", "http://a#m", "--candidate", "http://a#n", "--set", "temperature=1"),
+            "--set temperature=1: of servers that run already only key=VARIABLE can be set",
+        ),
+        (
+            ("embedded", "--engine", "openvino", "--set", "A=1", "--set", "A=2"),
+            "--set gives A as 1 and as 2; give one of them",
         ),
         (("embedded", "--engine", "endpoint", "--set", "model=m"), "for two servers give --reference URL#MODEL"),
         ((*U4, "--set", "engine=vllm"), "--set engine=vllm: the engine is named by --engine, which is openvino"),

@@ -37,7 +37,7 @@ CheckedModel = Annotated[str, argument(help="The model's folder, a .gguf file, o
 EngineName = Annotated[str | None, option("--engine", help="The engine that serves it.")]
 Kv = Annotated[str | None, option("--kv", help="Its KV setting: u4, u8/u4, q8_0, fp8_e5m2, ...")]
 NamedSettings = Annotated[
-    list[str] | None, option("--set", help="NAME=VALUE, any other setting in the engine's own words.")
+    list[str] | None, option("--set", help="NAME=VALUE, another setting of the engine; key=VARIABLE of servers.")
 ]
 EnginePython = Annotated[str | None, option("--python", help="The python of the engine's environment.")]
 EngineWeights = Annotated[str | None, option("--weights", help="The model in the engine's own format.")]
@@ -77,15 +77,15 @@ class Asking:
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
-        of_an_engine = [self.kv, self.python, self.weights, *self.settings]
+        of_an_engine = [self.kv, self.python, self.weights, *([] if any(servers) else self.settings)]
         if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(of_an_engine) and self.engine is None):
             raise SpecError(_FORMS)
+        named = selectors(self.settings, "--set")
         if self.engine is not None:
-            named = selectors(self.settings, "--set")
             return engine_way(self.engine, self.kv, named, python=self.python, weights=self.weights)
         if self.policy is not None:
             return policy_way(self.policy)
-        return endpoints_way(self.reference or "", self.candidate or "")
+        return endpoints_way(self.reference or "", self.candidate or "", named)
 
 
 def check(

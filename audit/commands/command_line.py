@@ -182,12 +182,13 @@ def print_table(console: Console, rows: Rows, last: str | None = None) -> None:
 
 def selectors(words: Sequence[str], option: str) -> dict[str, str]:
     """``arm=naive`` words as a mapping."""
-    found = {}
+    found = dict[str, str]()
     for word in words:
         key, mark, value = word.partition("=")
         if not (mark and key and value):
             raise SpecError(f"{option} {word!r} is not KEY=VALUE, such as {option} arm=naive")
-        found[key] = value
+        if found.setdefault(key, value) != value:
+            raise SpecError(f"{option} gives {key} as {found[key]} and as {value}; give one of them")
     return found
 
 

@@ -32,6 +32,7 @@ _KEPT = ("max_cache_size", "budget")  # what an engine or a policy calls the ent
 
 
 _REFERENCE = "reference"  # the key of what an engine's settings are compared with
+_KEY = "key"  # of a server's settings: the environment variable with its key
 
 
 @dataclass(frozen=True)
@@ -231,14 +232,19 @@ def policy_way(text: str) -> Way:
     return Way(text)
 
 
-def endpoints_way(reference: str, candidate: str) -> Way:
-    """Two servers that run already, each as URL#model; raises SpecError."""
+def endpoints_way(reference: str, candidate: str, settings: Mapping[str, str]) -> Way:
+    """Two servers that run already, each as URL#model, and the variable with the key of both; raises SpecError."""
+    for name in sorted(settings.keys() - {_KEY}):
+        raise SpecError(
+            f"--set {name}={settings[name][:80]}: of servers that run already only {_KEY}=VARIABLE can be set, "
+            "the environment variable that holds their key"
+        )
     plain, other = _endpoint("--reference", reference), _endpoint("--candidate", candidate)
     if plain == other:
         raise SpecError(
             f"--reference and --candidate are both {reference[:80]!r}; name the server with the setting too"
         )
-    return Way({ENGINE: "endpoint", **other, _REFERENCE: plain})
+    return Way({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
 
 
 def _endpoint(option: str, text: str) -> dict[str, str]:
