@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_served
-from kvaudit.audit.engines.base import Engine, EngineFailed, Settings, Work
+from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Settings, Work, require_replies
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.conditions import ENGINE, engine_in, settings_in
@@ -155,6 +155,26 @@ def test_a_setting_that_the_engine_does_not_know_is_refused_by_it(
     with pytest.raises((EngineFailed, SpecError), match=r"no[_-]such[_-]setting") as error:
         engine.start(engine.filled({"no_such_setting": "1"}), work).stop()
     assert str(error.value).isprintable()
+
+
+TWO = [Asked((5, 6), 3, (9,), 0.0, 1.0, seed) for seed in (1, 2)]
+GOOD = Reply((7, 9), "stop")
+
+
+@pytest.mark.parametrize(
+    ("replies", "words"),
+    [
+        ([GOOD], "engine it gave 1 replies to 2 requests"),
+        ([GOOD, GOOD, GOOD], "gave 3 replies to 2"),
+        ([GOOD, Reply((1, 2, 3, 4), "length")], "an answer of 4 tokens where 3 were the most"),
+        ([Reply((7, 9, 8), "length"), GOOD], "went on behind a token that ends an answer"),
+    ],
+)
+def test_replies_that_cannot_be_are_refused_whoever_brought_the_engine(replies: list[Reply], words: str) -> None:
+    require_replies(TWO, [GOOD, Reply((1, 2, 3), "length")], "it")
+    require_replies(TWO, [Reply((), "stop", text="a text"), Reply((), "error", refused="no")], "it")
+    with pytest.raises(EngineFailed, match=words):
+        require_replies(TWO, replies, "it")
 
 
 def test_text_that_says_a_thing_twice_or_nothing_is_refused() -> None:

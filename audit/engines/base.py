@@ -72,6 +72,17 @@ class EngineFailed(AuditError):
     """An engine answers no more: it died, hangs, or says nothing of use. What it said last is in the message."""
 
 
+def require_replies(asked: Sequence[Asked], replies: Sequence[Reply], who: str) -> None:
+    """Raise EngineFailed for what cannot be the replies to a batch: a plug-in's engine is held to it as ours are."""
+    if len(replies) != len(asked):
+        raise EngineFailed(f"engine {who} gave {len(replies)} replies to {len(asked)} requests")
+    for one, reply in zip(asked, replies, strict=True):
+        if len(reply.ids) > one.most:
+            raise EngineFailed(f"engine {who} gave an answer of {len(reply.ids)} tokens where {one.most} were the most")
+        if set(one.stops) & set(reply.ids[:-1]):
+            raise EngineFailed(f"engine {who} went on behind a token that ends an answer")
+
+
 class Session(ABC):
     """An engine at work under one condition. ``described``: what it says it is, and what it made of the settings."""
 

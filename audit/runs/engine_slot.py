@@ -17,7 +17,7 @@ import torch
 
 from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.engines.base import Asked as AskedOfEngine
-from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work
+from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work, require_replies
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import opening_of
 from kvaudit.audit.sampling.model import LoadedModel
@@ -70,6 +70,7 @@ class EngineSlot(Session):
             assert self._held is not None
             try:
                 replies = self._held[1].answer(asked)
+                require_replies(asked, replies, self._wanted[0].engine)
                 refusals = [reply.refused for reply in replies if reply.refused is not None]
                 if refusals:  # in the records they are unscored
                     said = f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}"
