@@ -395,13 +395,6 @@ def test_an_endpoint_without_a_named_reference_is_refused_in_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("base_url", ["http://a/v1", "http://a/v1/"])
-def test_an_endpoint_is_not_its_own_reference(base_url: str) -> None:
-    condition = parse_condition({"engine": "endpoint", "base_url": "http://a/v1", "model": "m"})
-    with pytest.raises(SpecError, match="http://a/v1 with the model m is named as its own reference"):
-        condition.reference_with({"base_url": base_url, "model": "m"})
-
-
 def test_the_key_of_an_endpoint_is_not_sent_to_its_reference() -> None:
     condition = parse_condition({"engine": "endpoint", "base_url": "http://a", "model": "m", "key": "SECRET_NAME"})
     reference = condition.reference_with({"base_url": "http://b", "model": "m"})

@@ -65,13 +65,8 @@ class RunningEndpoint(Engine):
         )
 
     @classmethod
-    def reference_with(cls, settings: Settings, named: Settings) -> Settings:
-        """The named one as it is written: a key is for one server. Raises SpecError for the same server and model."""
-        if _place(cls.filled(named)) == _place(settings):
-            raise SpecError(
-                f"engine endpoint: {settings['base_url']} with the model {settings['model']} is named as its own "
-                "reference; name the server that does not compress"
-            )
+    def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
+        """The named one as it is written: a key is for one server."""
         return named
 
     @classmethod
@@ -212,10 +207,6 @@ class _EndpointSession(Session):
             f"engine endpoint: {self._settings['base_url']} gave no answer that counts: {why} (model "
             f"{self._settings['model']}, {key}); {_REMEDY[why.scope]}"
         )
-
-
-def _place(settings: Settings) -> tuple[str, str]:
-    return settings["base_url"].rstrip("/"), settings["model"]
 
 
 def _endpoint(settings: Settings, timeout: float, tries: int = _TRIES) -> Endpoint:
