@@ -248,7 +248,7 @@ def test_records_that_changed_or_lack_their_seal_are_named(run: Path) -> None:
 
 
 def test_a_folder_without_a_run_or_with_another_spec_is_one_line(run: Path, tmp_path: Path) -> None:
-    assert "cannot be read" in refused("replay", "displace", tmp_path / "nowhere")
+    assert "give the folder of a run" in refused("replay", "displace", tmp_path / "nowhere")
     spec = run / "spec.yaml"
     spec.write_text(spec.read_text().replace("seed: 1000", "seed: 1001"))
     assert "put the first one back" in refused("replay", "displace", run)
