@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selector(Policy):
-    """Entries are chosen in units of ``unit`` consecutive positions; memory is that of the dense cache."""
+    """Entries are chosen in units of ``unit`` consecutive positions; memory: the dense cache's, and `extremes`."""
 
     selects: ClassVar[bool] = True
     extremes: ClassVar[bool] = False  # wants `View.extremes`, by its units
