@@ -311,8 +311,8 @@ class CachedLayer:
         if self._sinks and other._sinks:
             self._sinks.join(other._sinks, (self.store, other.store))
         self.store.join(other.store)
-        parts = ("_last", "_moments", "_centres", "_extremes")
-        join_parts([(getattr(self, part), getattr(other, part)) for part in parts])
+        join_parts([(self._last, other._last), (self._moments, other._moments)])
+        join_parts([(self._centres, other._centres), (self._extremes, other._extremes)])
         if self.states is not None and other.states is not None:
             self.states = self.states.with_rows(other.states)
         self.held = self.schedule.left

@@ -80,7 +80,7 @@ def _answered(model: Any, how: dict[str, Any], rows: list[dict[str, Any]]) -> li
         eos_token_id=sorted({stop for row in rows for stop in row["stops"]}) or None,
         pad_token_id=0,
         do_sample=False,
-        disable_compile=True,  # what a static cache would be compiled for answers no batch of ours twice
+        disable_compile=True,  # of a static cache: it would be compiled for every shape of a batch
         **how,
     )
     model.generation_config = transformers.GenerationConfig()  # a checkpoint's own would fill in what is left out
