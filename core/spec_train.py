@@ -237,8 +237,8 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
 
     @property
     def pairs(self) -> tuple[tuple[str, int], ...]:
-        """Every training run as name of its arm and seed."""
-        return tuple((arm.name, seed) for arm in self.trained for seed in self.seeds)
+        """Every training run as name of its arm and seed: seed by seed, so that a run cut short holds whole seeds."""
+        return tuple((arm.name, seed) for seed in self.seeds for arm in self.trained)
 
     def written(self) -> dict[str, Any]:
         """Of a sweep without the one policy that it has not."""
