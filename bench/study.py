@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -43,13 +44,20 @@ STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said
 class Map:
     """A sweep's contrasts, by what was trained under which policy."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, context: int = 0) -> None:
         self.data: RunData = load_run(folder)
         self.found: Findings = decided(self.data)
         assert self.data.spec.train is not None, f"{folder} trained nothing"
         self.train: TrainSpec = self.data.spec.train
         self.reference = self.found.drift.comparison.reference
-        self._contrasts = {(c.estimand, c.arm, c.policy, c.suite): c for c in self.found.drift.contrasts}
+        lengths = sorted({c.context_tokens for c in self.found.drift.contrasts})
+        if context not in (lengths if len(lengths) > 1 else [0, *lengths]):
+            raise SystemExit(f"{folder} was asked at {lengths} tokens: name one of them by --context")
+        self.context = context or lengths[0]
+        here = [c for c in self.found.drift.contrasts if c.context_tokens == self.context]
+        self._contrasts = {(c.estimand, c.arm, c.policy, c.suite): c for c in here}
+        records = self.data.records
+        self.data = replace(self.data, records=records[records["context_tokens"] == self.context])
 
     @cached_property
     def regimes(self) -> list[str]:
@@ -115,11 +123,12 @@ class Map:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--context", type=int, default=0, help="of a run that was asked at several: the length to show")
     parser.add_argument("--figure", type=Path, help="a PNG to write")
     asked = parser.parse_args()
-    maps = [Map(folder) for folder in asked.runs]
+    maps = [Map(folder, asked.context) for folder in asked.runs]
     for each in maps:
-        print(f"\n## {each.data.spec.name}: verdict {each.found.verdict.status}\n")
+        print(f"\n## {each.data.spec.name} at {each.context} tokens: verdict {each.found.verdict.status}\n")
         for title, headers, rows in tables(each):
             print(f"\n### {title}\n\n" + "\n".join(table(headers, rows)))
     if asked.figure:
