@@ -72,7 +72,8 @@ Points = Annotated[  # percentage points
     Field(gt=0, lt=100),
     _usable(lambda value: value >= LEAST_MARGIN, f"at least {LEAST_MARGIN} (percentage points)"),
 ]
-Ratio = Annotated[Number, Field(ge=1.01, le=100)]  # how many times as often
+LEAST_RATIO, MOST_RATIO = 1.01, 100  # how many times as often
+Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def compare(
     *,
     margin: float = 5.0,
     margins: Mapping[str, float] | None = None,
+    ratios: Mapping[str, float] | None = None,
     alpha: float = 0.05,
     metric: str | None = None,
     cluster: str | None = None,
@@ -142,9 +143,10 @@ def compare(
 ) -> Comparison:
     """Two result files or run folders: kvaudit's, lm-eval's, Inspect's, AgentDojo's, or a CSV.
 
-    ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``cluster`` says which items share a
-    template: a field of the rows, ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. Of a run folder
-    ``select_reference`` and ``select_candidate`` choose by arm, policy, seed, suite or context.
+    ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``ratios`` say instead how many times as
+    often at most what is not wanted may happen. ``cluster`` says which items share a template: a field of the rows,
+    ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. Of a run folder ``select_reference`` and
+    ``select_candidate`` choose by arm, policy, seed, suite or context.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
@@ -169,6 +171,7 @@ def compare(
             name,
             margin=margin,
             margins=margins,
+            ratios=ratios,
             alpha=alpha,
             items_are_independent=items_are_independent,
         )

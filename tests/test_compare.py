@@ -685,3 +685,45 @@ def test_random_tables_compare_or_give_one_line(tmp_path_factory, a, b, padding,
         assert text
     effect = next((d.effect for d in done.verdict.decisions if d.gated and d.effect), None)
     assert effect is None or (math.isfinite(effect.low) and effect.low <= effect.estimate <= effect.high)
+
+
+def attacked(folder: Path, before: int, after: int) -> list[Path]:
+    """Two tables of 600 items in 120 templates, in so many of which something unwanted happened, the same ones first."""
+    return [
+        table(folder / name, rows_of([int(i * 7 % 600 >= bad) for i in range(600)]))
+        for name, bad in (("a.csv", before), ("b.csv", after))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("after", "ratio", "code"), [(300, 1.2, 0), (330, 1.12, 3), (302, 1.01, 4), (330, 1.5, 0), (420, 1.2, 3)]
+)
+def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
+    paths = attacked(tmp_path, 300, after)
+    (suite,) = compare(sides(*paths), "score").findings.rules.margins
+    done = run_command(*paths, "--ratio", f"{suite}={ratio}")
+    assert done.exit_code == code, done.output
+    found = compare(sides(*paths), "score", ratios={suite: ratio})
+    assert found.findings.rules.margins == {}
+    (decision,) = found.verdict.decisions
+    assert decision.ratio.limit == ratio
+    assert decision.ratio.times.estimate == pytest.approx(after / 300)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ratio", "score"], "NAME=TIMES"),
+        (["--ratio", "=1.1"], "NAME=TIMES"),
+        (["--ratio", "x=nan"], "NAME=TIMES"),
+        (["--ratio", "x=1"], "from 1.01 to 100"),
+        (["--ratio", "x=1.1", "--ratio", "x=1.2"], "stands twice"),
+        (["--ratio", "x=1.1", "--margin", "x=5"], "both name x"),
+        (["--ratio", "x=1.1"], "unknown suite or facet in --ratio"),
+    ],
+)
+def test_a_ratio_that_cannot_be_is_one_line(tmp_path, options, said):
+    done = run_command(*attacked(tmp_path, 30, 30), *options)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+    assert len(done.output.strip().splitlines()) == 1

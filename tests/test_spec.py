@@ -42,7 +42,7 @@ def test_what_is_left_open_is_filled_in() -> None:
     assert spec.gate.primary == (STREAMING,)
     assert spec.gate.margins == {"refusal": 5.0, "math": 5.0}
     assert spec.gate.estimands == ("alike", "deployed")
-    assert spec.arms == (("dense", 1), ("dense", 2), ("naive", 1), ("naive", 2))
+    assert spec.arms == (("dense", 1), ("naive", 1), ("dense", 2), ("naive", 2))  # cut short, a run holds whole seeds
 
 
 def test_without_training_the_base_model_is_its_own_reference() -> None:

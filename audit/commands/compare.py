@@ -34,6 +34,13 @@ def compare(
             show_default="5",
         ),
     ] = None,
+    ratio: Annotated[
+        list[str] | None,
+        option(
+            help="How many times as often at most what is not wanted may happen, instead of a margin: NAME=TIMES, as "
+            "agent.attack_success=1.1; several times."
+        ),
+    ] = None,
     alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
     cluster: Annotated[
         str | None,
@@ -60,7 +67,7 @@ def compare(
     """
     with user_errors():
         from kvaudit.reports.compare.files import compare as compared
-        from kvaudit.reports.compare.files import margins_from, read_sides
+        from kvaudit.reports.compare.files import margins_from, ratios_from, read_sides
         from kvaudit.reports.compare.pairing import chosen_metrics
 
         if len(metric or ()) > MOST_METRICS:
@@ -77,11 +84,8 @@ def compare(
         )
         names = chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         points, margins = margins_from(tuple(margin or ()))
-        independent = items_are_independent
-        found = [
-            compared(sides, name, margin=points, margins=margins, alpha=alpha, items_are_independent=independent)
-            for name in names
-        ]
+        rules = {"margin": points, "margins": margins, "ratios": ratios_from(tuple(ratio or ())), "alpha": alpha}
+        found = [compared(sides, name, **rules, items_are_independent=items_are_independent) for name in names]
         raise typer.Exit(_show(found, out))
 
 

@@ -7,6 +7,7 @@ With two metrics, such as the labels of two judges of the same answers, the wors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
+from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
+from kvaudit.core.text import clipped
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.comparison import Comparison
@@ -131,16 +134,19 @@ def compare(
     *,
     margin: float = DEFAULT_MARGIN,
     margins: Mapping[str, float] | None = None,
+    ratios: Mapping[str, float] | None = None,
     alpha: float = DEFAULT_ALPHA,
     items_are_independent: bool = False,
 ) -> Compared:
     """Compare one metric; ``margin`` in pp, ``margins`` those of suites and facets by name.
 
+    ``ratios``, by the same names, say how many times as often what is not wanted may happen, instead of a margin.
     Where no cluster is named, nothing passes but ``items_are_independent``. Raises SpecError for a margin or level that
     cannot be, or clusters declared away; DataError for another scale.
     """
     for points in (margin, *(margins or {}).values()):
         margin_of(points, "--margin")
+    _check_ratios(ratios or {}, margins or {})
     if not 0 < alpha < 0.5:
         raise SpecError(f"--alpha is {alpha:g}, wanted a number above 0 and below 0.5")
     how = {"lower_is_better": sides.lower_is_better, "own_clusters": sides.own_clusters}
@@ -162,7 +168,8 @@ def compare(
     )
     rules = Rules(
         alpha=alpha,
-        margins=_margins(comparison, margin, margins or {}),
+        margins=_margins(comparison, margin, margins or {}, ratios or {}),
+        ratios=_ratios(comparison, ratios or {}),
         primary=(DENSE_POLICY,),
         contexts=comparison.contexts,
         estimands=("alike",),
@@ -219,14 +226,56 @@ def margins_from(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
     return found.pop("", DEFAULT_MARGIN), found
 
 
-def _margins(comparison: Comparison, margin: float, named: Mapping[str, float]) -> dict[str, float]:
-    """Margins in score units: of every suite, and of the facets that are named."""
+def ratios_from(texts: Sequence[str]) -> dict[str, float]:
+    """The ratio of every suite and facet that is named, as agent.attack_success=1.1.
+
+    Raises SpecError for what is no number or no name, and for two ratios of one thing.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, times = text.rpartition("=")
+        try:
+            limit = float(times)
+        except ValueError:
+            limit = math.nan
+        if not name or math.isnan(limit):
+            raise SpecError(f"--ratio is {text!r}, wanted NAME=TIMES, as agent.attack_success=1.1")
+        if name in found:
+            raise SpecError(f"--ratio stands twice for {name}; give one")
+        found[name] = limit
+    return found
+
+
+def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> None:
+    """Raise SpecError for a ratio that cannot be, or beside a margin for the same."""
+    for name, limit in ratios.items():
+        if not LEAST_RATIO <= limit <= MOST_RATIO:
+            raise SpecError(
+                f"--ratio of {clipped(name)} is {limit:g}, wanted how many times as often at most, from {LEAST_RATIO} "
+                f"to {MOST_RATIO}"
+            )
+        if name in margins:
+            raise SpecError(f"--margin and --ratio both name {clipped(name)}; give one of the two")
+
+
+def _margins(
+    comparison: Comparison, margin: float, named: Mapping[str, float], ratios: Mapping[str, float]
+) -> dict[str, float]:
+    """Margins in score units: of every suite that has no ratio, and of the facets that are named."""
     known = (*comparison.suites, *comparison.facets)
     for name in named:
         if name not in known:
             raise UnknownName("suite or facet in --margin", name, known)
-    points = {**dict.fromkeys(comparison.suites, margin), **named}
+    points = {**dict.fromkeys([suite for suite in comparison.suites if suite not in ratios], margin), **named}
     return {name: points[name] / 100 for name in known if name in points}
+
+
+def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:
+    known = (*comparison.suites, *comparison.facets)
+    for name in named:
+        if name not in known:
+            raise UnknownName("suite or facet in --ratio", name, known)
+    return {name: named[name] for name in known if name in named}
 
 
 def two_judges(first: Compared, second: Compared) -> TwoJudges:

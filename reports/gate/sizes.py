@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvaudit.core.errors import SpecError
+from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.reports.gate.chance import (
     AUDITS,
     Differences,
@@ -296,8 +297,10 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
     """The design held to a ratio, where one is given. Raises SpecError for one that cannot be."""
     if ratio is None and happens is None:
         return design
-    if ratio is None or not 1.01 <= ratio <= 100:
-        raise SpecError(f"--ratio is {ratio}, wanted how many times as often at most, from 1.01 to 100")
+    if ratio is None or not LEAST_RATIO <= ratio <= MOST_RATIO:
+        raise SpecError(
+            f"--ratio is {ratio}, wanted how many times as often at most, from {LEAST_RATIO} to {MOST_RATIO}"
+        )
     check(design)
     if happens is None or not 0 < happens < 1:
         raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
