@@ -19,12 +19,13 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.claims import counts, halves, known, table
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
-from kvaudit.core.spec_train import BASE_ARM, TrainedArm, TrainSpec
+from kvaudit.core.spec_train import BASE_ARM, TrainedArm
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.layout.canvas import MARKERS, PALETTE, quiet
 from kvaudit.reports.layout.words import points, spelled
@@ -42,42 +43,54 @@ STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said
 
 
 class Map:
-    """A sweep's contrasts, by what was trained under which policy."""
+    """A sweep's contrasts at one length, by what was trained under which policy."""
 
-    def __init__(self, folder: Path, context: int = 0) -> None:
-        self.data: RunData = load_run(folder)
-        self.found: Findings = decided(self.data)
-        assert self.data.spec.train is not None, f"{folder} trained nothing"
-        self.train: TrainSpec = self.data.spec.train
-        self.reference = self.found.drift.comparison.reference
-        lengths = sorted({c.context_tokens for c in self.found.drift.contrasts})
-        if context not in (lengths if len(lengths) > 1 else [0, *lengths]):
-            raise SystemExit(f"{folder} was asked at {lengths} tokens: name one of them by --context")
-        self.context = context or lengths[0]
-        here = [c for c in self.found.drift.contrasts if c.context_tokens == self.context]
+    def __init__(self, found: Findings, data: RunData, context: int) -> None:
+        assert data.spec.train is not None, f"{data.run} trained nothing"
+        self.found, self.train, self.context = found, data.spec.train, context
+        records = data.records
+        self.data = replace(data, records=records[records["context_tokens"] == context])
+        self.reference = found.drift.comparison.reference
+        here = [c for c in found.drift.contrasts if c.context_tokens == context]
         self._contrasts = {(c.estimand, c.arm, c.policy, c.suite): c for c in here}
-        records = self.data.records
-        self.data = replace(self.data, records=records[records["context_tokens"] == self.context])
+
+    @classmethod
+    def of(cls, folder: Path) -> list[Map]:
+        """A map for every length that was asked."""
+        data = load_run(folder)
+        found = decided(data)
+        return [cls(found, data, context) for context in found.drift.comparison.contexts]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """All that rollouts were sampled under: of a sweep several."""
+        return self.train.policies or (self.train.policy,)
+
+    @property
+    def title(self) -> str:
+        """The run, and how long its prompts are."""
+        return f"{self.data.spec.name}, {self.context} tokens"
 
     @cached_property
     def regimes(self) -> list[str]:
         """The policies, cheapest to serve first."""
-        return sorted(self.train.policies, key=self.cost)
+        return sorted(self.policies, key=self.cost)
 
     @cached_property
     def suites(self) -> list[str]:
         """Those that were asked."""
-        return [suite for suite in SUITES if suite in self.data.spec.evaluate.suites]
+        asked = set(self.data.records["suite"])
+        return [suite for suite in SUITES if suite in asked]
 
     @cached_property
     def labels(self) -> dict[str, str]:
         """What each policy is called."""
-        return short_names(self.train.policies)
+        return short_names(self.policies)
 
     @cached_property
     def arms(self) -> list[TrainedArm]:
         """All that was trained under a policy, in the order of the spec's arms and of the regimes."""
-        trained = [arm for arm in self.train.trained if arm.policy in self.train.policies]
+        trained = [arm for arm in self.train.trained if arm.name != self.reference]
         order = {name: place for place, name in enumerate(self.train.arms)}
         return sorted(trained, key=lambda arm: (order[arm.recipe], self.regimes.index(arm.policy)))
 
@@ -123,16 +136,26 @@ class Map:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--context", type=int, default=0, help="of a run that was asked at several: the length to show")
     parser.add_argument("--figure", type=Path, help="a PNG to write")
+    parser.add_argument("--answers", type=Path, help="a Parquet file to write: every answer's score and facets")
     asked = parser.parse_args()
-    maps = [Map(folder, asked.context) for folder in asked.runs]
+    maps = [each for folder in asked.runs for each in Map.of(folder)]
     for each in maps:
-        print(f"\n## {each.data.spec.name} at {each.context} tokens: verdict {each.found.verdict.status}\n")
+        print(f"\n## {each.title}: verdict of the run {each.found.verdict.status}\n")
         for title, headers, rows in tables(each):
             print(f"\n### {title}\n\n" + "\n".join(table(headers, rows)))
+    if asked.answers:
+        pd.concat(map(answers, maps)).to_parquet(asked.answers, index=False, compression="zstd")
     if asked.figure:
         drawn(maps).savefig(asked.figure, dpi=110, metadata={"Software": None})
+
+
+def answers(own: Map) -> pd.DataFrame:
+    """A row for every answer: who was asked what, its score and facets; no text."""
+    records = own.data.records
+    facets = [name for name in map(str, records) if name.startswith("facet_") and records[name].ge(0).any()]
+    keys = ["arm", "train_seed", "policy", "suite", "context_tokens", "cluster_id", "item_id", "score"]
+    return records[[*keys, *facets]]
 
 
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
@@ -254,7 +277,7 @@ def _facet(axes: Axes, own: Map, metric: str) -> None:
                 full=full,
             )
     _named(axes, own)
-    axes.set_title(f"{own.data.spec.name}: {metric}", loc="left", fontsize=9)
+    axes.set_title(f"{own.title}: {metric}", loc="left", fontsize=9)
     axes.set_ylabel("points more than dense")
 
 
