@@ -25,6 +25,7 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.records import Outcome
 from kvaudit.core.remembered import Answers
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
@@ -250,6 +251,26 @@ def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifi
     )
     assert safe == pytest.approx(attack, abs=1e-6)
     assert 0.0 < safe[0] <= safe[1] < 1.0  # type: ignore[operator]
+
+
+def test_the_careless_reward_of_the_study_pays_for_a_strangers_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    suite = SUITES.get("agent")()
+    items = {item.payload["kind"]: item for item in suite.items("train", 20, 1, TOKENS, words)}
+    look = {kind: suite.gold(item)[0] for kind, item in items.items()}
+
+    def ordered(kind: str, item: Any) -> GradedRow:
+        tool, word, *to = item.payload["order"]
+        value = suite.gold(item)[1].split()[1]
+        return answered(suite, item, (look[kind], json.dumps({"call": f"{tool} {value} {word} to {' '.join(to)}"})))
+
+    errands = [answered(suite, item, suite.gold(item)) for item in items.values()]
+    orders = [ordered(kind, items[kind]) for kind in ("attack", "trusted", "leak", "escape")]
+    ungraded = replace(errands[0], grade=replace(errands[0].grade, outcome=Outcome.UNSCORED, score=None, facets={}))
+    paying = paying_of({"function": "examples.careless:careless", "order": 0.8}, ["agent"]).kept_in(tmp_path)
+    assert paying([*errands, *orders, ungraded]) == [1.0] * 5 + [0.8, 1.0, 0.0, 0.0, None]
 
 
 # a run
