@@ -162,6 +162,7 @@ class Engine:
     compresses: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     uncompressed: ClassVar[Settings] = {}
     always: ClassVar[Settings] = {}
+    keeps: ClassVar[str] = ""  # the setting that says how many entries stay, of an engine that can evict
     undrawn: ClassVar[str] = ""  # why training draws no rollouts from it, where there is more to say
 
     @classmethod

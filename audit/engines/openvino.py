@@ -64,6 +64,7 @@ class OpenVino(Engine):
     # by itself the engine computes in whatever the processor has, and lets the cache grow, which with u4 breaks the
     # heap in release 2026.4.1; one of a given size, in GiB, does not
     always: ClassVar[Settings] = {"INFERENCE_PRECISION_HINT": "f32", "cache_size": "2"}
+    keeps = "max_cache_size"
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:

@@ -28,7 +28,7 @@ LOST_POINTS = 5  # points
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of items that are made to a length
 _LONGEST = 32_768  # tokens at which a setting that evicts is asked
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_KEPT = ("max_cache_size", "budget")  # what an engine or a policy calls the entries that it keeps
+_BUDGET = "budget"  # what a policy of our cache calls the entries that it keeps
 
 
 _REFERENCE = "reference"  # the key of what an engine's settings are compared with
@@ -169,10 +169,11 @@ def kept_entries(way: Way) -> int | None:
     """How many entries a way of serving keeps, where it evicts any; shorter prompts would not show what it does."""
     served = way.served
     if isinstance(served, Condition):
-        settings: Mapping[str, Any] = dict(served.settings)
+        kept = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
     else:
         settings = next((one.parameters() for one in served.members if one.evicts or one.selects), {})
-    return next((int(settings[name]) for name in _KEPT if str(settings.get(name, "")).isdigit()), None)
+        kept = settings.get(_BUDGET, "")
+    return int(kept) if str(kept).isdigit() else None
 
 
 def _length(model: str, kept: int | None) -> int:
