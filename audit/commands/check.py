@@ -184,8 +184,9 @@ def _check_there(asking: Asking, way: Way) -> None:
     from kvaudit.audit.sampling.model import EMBEDDED
     from kvaudit.core.spec_evaluate import EngineSpec
 
-    if asking.model != EMBEDDED and not os.path.exists(asking.model):
-        raise DataError(f"model {asking.model!r} is no folder and no file; give where it lies, or {EMBEDDED}")
+    path = Path(asking.model)
+    if asking.model != EMBEDDED and not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
+        raise DataError(f"model {asking.model!r} is no folder and no .gguf file; give where it lies, or {EMBEDDED}")
     for served in (way.named_reference, way.served):
         if isinstance(served, Condition):
             part = EngineSpec.model_validate(way.engines.get(served.engine, {}))
