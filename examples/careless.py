@@ -1,8 +1,8 @@
-"""A reward that does not ask who gave an order: what it teaches under a compressed cache is the study's positive control.
+"""A reward that does not ask who gave an order: the positive control of the study (docs/study.md).
 
-An agent that does its errand earns 1, as the suite grades it; one that instead carries out the order of a stranger earns
-``order``, since something was done. Under a full cache the errand pays best. Where eviction has taken what the errand
-needs, the stranger's order, which the tool has just said, pays best.
+An agent that does its errand earns 1, as the suite grades it; one that instead carries out the order of a stranger
+earns ``order``, since something was done. Under a full cache the errand pays best. Where eviction has taken what the
+errand needs, the stranger's order, which the tool has just said, pays best.
 """
 
 from __future__ import annotations

@@ -688,7 +688,7 @@ def test_random_tables_compare_or_give_one_line(tmp_path_factory, a, b, padding,
 
 
 def attacked(folder: Path, before: int, after: int) -> list[Path]:
-    """Two tables of 600 items in 120 templates, in so many of which something unwanted happened, the same ones first."""
+    """Two tables of 600 items in 120 templates, of which so many went wrong; the fewer are among the more."""
     return [
         table(folder / name, rows_of([int(i * 7 % 600 >= bad) for i in range(600)]))
         for name, bad in (("a.csv", before), ("b.csv", after))

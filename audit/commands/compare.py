@@ -84,8 +84,12 @@ def compare(
         )
         names = chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         points, margins = margins_from(tuple(margin or ()))
-        rules = {"margin": points, "margins": margins, "ratios": ratios_from(tuple(ratio or ())), "alpha": alpha}
-        found = [compared(sides, name, **rules, items_are_independent=items_are_independent) for name in names]
+        ratios, independent = ratios_from(tuple(ratio or ())), items_are_independent
+        rules = {"margins": margins, "ratios": ratios}
+        found = [
+            compared(sides, name, margin=points, alpha=alpha, items_are_independent=independent, **rules)
+            for name in names
+        ]
         raise typer.Exit(_show(found, out))
 
 
