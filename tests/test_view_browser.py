@@ -137,7 +137,7 @@ class Opened:
 
     def __init__(self, browser: Any, folder: Path, theme: str = "light", address: str = "", width: int = 1280) -> None:
         self.page = browser.new_page(color_scheme=theme, viewport={"width": width, "height": 800})
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(60_000)
         self.asked: list[str] = []
         self.said: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
