@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -496,3 +497,16 @@ def test_a_missing_file_of_texts_is_said(chromium: Any, view: Path, tmp_path: Pa
     assert page.inner_text("#trouble") == "data/texts-0.js is missing or cannot be read: write the view again."
     page.wait_for_selector("#reading", state="hidden")  # the search comes to its end
     page.close()
+
+
+def test_names_beside_many_columns_of_the_reports_grid_are_not_broken_into_letters(chromium: Any) -> None:
+    template = files("kvaudit.reports.page.formats").joinpath("report.html.j2").read_text()
+    style = template.partition("<style>")[2].partition("</style>")[0]
+    cells = '<td><span class="cell">98.3 → 96.9 %</span></td>' * 14
+    row = f'<tr><th scope="row">naive_snapkv-160 @ none</th>{cells}</tr>'
+    page = chromium.new_page(viewport={"width": 1280, "height": 800})
+    page.set_content(f'<style>{style}</style><div class="wide"><table class="grid"><tbody>{row}</tbody></table></div>')
+    box = page.locator("th").bounding_box()
+    page.close()
+    assert box["width"] > 120
+    assert box["height"] < 80
