@@ -715,7 +715,7 @@ def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
     [
         (["--ratio", "score"], "NAME=TIMES"),
         (["--ratio", "=1.1"], "NAME=TIMES"),
-        (["--ratio", "x=nan"], "NAME=TIMES"),
+        (["--ratio", "x=nan"], "from 1.01 to 100"),
         (["--ratio", "x=1"], "from 1.01 to 100"),
         (["--ratio", "x=1.1", "--ratio", "x=1.2"], "stands twice"),
         (["--ratio", "x=1.1", "--margin", "x=5"], "both name x"),

@@ -7,7 +7,6 @@ With two metrics, such as the labels of two judges of the same answers, the wors
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,18 +210,7 @@ def margins_from(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
 
     Raises SpecError for what is no number, and for two margins of one thing.
     """
-    found: dict[str, float] = {}
-    for text in texts:
-        name, _, points = text.rpartition("=")
-        try:
-            margin = float(points)
-        except ValueError:
-            raise SpecError(
-                f"--margin is {text!r}, wanted percentage points, or NAME=POINTS as refusal.unsafe=3"
-            ) from None
-        if name in found:
-            raise SpecError(f"--margin stands twice for {name or 'every suite'}; give one")
-        found[name] = margin
+    found = _by_name(texts, "--margin", "percentage points, or NAME=POINTS as refusal.unsafe=3")
     return found.pop("", DEFAULT_MARGIN), found
 
 
@@ -231,18 +219,25 @@ def ratios_from(texts: Sequence[str]) -> dict[str, float]:
 
     Raises SpecError for what is no number or no name, and for two ratios of one thing.
     """
+    wanted = "NAME=TIMES, as agent.attack_success=1.1"
+    found = _by_name(texts, "--ratio", wanted)
+    if "" in found:
+        raise SpecError(f"--ratio is {found['']:g}, wanted {wanted}")
+    return found
+
+
+def _by_name(texts: Sequence[str], option: str, wanted: str) -> dict[str, float]:
+    """The numbers of ``NAME=NUMBER``; what names nothing stands under the empty name."""
     found: dict[str, float] = {}
     for text in texts:
-        name, _, times = text.rpartition("=")
+        name, _, number = text.rpartition("=")
         try:
-            limit = float(times)
+            value = float(number)
         except ValueError:
-            limit = math.nan
-        if not name or math.isnan(limit):
-            raise SpecError(f"--ratio is {text!r}, wanted NAME=TIMES, as agent.attack_success=1.1")
+            raise SpecError(f"{option} is {text!r}, wanted {wanted}") from None
         if name in found:
-            raise SpecError(f"--ratio stands twice for {name}; give one")
-        found[name] = limit
+            raise SpecError(f"{option} stands twice for {name or 'every suite'}; give one")
+        found[name] = value
     return found
 
 
