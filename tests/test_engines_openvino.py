@@ -13,8 +13,8 @@ from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 from kvaudit.audit.engines.openvino import OpenVino
-from kvaudit.audit.engines.weights import CONVERSION, converted
-from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.engines.weights import CONVERSION, converted, converted_model
+from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
@@ -217,7 +217,7 @@ def test_answers_are_drawn_by_seed(here: World, logs: Path) -> None:
 def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_again(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).path
+    whole = converted_model("openvino", here.model, TRACED, lambda path: export_openvino(here.model.model, path)).path
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
     folder = shutil.copytree(whole, tmp_path / "openvino" / whole.name)
     weights = folder / "openvino_model.bin"
@@ -230,6 +230,19 @@ def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_ag
     (folder / CONVERSION).unlink()  # as a kill leaves it
     here.start(CONDITIONS["f32"], tmp_path).stop()
     assert weights.stat().st_size == size
+
+
+def test_weights_that_a_model_holds_rounded_are_another_conversion(here: World) -> None:
+    rounded = load_model(dtype="bfloat16")
+    assert rounded.sha256 == here.model.sha256, "which is of the file"
+
+    def weights(model: LoadedModel) -> bytes:
+        folder = converted_model("openvino", model, TRACED, lambda path: export_openvino(model.model, path)).path
+        return (folder / "openvino_model.bin").read_bytes()
+
+    exact, other = weights(here.model), weights(rounded)
+    assert len(exact) == len(other)
+    assert exact != other
 
 
 def test_a_conversion_that_fails_leaves_nothing_that_could_be_taken_for_one(

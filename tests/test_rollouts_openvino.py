@@ -22,6 +22,7 @@ from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
 from kvaudit.audit.engines.drawing import Handover, WorkedDrawer, digest, weights_of
 from kvaudit.audit.training import grpo
+from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
@@ -61,9 +62,9 @@ def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[
 
 def _converted(here: World) -> Path:
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
-    from kvaudit.audit.engines.weights import converted
+    from kvaudit.audit.engines.weights import converted_model
 
-    return converted("openvino", here.model.sha256, TRACED, lambda path: export_openvino(here.model.model, path)).path
+    return converted_model("openvino", here.model, TRACED, lambda path: export_openvino(here.model.model, path)).path
 
 
 # --- what the engine says and stores ----------------------------------------------------------------------------------
@@ -298,6 +299,7 @@ from test_rollouts_openvino import settings, silent
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.training import grpo
+from kvaudit.audit.training.adapters import continued
 torch.set_num_threads(1)
 ask, pushes = WorkedSession.ask, []
 def kills(self, rows, doing):
@@ -342,6 +344,30 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
         grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
 
 
+def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as_exact(
+    here: World, tmp_path: Path
+) -> None:
+    lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
+    first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
+    learnt = continued(here.model, lora.adapter, tmp_path / "smd")
+    # an arm that begins from an adapter that has learnt: the engine is started on the weights beside it
+    further = rows(grpo.train(lora, learnt, tmp_path / "further", silent))
+    for row in (*first, *further):
+        assert row["engine/replay_rms"] < 2e-5
+        assert row["engine/dense_rms"] > 1e-3
+    assert _apart(here, learnt, tmp_path) > 1e-2, "of the weights beside it alone"
+
+
+def _apart(here: World, learnt: Any, folder: Path) -> float:
+    """How far an engine with the weights of ``here`` is from what was learnt, root mean square in nats a token."""
+    found = drawn(here, F32, folder, 1.0)
+    pairs = zip(here.asked, found, strict=True)
+    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
+    said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
+    with torch.no_grad():
+        return float((read_tokens(learnt.model, rollouts, 1, "dense", 1.0).logprobs - said).square().mean().sqrt())
+
+
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
     other = copy.deepcopy(here.model)
     with torch.no_grad():
@@ -369,7 +395,6 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
         ),
         ({"rollouts": "llama.cpp:type_k=q8_0"}, "how llama.cpp:.* stores keys and values is not known"),
         ({"suites": ["agent"]}, "suite agent speaks in turns"),
-        ({"adapter": {"rank": 2}}, "rollouts of an engine and an adapter"),
     ],
 )
 def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:

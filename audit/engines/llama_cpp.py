@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer
-from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
+from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
@@ -106,5 +106,5 @@ def _weights(work: Work) -> ServedWeights:
 def _exported(work: Work) -> ServedWeights:
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
 
-    found = converted("gguf", work.model.sha256, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
+    found = converted_model("gguf", work.model, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
     return found._replace(path=found.path / GGUF_FILE)

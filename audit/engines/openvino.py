@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import ServedWeights, check_room, converted, named_weights
+from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -173,4 +173,4 @@ def _weights(work: Work) -> ServedWeights:
         return named
     from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
 
-    return converted("openvino", work.model.sha256, TRACED, lambda folder: export_openvino(work.model.model, folder))
+    return converted_model("openvino", work.model, TRACED, lambda folder: export_openvino(work.model.model, folder))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvaudit.audit.engines.base import Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import converted
+from kvaudit.audit.engines.weights import converted_model
 from kvaudit.audit.engines.worked import WorkedSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -58,7 +58,7 @@ class TransformersCache(Engine):
         python = python_with(cls._modules(settings), work.part, cls.name, cls.install)
         if work.part.weights is not None:
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
-        weights = converted("transformers", work.model.sha256, _SAVED, lambda folder: _save(work.model.model, folder))
+        weights = converted_model("transformers", work.model, _SAVED, lambda folder: _save(work.model.model, folder))
         setup = {"folder": str(weights.path), "settings": dict(settings)}
         return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights)
 

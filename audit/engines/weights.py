@@ -92,6 +92,14 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
     return ServedWeights(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
 
 
+def converted_model(
+    kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
+) -> ServedWeights:
+    """``converted`` of a model's weights as it holds them: in bfloat16 they may be others than its file's."""
+    held = str(model.dtype).removeprefix("torch.")
+    return converted(kind, model.sha256, f"{method} of {held}", convert)
+
+
 def check_room(weights: Path, who: str) -> None:
     """Raise SpecError where a file or folder of weights is larger than the free memory, of a container its own.
 
@@ -132,8 +140,7 @@ def served_folder(work: Work, engine: str) -> ServedWeights:
         return named
     if (own := _own_folder(work.model)) is not None:
         return ServedWeights(own, f"of {work.model.sha256[:12]}, as they lie")
-    method = f"{SAVED}, {str(work.model.dtype).removeprefix('torch.')}"
-    return converted("safetensors", work.model.sha256, method, lambda folder: _save(work.model, folder))
+    return converted_model("safetensors", work.model, SAVED, lambda folder: _save(work.model, folder))
 
 
 def _own_folder(model: LoadedModel) -> Path | None:

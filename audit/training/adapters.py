@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvaudit.audit.engines.drawing import weights_of
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
@@ -30,6 +32,7 @@ from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
 
 _NAME = "default"  # what peft calls an adapter that has no name
+_BASE = "base_layer"  # of an adapted layer: the layer that was there before
 _MARK, _PREFIX = "lora_", "base_model.model."  # of its weights in a model, and of all names in an adapter's file
 
 
@@ -112,6 +115,35 @@ def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedMo
         for name, weight in own.items():
             weight.copy_(found[name])
     return replace(start, sha256=adapter_sha256(folder, base.sha256))
+
+
+def without_adapter(start: LoadedModel) -> LoadedModel:
+    """The model that an adapter is beside, of the same weights; a model without one as it is."""
+    if not isinstance(start, AdaptedModel):
+        return start
+    model = _sharing(start.model)
+    for name, layer in _adapted_layers(model).items():
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, layer.base_layer)
+    plain = {name: value for name, value in vars(start).items() if name != "origin"}
+    return LoadedModel(**(plain | {"model": model, "sha256": start.origin}))
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """``weights_of`` under the names of its checkpoint, an adapter merged in, in float32 (Hu 2021, section 4.1)."""
+    layers, found = _adapted_layers(model), dict[str, Tensor]()
+    for name, tensor in weights_of(model).items():
+        if _MARK in name:
+            continue
+        owner, found_base, _ = name.partition(f".{_BASE}.weight")
+        whole = tensor.float() + layers[owner].get_delta_weight(_NAME).float() if found_base else tensor
+        found[name.replace(f".{_BASE}.", ".")] = whole.detach()
+    return found
+
+
+def _adapted_layers(model: Any) -> dict[str, Any]:
+    """The layers that have an adapter beside them, by name."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, _BASE)}
 
 
 def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:

@@ -154,8 +154,6 @@ class TrainConfig(Hashed, Training):
                 f"arm {self.arm} has the learner see what the sampler saw, and how {drawn_by.canonical} stores keys "
                 "and values is not known (no ledger, no quantiser); take naive, tis or mis, or other settings"
             )
-        if self.adapter is not None:
-            raise SpecError("train has rollouts of an engine and an adapter; whole weights are pushed, leave one out")
         for suite in self.suites:
             if SUITES.get(suite).max_turns > 1:
                 raise SpecError(

@@ -20,12 +20,12 @@ from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
-from kvaudit.audit.engines.drawing import weights_of
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.adapters import whole_weights, without_adapter
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig
@@ -70,7 +70,7 @@ class EngineQuestioner(Questioner):
     ) -> None:
         super().__init__(config, model, questions, pays)
         assert config.drawn_by is not None
-        self._condition, self._base, self._use = config.drawn_by, base, use
+        self._condition, self._base, self._use = config.drawn_by, without_adapter(base), use
         name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}.log"
         self._log = logs / name
         self._drawer: Drawer | None = None
@@ -115,7 +115,7 @@ class EngineQuestioner(Questioner):
             )
 
     def _push(self) -> None:
-        self._tried(lambda drawer: drawer.push(weights_of(self._model.model)))
+        self._tried(lambda drawer: drawer.push(whole_weights(self._model.model)))
 
     def _tried(self, work: Callable[[Drawer], T], again: Callable[[], None] = lambda: None) -> T:
         """``work`` of the engine, which is started anew, a few times, where it is gone; ``again`` comes before more."""
