@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from engine_world import World, world
 from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
+from kvaudit.audit.engines.inside import worker
 from kvaudit.audit.engines.openvino import OpenVino
 from kvaudit.audit.engines.weights import CONVERSION, converted, converted_model
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -209,6 +213,30 @@ def test_answers_are_drawn_by_seed(here: World, logs: Path) -> None:
         first = session.answer(heat)
         assert session.answer(heat) == first
         assert session.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
+
+
+TELLS = """
+import openvino
+from openvino.tools.ovc import telemetry_utils
+def start(setup):
+    return {"sends by": telemetry_utils.tm.__name__}, None
+"""
+
+
+def test_nothing_is_sent_home_by_a_conversion_or_by_an_engine(tmp_path: Path) -> None:
+    stub = "openvino.tools.ovc.telemetry_stub"
+    export = "load_model().model, Path(sys.argv[1])"
+    code = (
+        "import sys; from pathlib import Path; from kvaudit.audit.sampling.model import load_model; "
+        f"from kvaudit.audit.engines.exports.openvino import export_openvino; export_openvino({export}); "
+        "from openvino.tools.ovc import telemetry_utils; print(telemetry_utils.tm.__name__)"
+    )
+    said = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == stub
+    (tmp_path / "tells.py").write_text(TELLS)
+    command = [sys.executable, worker.__file__, str(tmp_path / "tells.py")]
+    said = subprocess.run(command, input='{"start": {}}\n', capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout)["about"] == {"sends by": stub}
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ from training_world import config, rows, sha256, silent
 
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
+from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
 from kvaudit.audit.engines.drawing import Handover, WorkedDrawer, digest, weights_of
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
+from kvaudit.audit.training.ranks import ALONE
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.records import Role
 from kvaudit.core.spec_evaluate import EngineSpec
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
@@ -368,6 +371,40 @@ def _apart(here: World, learnt: Any, folder: Path) -> float:
         return float((read_tokens(learnt.model, rollouts, 1, "dense", 1.0).logprobs - said).square().mean().sqrt())
 
 
+def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_drawn_token_again(
+    here: World, tmp_path: Path
+) -> None:
+    agents: dict[str, Any] = {"suites": ["agent", "refusal"], "rollouts": f"{F32},cache_size=0.05", "steps": 1}
+    told = settings(arm="naive", context_tokens=300, **agents)
+    run = grpo.TrainingRun(told, here.model, tmp_path, ALONE)
+    try:
+        row, sampled = run.step(0)
+    finally:
+        run.close()
+    # uncompressed and in float32: nothing but rounding lies between the two, if places and tokens are right
+    assert row["engine/dense_rms"] < 2e-5
+    talks = [one for one in sampled.played if one.item.suite == "agent"]
+    turns = [_drawn_parts(one.rollout.sampled.tolist()) for one in talks]
+    assert max(turns) > 1
+    for one, parts in zip(talks, turns, strict=True):
+        answers = [message for message in one.transcript if message.role is Role.ASSISTANT]
+        assert parts == len(answers) - sum(m.role is Role.ASSISTANT for m in one.item.messages)
+        assert one.rollout.sampled[one.rollout.answer_start]
+        assert not one.rollout.sampled[one.rollout.answer_start - 1]
+        assert int(one.rollout.sampled.sum()) == one.new_tokens
+
+
+def _drawn_parts(sampled: list[bool]) -> int:
+    """How many runs of drawn tokens there are."""
+    return sum(own and not before for before, own in pairwise([False, *sampled]))
+
+
+def test_no_two_turns_are_drawn_by_the_same_numbers() -> None:
+    seeds = [seed_of_turn(5, turn) for turn in range(4)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 4
+
+
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
     other = copy.deepcopy(here.model)
     with torch.no_grad():
@@ -394,7 +431,7 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
             r"engine endpoint draws no rollouts for training \(servers take new weights in no common way, so",
         ),
         ({"rollouts": "llama.cpp:type_k=q8_0"}, "how llama.cpp:.* stores keys and values is not known"),
-        ({"suites": ["agent"]}, "suite agent speaks in turns"),
+        ({"suites": ["math", "agent"]}, "an engine reads every turn of suite agent anew, in other codes; take naive"),
     ],
 )
 def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
+from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.files import LONGEST_VALUE
@@ -47,6 +48,11 @@ class Asked(NamedTuple):
     top_p: float
     seed: int
     messages: tuple[Message, ...] = ()
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """The seed of a conversation's turn: an engine draws from one anew, and no two turns by the same numbers."""
+    return derive_seed("turn", seed, turn) if turn else seed
 
 
 @dataclass(frozen=True)

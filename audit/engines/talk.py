@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvaudit.audit.engines.base import Asked, Reply, Session
+from kvaudit.audit.engines.base import Asked, Reply, Session, seed_of_turn
 from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
@@ -31,18 +31,20 @@ class _Row:
 
     def __init__(self, talk: Conversation, prompt: Rendered, model: LoadedModel) -> None:
         self.talk, self._model = talk, model
-        self._ids = prompt.ids
+        self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0
 
     def asked(self, decoding: Decoding, seed: int) -> Asked:
         said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
-        return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, seed, said)
+        own = seed_of_turn(seed, self._turn)
+        return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
 
     def take(self, reply: Reply) -> None:
         """Hear what the engine said, and what the environment says to it; end where it says nothing."""
         from kvaudit.audit.sampling.decoding import Completion
 
+        self._turn += 1
         if reply.refused is not None:
             self.logprob = None
             self.talk.exchange.break_off(reply.refused)

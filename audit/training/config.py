@@ -74,9 +74,16 @@ class TrainConfig(Hashed, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """How that engine stores keys and values, where it is known."""
+        """How that engine stores keys and values, where it is known; of what it read in turns it is not."""
         engine = self.drawn_by
-        return None if engine is None else ENGINES.get(engine.engine).store(dict(engine.settings))
+        if engine is None or self._in_turns:
+            return None
+        return ENGINES.get(engine.engine).store(dict(engine.settings))
+
+    @property
+    def _in_turns(self) -> list[str]:
+        """Suites that speak in turns: an engine reads every turn anew, and codes what it reads anew."""
+        return [name for name in self.suites if SUITES.get(name).max_turns > 1]
 
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
@@ -149,16 +156,16 @@ class TrainConfig(Hashed, Training):
         if drawn_by is None:
             return
         ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
+        if self.design.learner == "shadow" and self._in_turns:
+            raise SpecError(
+                f"arm {self.arm} has the learner see what the sampler saw, and an engine reads every turn of suite "
+                f"{self._in_turns[0]} anew, in other codes; take naive, tis or mis, or leave the suite out"
+            )
         if self.design.learner == "shadow" and self.store is None:
             raise SpecError(
                 f"arm {self.arm} has the learner see what the sampler saw, and how {drawn_by.canonical} stores keys "
                 "and values is not known (no ledger, no quantiser); take naive, tis or mis, or other settings"
             )
-        for suite in self.suites:
-            if SUITES.get(suite).max_turns > 1:
-                raise SpecError(
-                    f"suite {suite} speaks in turns, and rollouts of an engine are of one answer; leave the suite out"
-                )
 
 
 class StartConfig(Hashed, SpecSection):

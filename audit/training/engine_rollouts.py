@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work
+from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
@@ -143,26 +144,84 @@ class EngineQuestioner(Questioner):
         policies: Sequence[Policy],  # noqa: ARG002 - the engine's setting is one
         seeds: Sequence[int],
     ) -> list[GradedRow]:
-        group, chat = self._config.group, self._model.chat
-        rows, asked = list[tuple[Conversation, Rendered]](), list[Asked]()
-        stops = tuple(sorted(chat.stop_ids))
+        model, config, temperature = self._model, self._model.model.config, self._config.temperature
+        rows = list[_Row]()
         for n, (suite, item) in enumerate(questions):
-            prompt = opening_of(chat, item)
-            check_fits(self._model, suite, item, len(prompt.ids))
-            for member in range(group):
-                rows.append((Conversation(AskedItem(suite, item, prompt, False), member, self._model), prompt))
-                seed, temperature = seeds[n * group + member], self._config.temperature
-                asked.append(Asked(tuple(prompt.ids), suite.max_new_tokens, stops, temperature, 1.0, seed))
-        drawn = self._tried(lambda drawer: drawer.draw(asked, keep=self._keeps), again=self._push)
-        return [self._row(talk, prompt, one) for (talk, prompt), one in zip(rows, drawn, strict=True)]
+            prompt = opening_of(model.chat, item)
+            check_fits(model, suite, item, len(prompt.ids))
+            for member in range(self._config.group):
+                talk = Conversation(AskedItem(suite, item, prompt, False), member, model)
+                rows.append(_Row(talk, prompt, seeds[n * self._config.group + member]))
+        stops = tuple(sorted(model.chat.stop_ids))
+        while speaking := [row for row in rows if row.talk.open]:
+            asked = [row.asked(stops, temperature) for row in speaking]
+            drawn = self._tried(partial(_draw, asked, self._keeps), again=self._push)
+            for row, one in zip(speaking, drawn, strict=True):
+                row.take(one)
+        return [row.talk.played(row.said.rollout(config, self._config.store)) for row in rows]
 
-    def _row(self, talk: Conversation, prompt: Rendered, drawn: Drawn) -> GradedRow:
-        """A graded rollout; an answer ends where a text of its suite ends it."""
-        ends = (end for end in range(1, len(drawn.ids) + 1) if talk.ended(drawn.ids[:end]))
-        until = next(ends, len(drawn.ids)) if talk.suite.until else len(drawn.ids)
+
+def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
+    return drawer.draw(asked, keep=keep)
+
+
+class Said:
+    """The tokens of a rollout under way, those that were given and those that an engine drew."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.ids, self._start, self._last = list(prompt), len(prompt), len(prompt)
+        self._sampled, self._logprobs = [False] * len(prompt), [0.0] * len(prompt)
+        self._written: tuple[Tensor, Tensor] | None = None  # [tokens, L, H * D], of all that the engine read
+
+    def give(self, ids: Sequence[int]) -> None:
+        """Tokens that nobody drew."""
+        self.ids += ids
+        self._sampled += [False] * len(ids)
+        self._logprobs += [0.0] * len(ids)
+
+    def take(self, drawn: Drawn, until: int | None = None) -> None:
+        """The tokens of an answer, the first ``until`` of them."""
+        self._last = len(self.ids)
+        self.ids += drawn.ids[:until]
+        self._logprobs += drawn.logprobs[:until]
+        self._sampled += [True] * (len(self.ids) - self._last)
+        self._written = drawn.written
+
+    def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
+        """The rollout, with what the engine wrote of it; ``config`` is the model's."""
+        written = None
+        if self._written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
+            tokens = len(self.ids) - 1
+            shape = tokens, len(layer_plans(config, Dense())), kv_heads(config), -1
+            keys, values = (part[:tokens].reshape(shape).permute(1, 2, 0, 3) for part in self._written)
+            written = keys, values
+        # nothing leaves, and what the engine allocated is not known
+        plain = undiminished(
+            config, torch.tensor(self.ids), self._start, torch.tensor(self._sampled), torch.tensor(self._logprobs)
+        )
+        return replace(plain, answer_start=self._last, stored=store, written=written)
+
+
+class _Row:
+    """A conversation under way, the tokens of which ``said`` holds."""
+
+    def __init__(self, talk: Conversation, prompt: Rendered, seed: int) -> None:
+        self.talk, self.said, self._seed, self._turn = talk, Said(prompt.ids), seed, 0
+
+    def asked(self, stops: tuple[int, ...], temperature: float) -> Asked:
+        """What the engine is to answer next: the whole conversation so far."""
+        most = self.talk.suite.max_new_tokens
+        return Asked(tuple(self.said.ids), most, stops, temperature, 1.0, seed_of_turn(self._seed, self._turn))
+
+    def take(self, drawn: Drawn) -> None:
+        """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
+        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.ended(drawn.ids[:end]))
+        until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
         finish = drawn.finish if until == len(drawn.ids) else "stop"
-        talk.answer(Completion(drawn.ids[:until], drawn.logprobs[:until], finish))
-        return talk.played(drawn_rollout(self._model.model.config, prompt.ids, drawn, self._config.store, until))
+        self.said.take(drawn, until)
+        self.talk.answer(Completion(drawn.ids[:until], drawn.logprobs[:until], finish))
+        self.said.give(self.talk.take_pending().ids)
+        self._turn += 1
 
 
 def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
@@ -180,23 +239,11 @@ def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> Non
         )
 
 
-def drawn_rollout(
-    config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None, until: int | None = None
-) -> Rollout:
-    """A rollout of an engine behind its prompt, up to ``until`` tokens; ``config`` is the model's."""
-    ids = torch.tensor([*prompt, *drawn.ids[:until]])
-    tokens, start = len(ids), len(prompt)
-    logprobs = torch.zeros(tokens)  # [T] nats, 0 at given tokens
-    logprobs[start:] = torch.tensor(drawn.logprobs[:until])
-    written = None
-    if drawn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
-        shape = tokens - 1, len(layer_plans(config, Dense())), kv_heads(config), -1
-        keys, values = (part[: tokens - 1].reshape(shape) for part in drawn.written)
-        written = keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
-    # nothing leaves, and what the engine allocated is not known
-    return replace(
-        undiminished(config, ids, start, torch.arange(tokens) >= start, logprobs), stored=store, written=written
-    )
+def drawn_rollout(config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None) -> Rollout:
+    """An engine's answer to a prompt as a rollout; ``config`` is the model's."""
+    said = Said(prompt)
+    said.take(drawn)
+    return said.rollout(config, store)
 
 
 def gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor) -> dict[str, float | None]:
