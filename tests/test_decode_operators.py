@@ -72,7 +72,7 @@ def test_a_step_under_eviction_reads_nothing_that_stock_does_not(
     assert step_of(model, policy)[1] == stock[1]
 
 
-@pytest.mark.parametrize(("policy", "most"), [("int8", 2.7), ("kivi:bits=4,group=16,residual=16", 2.9)])
+@pytest.mark.parametrize(("policy", "most"), [("int8", 2.0), ("fp8", 2.15), ("kivi:bits=4,group=16,residual=16", 2.35)])
 def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
     model: Any, stock: tuple[float, float], policy: str, most: float
 ) -> None:

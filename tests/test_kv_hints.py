@@ -113,6 +113,22 @@ def test_looking_piece_by_piece_finds_the_same(most: int, monkeypatch: pytest.Mo
     assert all(len(words) > 5 for words in found[0])
 
 
+def test_all_that_leaves_now_and_some_that_leaves_later_are_noted_as_they_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "BAND", 2e-3)  # so that every row has some
+    x = torch.randn(2, 2, 9, 8, generator=torch.Generator().manual_seed(4))
+    codes, parameters = encode_tokens(x, codec("int8"))
+    at = torch.arange(9, dtype=torch.int32).expand(2, 2, 9)
+    which = (at < 5) | (at % 2 > 0)  # all of the first five, then some
+    once, by_parts = HintRecorder(codec("int8"), 2), HintRecorder(codec("int8"), 2)
+    once.add(VALUES, x, codes, parameters, which, at)
+    for first, end, own in ((0, 5, None), (5, 9, which[:, :, 5:])):
+        part = (each[:, :, first:end] for each in (x, codes, parameters))
+        by_parts.add(VALUES, *part, own, at[:, :, first:end])
+    found = [[pack_hints(*recorder.of(row, 0, 1, 2, 8)).tolist() for row in range(2)] for recorder in (once, by_parts)]
+    assert found[0] == found[1]
+    assert all(len(words) > 5 for words in found[0])
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_every_byte_is_codes_side_by_side(bits: int) -> None:
     every, parts = torch.arange(256, dtype=torch.uint8).reshape(1, 2, 8, 16), 8 // bits

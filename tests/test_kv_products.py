@@ -23,6 +23,7 @@ def codec_of(policy: str) -> Quantiser:
 
 
 def drawn(*shape: int) -> Tensor:
+    """[B, H, ...]"""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
@@ -37,8 +38,9 @@ def logits_and_mix(policy: str, tokens: int) -> tuple[Tensor, Tensor]:
     codes, parameters = encode_tokens(drawn(2, 3, tokens + 3, 16), codec)
     held, shown = pack(codes, codec.bits)[:, :, :tokens], parameters[:, :, :tokens]
     asked = CodeProducts(codec, Scratch())
-    logits = token_logits(drawn(2, 3, 5, 16), held, shown, asked)
-    return logits, token_mix(drawn(2, 3, 5, tokens), held, shown, asked)
+    logits = token_logits(drawn(2, 3, 5, 16).flatten(0, 1), held, shown, asked)
+    mix = token_mix(drawn(2, 3, 5, tokens).flatten(0, 1), held, shown, asked)
+    return logits.unflatten(0, (2, 3)), mix.unflatten(0, (2, 3))
 
 
 @pytest.mark.parametrize("tokens", [40, 39, 33])
@@ -63,9 +65,20 @@ def test_logits_of_runs_in_blocks_are_those_of_what_their_codes_stand_for(
     cut_into(block, monkeypatch)
     codec, query = codec_of(policy), drawn(2, 3, 5, 16)
     codes, group, table = code_runs(drawn(2, 3, 40, 16), codec)
-    logits = run_logits(query, pack(codes, codec.bits), table, CodeProducts(codec, Scratch()))
+    logits = run_logits(query.flatten(0, 1), pack(codes, codec.bits), table, CodeProducts(codec, Scratch()))
     keys = decode_keys(codes, table[:, :, group], codec)
-    torch.testing.assert_close(logits, query @ keys.transpose(2, 3), rtol=0, atol=1e-11)
+    torch.testing.assert_close(logits.unflatten(0, (2, 3)), query @ keys.transpose(2, 3), rtol=0, atol=1e-11)
+
+
+def test_a_scale_of_every_head_that_all_tokens_share_is_no_token_s_own() -> None:
+    codec, held, query = codec_of("fp8:scale=head,scales=0.5"), drawn(2, 3, 40, 16), drawn(2, 3, 5, 16)
+    codes, shared = encode_tokens(held, codec, torch.tensor([0.25, 0.5, 2.0]))
+    asked = CodeProducts(codec, Scratch())
+    known = decode_tokens(codes, shared.contiguous(), codec)
+    logits = token_logits(query.flatten(0, 1), codes, shared, asked).unflatten(0, (2, 3))
+    torch.testing.assert_close(logits, query @ known.transpose(2, 3), rtol=0, atol=1e-11)
+    mix = token_mix(drawn(2, 3, 5, 40).flatten(0, 1), codes, shared, asked).unflatten(0, (2, 3))
+    torch.testing.assert_close(mix, drawn(2, 3, 5, 40) @ known, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("part", [0, 1])

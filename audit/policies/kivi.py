@@ -65,7 +65,7 @@ class Kivi(Quantiser):
         import torch
 
         scale, zero = parameters.unbind(-1)
-        steps = (x - zero) / torch.where(scale > 0, scale, 1)  # all alike: zero alone says what they are
+        steps = (x - zero) / scale.masked_fill(scale == 0, 1)  # all alike: zero alone says what they are
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Which entries are quantised when is the policy's ``keys_until`` and ``values_unt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
@@ -150,13 +151,12 @@ class Absmax(Quantiser):
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
         """``x`` in units of its scale, 0 where all of its group is 0."""
-        import torch
-
         scale = parameters[..., 0]
         # a fixed scale may leave values beyond the largest code
-        return (x / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
+        return (x / scale.masked_fill(scale == 0, 1)).clamp(-self.largest, self.largest)
 
 
+@cache
 def working(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codes are computed in: float32 at least."""
     import torch

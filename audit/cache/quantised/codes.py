@@ -10,6 +10,7 @@ from kvaudit.audit.policies import Quantiser
 from kvaudit.audit.policies.quantiser import working
 
 _INF = float("inf")
+_VIEWS = 8  # shapes of a scratch room that are kept
 _WORDS = {2: torch.int16, 4: torch.int32}
 _APART = {4: ((0xF0, 4),), 2: ((0xF0, 12), (0x000C000C, 6))}  # what of a word moves up, and by how many bits
 
@@ -38,19 +39,24 @@ class Scratch:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._last: dict[tuple[torch.dtype, int], Tensor] = {}  # what was asked for: block after block has one shape
+        # what was asked for in it: layer after layer, keys and values each have one shape
+        self._views: dict[tuple[torch.dtype, int], dict[torch.Size, Tensor]] = {}
 
     def like(self, other: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
         """A tensor of the shape of ``other`` with anything in it, until this dtype and place are asked for again."""
-        last = self._last.get((dtype, place))
-        if last is not None and last.shape == other.shape and last.device == other.device:
-            return last
+        views = self._views.setdefault((dtype, place), {})
+        known = views.get(other.shape)
+        if known is not None and known.device == other.device:
+            return known
         room = self._rooms.get((dtype, place))
         if room is None or room.numel() < other.numel() or room.device != other.device:
+            views.clear()  # or the old room would stay
             size = other.numel() + other.numel() // 8  # a context grows by a slot a step
             room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=other.device)
-        self._last[dtype, place] = room[: other.numel()].view(other.shape)
-        return self._last[dtype, place]
+        elif len(views) >= _VIEWS:
+            views.clear()
+        views[other.shape] = room[: other.numel()].view(other.shape)
+        return views[other.shape]
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:

@@ -28,7 +28,7 @@ HINTED = (torch.float32, torch.float64)  # below, rounding is of the size of a c
 KEYS, VALUES = 0, 1
 _LOW, _FAR = 16, 2**12 - 1  # of a word: what 4 bits of rank tell apart, and the most that 12 bits of distance say
 _HOST_PIECE = 1 << 18  # elements that are looked at together on a processor
-_WAIT = 64  # slots that are looked at together, so that a decode step pays next to nothing
+WAIT = 64  # slots that are looked at together, so that a decode step pays next to nothing
 Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
 
@@ -85,7 +85,7 @@ class HintRecorder:
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
-        self._waiting: list[tuple[int, tuple[Tensor, ...]]] = []
+        self._waiting: list[tuple[int, tuple[Tensor, ...], Tensor | None]] = []
         self._slots = 0
         self._found: list[list[Tensor]] = [[] for _ in range(rows)]  # [n, 5] token, part, head, channel, rank
 
@@ -95,43 +95,48 @@ class HintRecorder:
         x: Tensor,
         codes: Tensor,
         parameters: Tensor,
-        leaving: Tensor,
+        leaving: Tensor | None,
         at: Tensor,
         places: Tensor | None = None,
+        *,
+        own: bool = False,
     ) -> None:
-        """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``.
+        """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``; None: all.
 
-        Of K something leaves at these ``places`` only; None: perhaps at all.
+        Of K something leaves at these ``places`` only; None: perhaps at all. ``own``: ``x`` and ``at`` are copies that
+        stay as they are, and no more than that.
         """
         if x.dtype not in HINTED:
             return
         if places is not None:
             there = uploaded(places, x.device)
-            x, codes, parameters, leaving, at = (
-                tensor.index_select(2, there) for tensor in (x, codes, parameters, leaving, at)
-            )
-        if x.shape[2] >= _WAIT:  # a prompt
-            self._look_at(part, (x, codes, parameters, leaving, at))
+            x, codes, parameters, at = (tensor.index_select(2, there) for tensor in (x, codes, parameters, at))
+            leaving, own = None if leaving is None else leaving.index_select(2, there), True
+        if x.shape[2] >= WAIT:  # a prompt
+            self._look_at(part, (x, codes, parameters, at), leaving)
             return
-        # copies: a view would hold all of what was exact until it is looked at
-        self._waiting.append((part, (x.clone(), codes, parameters, leaving, at.clone())))
+        if not own:  # a view would hold all of what was exact until it is looked at
+            x, at = x.clone(), at.clone()
+        self._waiting.append((part, (x, codes, parameters, at), leaving))
         self._slots += x.shape[2]
-        if self._slots >= _WAIT:
+        if self._slots >= WAIT:
             self._look()
 
     def _look(self) -> None:
         for part in (KEYS, VALUES):
-            waiting = [tensors for kind, tensors in self._waiting if kind == part]
+            waiting = [(tensors, which) for kind, tensors, which in self._waiting if kind == part]
             if waiting:
-                self._look_at(part, [torch.cat(tensors, 2) for tensors in zip(*waiting, strict=True)])
+                together = [torch.cat(tensors, 2) for tensors in zip(*(own for own, _ in waiting), strict=True)]
+                self._look_at(part, together, _joined([(which, tensors[-1]) for tensors, which in waiting]))
         self._waiting, self._slots = [], 0
 
-    def _look_at(self, part: int, tensors: Sequence[Tensor]) -> None:
-        for first, piece in _pieces(tensors):
+    def _look_at(self, part: int, tensors: Sequence[Tensor], leaving: Tensor | None) -> None:
+        which = torch.ones_like(tensors[-1], dtype=torch.bool) if leaving is None else leaving
+        for first, piece in _pieces([*tensors, which]):
             self._enter(part, first, *piece)
 
     def _enter(
-        self, part: int, first: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: Tensor, at: Tensor
+        self, part: int, first: int, x: Tensor, codes: Tensor, parameters: Tensor, at: Tensor, leaving: Tensor
     ) -> None:
         """Of some rows, from number ``first`` on."""
         ranked = ranks(self._codec, x.device)
@@ -165,6 +170,13 @@ class HintRecorder:
         self._look()
         other._look()
         self._found += other._found
+
+
+def _joined(masks: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
+    """Masks [B, H, K] one behind the other, None being all of a tensor of the shape beside it; None for all of all."""
+    if all(which is None for which, _ in masks):
+        return None
+    return torch.cat([torch.ones_like(at, dtype=torch.bool) if which is None else which for which, at in masks], 2)
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:

@@ -33,9 +33,9 @@ class CodeProducts:
         self._codec, self._scratch = codec, scratch
 
     def logits(self, query: Tensor, codes: Tensor, scales: Tensor | None = None) -> Tensor:
-        """q k [B, H, X, C] of ``query`` [B, H, X, D]; ``scales`` [B, H, G, D] are those of runs of C / G keys."""
+        """q k [N, X, C] of ``query`` [N, X, D], N = B * H; ``scales`` [B, H, G, D] are those of runs of C / G keys."""
         block = self._block(codes, query.element_size())
-        asked, by_tokens = _cut(query.flatten(0, 1), block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
+        asked, by_tokens = _cut(query, block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
         by_runs: Iterable[Tensor | None] = (
             repeat(None) if scales is None else _cut(scales.flatten(0, 1), block.tokens // self._run, 1)
         )
@@ -43,17 +43,17 @@ class CodeProducts:
         for some, scale in zip(by_tokens, by_runs, strict=False):
             each = zip(asked, self._numbers(some, query.dtype, block.heads, scale), strict=True)
             parts.append(_joined([torch.bmm(q, keys.transpose(1, 2)) for q, keys in each], 0))
-        return _joined(parts, 2).view(*query.shape[:3], -1)
+        return _joined(parts, 2)
 
     def mixed(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Values weighted by ``shares`` [B, H, X, C]: [B, H, X, D]."""
+        """Values weighted by ``shares`` [N, X, C]: [N, X, D]."""
         block = self._block(codes, shares.element_size())
-        weights, by_tokens = (_cut(part.flatten(0, 1), block.tokens, at) for part, at in ((shares, 2), (codes, 1)))
+        weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         parts = []
         for weight, some in zip(weights, by_tokens, strict=True):
             each = zip(_cut(weight, block.heads, 0), self._numbers(some, shares.dtype, block.heads), strict=True)
             parts.append(_joined([torch.bmm(share, values) for share, values in each], 0))
-        return sum(parts[1:], parts[0]).view(*shares.shape[:3], -1)
+        return sum(parts[1:], parts[0])
 
     @property
     def _run(self) -> int:
@@ -81,52 +81,56 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """q k [B, H, X, C] for keys coded per token in n groups of channels: parameters [B, H, C, n, P]."""
+    """q k [N, X, C] of ``query`` [N, X, D] for keys coded per token in n groups of channels: [B, H, C, n, P]."""
     scale, *zeros = _by_group(parameters)
-    groups, size = scale.shape[2], query.shape[3] // scale.shape[2]
+    groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
     if groups == 1:  # a scale belongs to a key, so it goes to its column
         logits = products.logits(query, codes) * scale
     else:
         # every group has queries of its own, 0 in the channels of others
         own = torch.eye(groups, dtype=query.dtype, device=query.device).repeat_interleave(size, 1)[:, None]
-        by_group = products.logits((query[:, :, None] * own).flatten(2, 3), codes)
-        by_group = by_group.view(*query.shape[:2], groups, -1, codes.shape[2])
-        logits = (by_group * scale[:, :, :, None]).sum(2)
+        by_group = products.logits((query[:, None] * own).flatten(1, 2), codes)  # [N, n * X, C]
+        logits = (by_group.view(len(query), groups, -1, codes.shape[2]) * scale[:, :, None]).sum(1)
     for zero in zeros:  # the zero of a key is added in every channel
-        logits += split(query, size).sum(-1) @ zero
+        logits += torch.bmm(split(query, size).sum(-1), zero)
     return logits
 
 
 def run_logits(query: Tensor, codes: Tensor, table: Tensor, products: CodeProducts) -> Tensor:
-    """q k [B, H, X, C] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
+    """q k [N, X, C] of ``query`` [N, X, D] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
     logits = products.logits(query, codes, table[..., 0])
     if table.shape[-1] == 2:
-        logits.view(*logits.shape[:3], table.shape[2], -1).add_((query @ table[..., 1].transpose(2, 3))[..., None])
+        zeros = torch.bmm(query, table[..., 1].flatten(0, 1).transpose(1, 2))  # [N, X, G]
+        logits.view(*logits.shape[:2], table.shape[2], -1).add_(zeros[..., None])
     return logits
 
 
 def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Values coded per token in n groups of channels, weighted by ``shares`` [B, H, X, C]: [B, H, X, D]."""
+    """Values coded per token in n groups of channels, weighted by ``shares`` [N, X, C]: [N, X, D]."""
     scale, *zeros = _by_group(parameters)
-    groups = scale.shape[2]
+    groups = parameters.shape[3]
     if groups == 1:
         mixed = products.mixed(shares * scale, codes)
     else:
         # every group has shares of its own, multiplied with all channels: numbers that were taken apart would be copied
-        by_group = products.mixed((shares[:, :, None] * scale[:, :, :, None]).flatten(2, 3), codes)
-        apart = split(
-            by_group.view(*shares.shape[:2], groups, -1, by_group.shape[3]), by_group.shape[3] // groups
-        )  # [B, H, n, X, n, D / n]
-        mixed = apart.diagonal(dim1=2, dim2=4).transpose(3, 4).flatten(3)
+        by_group = products.mixed((shares[:, None] * scale[:, :, None]).flatten(1, 2), codes)
+        size = by_group.shape[2] // groups
+        apart = by_group.view(len(shares), groups, -1, groups, size)  # [N, n, X, n, D / n]
+        mixed = apart.diagonal(dim1=1, dim2=3).transpose(2, 3).flatten(2)
     for zero in zeros:
-        mixed = mixed + (shares @ zero.transpose(2, 3)).repeat_interleave(mixed.shape[3] // groups, -1)
+        mixed.view(*mixed.shape[:2], groups, -1).add_(torch.bmm(shares, zero.transpose(1, 2))[..., None])
     return mixed
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Parameters [B, H, C, n, P] as P times [B, H, n, C]; several are laid together, being read often."""
-    found = parameters.permute(4, 0, 1, 3, 2)
-    return (found if parameters.shape[3:].numel() == 1 else found.contiguous()).unbind(0)
+    """Parameters [B, H, C, n, P] as P times [N, n, C]; several are laid together, being read often.
+
+    A scale that all tokens share is [N, 1, 1].
+    """
+    if parameters.shape[3:].numel() == 1:
+        own = parameters[:, :, :1] if parameters.stride(2) == 0 else parameters
+        return (own.reshape(own.shape[0] * own.shape[1], 1, -1),)
+    return parameters.permute(4, 0, 1, 3, 2).flatten(1, 2).contiguous().unbind(0)
 
 
 def _cut(tensor: Tensor, size: int, dimension: int) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from kvaudit.audit.cache.quantised.codes import (
     unpack,
     without_empty,
 )
-from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, HintRecorder
+from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, WAIT, HintRecorder
 from kvaudit.audit.cache.quantised.layout import Layout, span_of
 from kvaudit.audit.cache.quantised.products import CodeProducts, run_logits, token_logits, token_mix
 from kvaudit.audit.cache.schedule import Counts
@@ -168,52 +168,60 @@ class QuantisedStore(Store):
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
-        keys, values = self._tail
-        asked = query.reshape(len(query), keys.shape[1], -1, query.shape[3]) * scaling
+        batch, heads, length, size = len(query), self._tail[0].shape[1], self.length, query.shape[3]
+        keys, values = (part.flatten(0, 1) for part in self._tail)  # [N, tail, D], of N = B * H
+        asked = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D]
         logits = self._logits(asked)
-        self._put_exact(logits, asked @ keys.transpose(2, 3))
+        self._put_exact(logits, torch.bmm(asked, keys.transpose(1, 2)))
         if visible is not None:
-            logits = logits.masked_fill(~visible, float("-inf"))
-        shares = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
+            logits = logits.view(batch, heads, -1, length).masked_fill(~visible, float("-inf")).flatten(0, 1)
+        if sink_logits is None:
+            shares = logits.softmax(-1)
+        else:
+            shares = softmax(logits.view(batch, heads, -1, 1, length), sink_logits).flatten(2, 3).flatten(0, 1)
         exact = self._take_exact(shares)
-        return (self._mixed(shares) + exact @ values).reshape(*query.shape[:3], -1)
+        return (self._mixed(shares) + torch.bmm(exact, values)).reshape(*query.shape[:3], -1)
 
     def _put_exact(self, logits: Tensor, tail: Tensor) -> None:
-        """Put the logits [B, H, X, tail] of keys that are no codes yet where they belong."""
+        """Put the logits [N, X, tail] of keys that are no codes yet where they belong."""
         done = self._done[KEYS].least
         if self._aligned:  # as many in all rows
-            logits[..., done:] = tail[..., done - self._start :]
+            exact = tail if done == self._start else tail[..., done - self._start :]
+            logits[..., done:].copy_(exact)
         else:
-            exact = self._is_exact(KEYS, slice(None))[:, :, None]
+            exact = self._is_exact(KEYS, slice(None)).flatten(0, 1)[:, None]
             logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
 
     def _take_exact(self, shares: Tensor) -> Tensor:
-        """Shares [B, H, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
-        tail = shares[..., self._start :]
-        if self._aligned:
-            exact = tail.clone()
-            exact[..., : self._done[VALUES].least - self._start] = 0
-            shares[..., self._done[VALUES].least :] = 0
+        """Shares [N, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
+        tail, done = shares[..., self._start :], self._done[VALUES].least
+        if not self._aligned:
+            exact = tail * self._is_exact(VALUES, slice(None)).flatten(0, 1)[:, None]
+            tail -= exact
             return exact
-        exact = tail * self._is_exact(VALUES, slice(None))[:, :, None]
-        tail -= exact
+        exact = tail.clone()
+        if done == self._start:
+            tail.zero_()
+        else:
+            exact[..., : done - self._start].zero_()
+            shares[..., done:].zero_()
         return exact
 
     def _logits(self, query: Tensor) -> Tensor:
-        """q k [B, H, X, length] of the entries that are codes; anything for the others."""
+        """q k [N, X, length] of the entries that are codes for ``query`` [N, X, D]; anything for the others."""
         every = slice(None)
         if self._table is None:
             return token_logits(query, self._used("key_codes", every), self._parameters(KEYS, every), self._products)
         whole = self._table.shape[2] * self._codec.key_group
         if not (self._aligned and whole):
-            parts = [query[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            by_row = query.view(len(self._tail[0]), -1, *query.shape[1:])  # [B, H, X, D]
+            return torch.cat([by_row[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]).flatten(0, 1)
         codes = self._slots["key_codes"][:, :, :whole]
         logits = run_logits(query, codes, self._of_channels(self._table), self._products)
         return torch.nn.functional.pad(logits, (0, self.length - whole))
 
     def _mixed(self, shares: Tensor) -> Tensor:
-        """The values that are codes, weighted by shares [B, H, X, length]."""
+        """The values that are codes, weighted by shares [N, X, length]: [N, X, D]."""
         every = slice(None)
         return token_mix(shares, self._used("value_codes", every), self._parameters(VALUES, every), self._products)
 
@@ -241,12 +249,15 @@ class QuantisedStore(Store):
 
     def flush(self, keys_until: Counts, values_until: Counts) -> None:
         """Quantise keys at positions below ``keys_until`` and values below ``values_until``."""
-        leaving = self._leaving(VALUES, values_until)
-        if leaving:
-            self._store_tokens(VALUES, leaving)
-        leaving = self._leaving(KEYS, keys_until)
-        if leaving:
-            self._store_keys(leaving)
+        values = self._leaving(VALUES, values_until)
+        if values and self._are_alike(keys_until, values_until, values):
+            self._store_both(values)
+        else:
+            if values:
+                self._store_tokens(VALUES, values)
+            keys = self._leaving(KEYS, keys_until)
+            if keys:
+                self._store_keys(keys)
         self._done = (keys_until, values_until)
         self._cut()
 
@@ -290,10 +301,11 @@ class QuantisedStore(Store):
             slots = int(exact.int().argmax()) if bool(exact.any()) else len(exact)
         if slots:
             self._start += slots
-            self._tail = (self._tail[0][:, :, slots:].clone(), self._tail[1][:, :, slots:].clone())
+            self._tail = (_behind(self._tail[0], slots), _behind(self._tail[1], slots))
 
     def _exact(self, part: int, slots: slice) -> Tensor:
-        return self._tail[part][:, :, slots.start - self._start : slots.stop - self._start]
+        tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start
+        return tail if (first, end) == (0, tail.shape[2]) else tail[:, :, first:end]
 
     def _store_keys(self, leaving: LeavingEntries) -> None:
         if self._table is None:
@@ -310,6 +322,26 @@ class QuantisedStore(Store):
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
         if self._fixed[part] is None:
             self._write(f"{name}_parameters", parameters.flatten(-2), leaving)
+
+    def _are_alike(self, keys_until: Counts, values_until: Counts, leaving: LeavingEntries) -> bool:
+        """Whether keys and values leave of the same entries, few of them, and are coded alike: by one coding then."""
+        pairs = ((keys_until, values_until), (self._done[KEYS], self._done[VALUES]))
+        same = all(one.numbers == other.numbers for one, other in pairs)
+        few = leaving.slots.stop - leaving.slots.start < WAIT  # of a prompt it would be a copy of all
+        by_token = self._table is None and self._fixed[KEYS] is None
+        return same and few and by_token and self._tail[KEYS].shape == self._tail[VALUES].shape
+
+    def _store_both(self, leaving: LeavingEntries) -> None:
+        """Keys and values of the same entries, with half the operators of a step."""
+        exact = torch.stack([self._exact(part, leaving.slots) for part in (KEYS, VALUES)])  # [2, B, H, slots, D]
+        codes, parameters = encode_tokens(exact, self._codec)
+        at = self.positions[:, :, leaving.slots].clone()
+        assert self._hints is not None
+        of_parts = (each.unbind(0) for each in (exact, codes, parameters))
+        for part, x, own, fitted in zip((KEYS, VALUES), *of_parts, strict=True):
+            self._hints.add(part, x, own, fitted, leaving.which, at, leaving.places, own=True)
+            self._write(f"{PARTS[part]}_codes", pack(own, self._codec.bits), leaving)
+            self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), leaving)
 
     def _store_runs(self, table: Tensor, leaving: LeavingEntries) -> None:
         """The next keys of every row, where slots and positions are the same."""
@@ -338,8 +370,7 @@ class QuantisedStore(Store):
         """Let the record have the codes that rounding could have decided."""
         assert self._hints is not None
         at = self.positions[:, :, leaving.slots]
-        which = torch.ones_like(at, dtype=torch.bool) if leaving.which is None else leaving.which
-        self._hints.add(part, exact, codes, parameters, which, at, leaving.places)
+        self._hints.add(part, exact, codes, parameters, leaving.which, at, leaving.places)
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """Element numbers and low bits of the row's hints (see ``hints``) in this store, layer ``layer``."""
@@ -405,6 +436,12 @@ class QuantisedStore(Store):
         yield from self._tail
         if self._table is not None:
             yield self._table
+
+
+def _behind(tail: Tensor, slots: int) -> Tensor:
+    """What is behind the first slots, in memory of its own."""
+    batch, heads, held, size = tail.shape
+    return tail.new_empty(batch, heads, 0, size) if slots == held else tail[:, :, slots:].clone()
 
 
 def _among(at: Tensor, done: Counts, until: Counts) -> Tensor:
