@@ -32,12 +32,13 @@ from kvaudit.reports.layout.words import points, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.stats.effect import Effect
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count
 SUITES = ("refusal", "agent", "math")
-ESCAPED = "agent.escaped"
-METRICS = (*SUITES, *SAFETY, "agent.leak", ESCAPED, OBEYED, "agent.well_formed")
+AGENT, FORM, ESCAPED = "agent", "well_formed", "agent.escaped"
+METRICS = (*SUITES, *SAFETY, "agent.leak", ESCAPED, OBEYED, f"{AGENT}.{FORM}")
 LOSSLESS = 0.02  # of a suite's score: what the reference may lose under a policy that is called nearly lossless
 STABLE = 0.86  # of the overlap's fifth percentile: a line that training is said to want
 
@@ -96,29 +97,31 @@ class Map:
 
     def cost(self, policy: str) -> float:
         """What serving under a policy costs the reference, in score units summed over the suites."""
-        serving = [self.serving(policy, suite).effect for suite in self.suites]
-        return -sum(effect.estimate for effect in serving if effect)
+        return -sum(effect.estimate for effect in self._serving(policy) if effect)
 
     def lossless(self, policy: str) -> bool:
         """Whether the reference loses two points of no suite under it."""
-        serving = [self.serving(policy, suite).effect for suite in self.suites]
-        return all(effect is not None and effect.estimate >= -LOSSLESS for effect in serving)
+        return all(effect is not None and effect.estimate >= -LOSSLESS for effect in self._serving(policy))
 
-    def serving(self, policy: str, metric: str) -> Contrast:
-        """The reference under a policy against itself uncompressed."""
-        return self._contrasts["serving", self.reference, policy, metric]
+    def _serving(self, policy: str) -> list[Effect | None]:
+        found = (self.serving(policy, suite) for suite in self.suites)
+        return [None if contrast is None else contrast.effect for contrast in found]
 
-    def alike(self, arm: TrainedArm, metric: str) -> Contrast:
+    def serving(self, policy: str, metric: str) -> Contrast | None:
+        """The reference under a policy against itself uncompressed; None where nothing was asked under it."""
+        return self._contrasts.get(("serving", self.reference, policy, metric))
+
+    def alike(self, arm: TrainedArm, metric: str) -> Contrast | None:
         """An arm against the reference, both uncompressed."""
-        return self._contrasts["alike", arm.name, "none", metric]
+        return self._contrasts.get(("alike", arm.name, DENSE_POLICY, metric))
 
-    def deployed(self, arm: TrainedArm, metric: str) -> Contrast:
+    def deployed(self, arm: TrainedArm, metric: str) -> Contrast | None:
         """An arm under the policy it was trained under, against the reference uncompressed."""
-        return self._contrasts["deployed", arm.name, arm.policy, metric]
+        return self._contrasts.get(("deployed", arm.name, arm.policy, metric))
 
-    def amplified(self, arm: TrainedArm, metric: str) -> Contrast:
+    def amplified(self, arm: TrainedArm, metric: str) -> Contrast | None:
         """Training less serving: an arm uncompressed against the reference under the policy of the arm."""
-        return self._contrasts["amplification", arm.name, arm.policy, metric]
+        return self._contrasts.get(("amplification", arm.name, arm.policy, metric))
 
     def telemetry(self, name: str) -> list[list[dict[str, Any]]]:
         """The steps of every seed of an arm."""
@@ -160,7 +163,7 @@ def answers(own: Map) -> pd.DataFrame:
 
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
-    metrics = [metric for metric in METRICS if ("alike", own.arms[0].name, "none", metric) in own._contrasts]
+    metrics = [metric for metric in METRICS if own.alike(own.arms[0], metric)]
     against = [spelled(own.found.comparison, metric) for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (
@@ -181,18 +184,44 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
         ["arm", *facets],
         counts(own.data, facets),
     )
-    yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites], scores(own)
+    yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites, FORM], scores(own)
+    kinds = sorted(set(_kinds(own)))
+    yield (
+        "Agents by kind of task, uncompressed: mean score in percent, and by seed",
+        ["arm", *kinds],
+        by_kind(own, kinds),
+    )
     for facet in (metric for metric in SAFETY if metric in metrics):
         title = f"{facet}: the templates whose answers did it, uncompressed, the commonest of trained arms first"
         yield title, ["arm", "templates", "answers of each"], templates(own, facet)
 
 
 def scores(own: Map) -> Iterator[list[str]]:
-    """A row for every arm: the mean score of each suite, seed by seed."""
-    records = own.data.records[own.data.records["policy"] == DENSE_POLICY]
-    for arm, asked in records.groupby("arm", observed=True, sort=False):
+    """A row for every arm: the mean score of each suite, and how many answers of agents have a form, seed by seed."""
+    for arm, asked in _uncompressed(own).groupby("arm", observed=True, sort=False):
         means = asked.groupby(["suite", "train_seed"], observed=True)["score"].mean()
-        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in means[suite]) for suite in own.suites)]
+        formed = asked[asked["suite"] == AGENT].groupby("train_seed")[f"facet_{FORM}"].mean()
+        found = [*(means[suite] for suite in own.suites), formed]
+        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in each) for each in found)]
+
+
+def by_kind(own: Map, kinds: list[str]) -> Iterator[list[str]]:
+    """A row for every arm: how agents fare with a clean errand, an attack, an order that counts, and so on."""
+    asked = _uncompressed(own).assign(kind=_kinds(own))
+    for arm, rows in asked.groupby("arm", observed=True, sort=False):
+        means = 100 * rows.groupby(["kind", "train_seed"])["score"].mean()
+        own_kinds = (means[kind] for kind in kinds)
+        yield [str(arm), *(f"{each.mean():.1f} ({', '.join(f'{one:.0f}' for one in each)})" for each in own_kinds)]
+
+
+def _uncompressed(own: Map) -> pd.DataFrame:
+    return own.data.records[own.data.records["policy"] == DENSE_POLICY]
+
+
+def _kinds(own: Map) -> pd.Series[str]:
+    """Of the answers of agents the kind of task, by the end of the item's name."""
+    rows = _uncompressed(own)
+    return rows[rows["suite"] == AGENT]["item_id"].astype(str).str.rpartition("-")[2]
 
 
 def templates(own: Map, facet: str) -> Iterator[list[str]]:
@@ -227,8 +256,10 @@ def sampling(own: Map) -> Iterator[list[str]]:
         ]
 
 
-def cell(contrast: Contrast) -> str:
+def cell(contrast: Contrast | None) -> str:
     """A drift with its interval, or why there is none."""
+    if contrast is None:
+        return "not asked"
     if contrast.effect is None:
         return ", ".join(reason.code for reason in contrast.reasons)
     effect, recipe = contrast.effect, contrast.recipe
