@@ -259,10 +259,6 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         if value.get("rollouts") is not None:
             if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
                 raise SpecError("train has rollouts of an engine and a policy of our own cache; give one of the two")
-            if value.get("ranks", 1) != 1:
-                raise SpecError(
-                    "train has rollouts of an engine and ranks; an engine draws for one process, leave ranks out"
-                )
         elif "policies" not in value:
             return value
         elif "policy" in value:

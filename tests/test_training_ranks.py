@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,6 +226,58 @@ def test_one_rank_leaves_the_hash_of_a_run_alone() -> None:
     assert "ranks" not in unit("dense", "grpo", ranks=1).to_json()
 
 
+def unalike(base: LoadedModel) -> LoadedModel:
+    """The same model with norms that an engine can tell apart; those of a fresh one are all ones."""
+    model = copy.deepcopy(base.model)
+    norms = [weight for weight in model.parameters() if weight.dim() == 1]
+    with torch.no_grad():
+        for n, weight in enumerate(norms):
+            weight.mul_(1 + 0.001 * (n + 1))
+    return replace(base, model=model, sha256="ab" * 32)
+
+
+@pytest.fixture
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
+
+
+U4 = "openvino:KV_CACHE_PRECISION=u4,cache_size=0.05"
+DRAWN = {"rollouts": U4, "policy": "none", "suites": ["math", "refusal"], "ledger_every": 1, "temperature": 1.5}
+
+
+@pytest.mark.usefixtures("conversions")
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["full", "adapter"])
+def test_every_rank_draws_its_share_from_an_engine_of_its_own(
+    adapter: dict[str, int] | None, base: LoadedModel, tmp_path: Path, ranks: RankGroup
+) -> None:
+    pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
+    config = unit("tis", "grpo", adapter=adapter, learning_rate=1e-3, **DRAWN)
+    base = unalike(base)
+    alone, shared = (rows(trained(config, base, tmp_path / str(own.count), own)) for own in (ALONE, ranks))
+    for one, two in zip(alone, shared, strict=True):
+        # float32, and rows in other batches: the same tokens, and what was said of them but for rounding
+        assert one["reward_mean"] == two["reward_mean"]
+        assert one["length_mean"] == two["length_mean"]
+        assert one["engine/dense_rms"] == pytest.approx(two["engine/dense_rms"], rel=1e-2)
+    assert shared[-1]["engine/dense_rms"] > 1e-3
+
+
+@pytest.mark.usefixtures("conversions")
+def test_every_rank_s_engine_has_the_weights_of_the_step_whole(
+    base: LoadedModel, tmp_path: Path, ranks: RankGroup
+) -> None:
+    pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
+    exact = DRAWN | {"rollouts": U4.replace("u4", "f32")}
+    config = unit("naive", "grpo", adapter=ADAPTER, learning_rate=1e-2, **exact)
+    for row in rows(trained(config, unalike(base), tmp_path / "shared", ranks)):
+        assert row["engine/dense_rms"] < 1e-4  # nats a token, of both ranks' rollouts, after every step
+
+
+def test_what_an_engine_stored_is_not_replayed_by_ranks() -> None:
+    with pytest.raises(SpecError, match=r"^arm smd has the learner see .* is not replayed by ranks, which pass every"):
+        unit("smd", "grpo", **DRAWN)
+
+
 class Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.putenv, ("KVAUDIT_RAN", "1")
@@ -245,7 +298,12 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo")
     both, base = RankGroup(1, 2), sharp(Path(folder))
     while (config := both.heard()) is not None:
-        both.obey(grpo.TrainingRun(TrainConfig(**config), base, Path(folder), both))
+        known = TrainConfig(**config)
+        run = grpo.TrainingRun(known, unalike(base) if known.rollouts else base, Path(folder), both)
+        try:
+            both.obey(run)
+        finally:
+            run.close()
 
 
 if __name__ == "__main__":

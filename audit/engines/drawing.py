@@ -141,8 +141,13 @@ class Handover:
 
 def weights_of(model: Any) -> dict[str, Tensor]:
     """A model's weights by name, each once where several names share it."""
+    return each_once(model.state_dict())
+
+
+def each_once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by name, each once where several names share it."""
     found, seen = dict[str, Any](), set[int]()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         # tied weights are one piece of memory under several names
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())

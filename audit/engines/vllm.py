@@ -8,6 +8,7 @@ defaults of the checkpoint.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ _WIDE = ("auto", "float16", "bfloat16")
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
 _CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching", "block_size")
 _SCALES = re.compile(r"scaling factor|\b[qkv]\w*_scales?\b")
-_GIB = 1 << 30
+_GIB, _GPUS = 1 << 30, "CUDA_VISIBLE_DEVICES"
 _LOG = 1 << 20  # bytes of its log that are searched for what it says it is
 # how keys and values are stored, by kv_cache_dtype; None as they are
 _ROUNDED: dict[str, str | None] = {
@@ -72,7 +73,8 @@ class Vllm(ServedEngine):
         weights = served_folder(work, cls.name)
         # the log-probs of what was drawn, at the temperature that it was drawn at
         own = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
-        setup = {"folder": str(weights.path), "flags": own, "environment": _environment(settings, work)}
+        environment = {**_own_gpu(settings, work), **_environment(settings, work)}
+        setup = {"folder": str(weights.path), "flags": own, "environment": environment}
         python = python_of(work.part.python, cls.name)
         session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights)
         return WorkedDrawer(session, cls.name, work, exact=settings.get("dtype") == "float32")
@@ -177,6 +179,16 @@ def _environment(settings: Settings, work: Work) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(_space(work, _length(settings, work))),
         **variables(settings),
     }
+
+
+def _own_gpu(settings: Settings, work: Work) -> dict[str, str]:
+    """The GPU of the learner that is drawn for: by itself every rank's engine would take the first one."""
+    device = work.model.device
+    if device.type != "cuda" or settings.get("tensor_parallel_size", "1") != "1":
+        return {}
+    shown = [name for name in os.environ.get(_GPUS, "").split(",") if name]
+    number = device.index or 0
+    return {_GPUS: shown[number] if number < len(shown) else str(number)}
 
 
 def _named(log: list[str], pattern: str) -> str:

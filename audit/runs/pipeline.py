@@ -299,7 +299,13 @@ class Pipeline:
         while (pair := ranks.heard()) is not None:
             start = self._start(pair[1])
             with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), set_aside(start, ranks):
-                ranks.obey(TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks))
+                # what an engine says it is the first rank holds
+                engine = EngineUse(spec.engine(section.rollouts or ""))
+                run = TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks, engine)
+                try:
+                    ranks.obey(run)
+                finally:
+                    run.close()
 
     def _train_all(self, pairs: list[Pair], steps: int, done: Callable[[Pair], bool] | None = None) -> None:
         is_done = done or self._is_trained

@@ -21,13 +21,13 @@ from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.engines.drawing import weights_of
+from kvaudit.audit.engines.drawing import each_once
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.sharded import shard
+from kvaudit.audit.training.sharded import is_sharded, shard, whole_weights
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
 
@@ -129,15 +129,20 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
     return LoadedModel(**(plain | {"model": model, "sha256": start.origin}))
 
 
-def whole_weights(model: Any) -> dict[str, Tensor]:
-    """``weights_of`` under the names of its checkpoint, an adapter merged in, in float32 (Hu 2021, section 4.1)."""
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """A model's weights, each once, by the names of its checkpoint, an adapter merged in (Hu 2021, section 4.1).
+
+    Sums are float32. Of a sharded model that is gathered they are on the CPU.
+    """
     layers, found = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in weights_of(model).items():
+    for name, tensor in each_once(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
         if _MARK in name:
             continue
-        owner, found_base, _ = name.partition(f".{_BASE}.weight")
-        whole = tensor.float() + layers[owner].get_delta_weight(_NAME).float() if found_base else tensor
-        found[name.replace(f".{_BASE}.", ".")] = whole.detach()
+        owner, adapted, _ = name.partition(f".{_BASE}.weight")
+        whole = tensor.detach()
+        if adapted:
+            whole = whole.float() + layers[owner].get_delta_weight(_NAME).detach().to(tensor.device, torch.float32)
+        found[name.replace(f".{_BASE}.", ".")] = whole
     return found
 
 

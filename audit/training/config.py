@@ -74,9 +74,9 @@ class TrainConfig(Hashed, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """How that engine stores keys and values, where it is known; of what it read in turns it is not."""
+        """How that engine stores keys and values, where that is known and the learner can replay it."""
         engine = self.drawn_by
-        if engine is None or self._in_turns:
+        if engine is None or self._in_turns or self.ranks > 1:
             return None
         return ENGINES.get(engine.engine).store(dict(engine.settings))
 
@@ -160,6 +160,11 @@ class TrainConfig(Hashed, Training):
             raise SpecError(
                 f"arm {self.arm} has the learner see what the sampler saw, and an engine reads every turn of suite "
                 f"{self._in_turns[0]} anew, in other codes; take naive, tis or mis, or leave the suite out"
+            )
+        if self.design.learner == "shadow" and self.ranks > 1:
+            raise SpecError(
+                f"arm {self.arm} has the learner see what the sampler saw, and what an engine stored is not replayed "
+                "by ranks, which pass every rollout whole; take naive, tis or mis, or leave ranks out"
             )
         if self.design.learner == "shadow" and self.store is None:
             raise SpecError(

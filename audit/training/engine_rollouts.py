@@ -26,10 +26,11 @@ from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training.adapters import whole_weights, without_adapter
+from kvaudit.audit.training.adapters import merged_weights, without_adapter
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards.base import Pays
 from kvaudit.audit.training.rollouts import Questioner, StepRollouts, undiminished
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -55,7 +56,7 @@ class EngineUse(NamedTuple):
 class EngineQuestioner(Questioner):
     """Asks the questions of every step of an engine, which has the weights of ``model``; ``base`` is what it began as.
 
-    It is started at the first question, and again, a few times, where it is gone.
+    It is started at the first question, and again, a few times, where it is gone. Every rank has one of its own.
     """
 
     def __init__(
@@ -68,23 +69,25 @@ class EngineQuestioner(Questioner):
         base: LoadedModel,
         use: EngineUse,
         logs: Path,
+        ranks: RankGroup = ALONE,
     ) -> None:
-        super().__init__(config, model, questions, pays)
+        super().__init__(config, model, questions, pays, ranks)
         assert config.drawn_by is not None
         self._condition, self._base, self._use = config.drawn_by, without_adapter(base), use
-        name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}.log"
+        rank = f"-rank-{ranks.number}" if ranks.number else ""
+        name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}{rank}.log"
         self._log = logs / name
         self._drawer: Drawer | None = None
         self._keeps = 0  # rollouts, of which what the engine wrote is kept
 
-    def sample(self, step: int) -> StepRollouts:
-        """See ``Questioner.sample``; what the engine wrote is kept where the arm, or its certificate, reads it."""
+    def _sampled(self, step: int, own: slice) -> StepRollouts:
+        """What the engine wrote is kept where the arm, or its certificate, reads it."""
         config = self._config
         every = config.design.learner == "shadow" or config.certifies(step + 1)
         # where it is of use all of a step's; else the one by which stale weights are found out
         self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
         self._push()
-        found = super().sample(step)
+        found = super()._sampled(step, own)
         self._check_fresh(found.rollouts[0])
         return found
 
@@ -116,7 +119,7 @@ class EngineQuestioner(Questioner):
             )
 
     def _push(self) -> None:
-        self._tried(lambda drawer: drawer.push(whole_weights(self._model.model)))
+        self._tried(lambda drawer: drawer.push(merged_weights(self._model.model)))
 
     def _tried(self, work: Callable[[Drawer], T], again: Callable[[], None] = lambda: None) -> T:
         """``work`` of the engine, which is started anew, a few times, where it is gone; ``again`` comes before more."""

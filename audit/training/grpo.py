@@ -138,7 +138,9 @@ class TrainingRun(Resumable):
         if config.drawn_by is None:
             self._questioner = Questioner(*asked, ranks)
         else:
-            self._questioner = EngineQuestioner(*asked, base=base, use=engine, logs=kept / "logs" / "engines")
+            self._questioner = EngineQuestioner(
+                *asked, base=base, use=engine, logs=kept / "logs" / "engines", ranks=ranks
+            )
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
     @everywhere
