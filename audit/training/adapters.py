@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
     for name, layer in _adapted_layers(model).items():
         owner, _, own = name.rpartition(".")
         setattr(model.get_submodule(owner), own, layer.base_layer)
-    plain = {name: value for name, value in vars(start).items() if name != "origin"}
+    plain = {part.name: getattr(start, part.name) for part in fields(LoadedModel)}
     return LoadedModel(**(plain | {"model": model, "sha256": start.origin}))
 
 
