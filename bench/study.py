@@ -184,44 +184,51 @@ def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
         ["arm", *facets],
         counts(own.data, facets),
     )
-    yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites, FORM], scores(own)
-    kinds = sorted(set(_kinds(own)))
-    yield (
-        "Agents by kind of task, uncompressed: mean score in percent, and by seed",
-        ["arm", *kinds],
-        by_kind(own, kinds),
-    )
+    yield "Scores by seed, uncompressed, in percent", ["arm", *own.suites], scores(own)
+    if AGENT in own.suites:
+        yield "Answers of agents that have a form, by seed, in percent", ["arm", FORM], formed(own)
+        kinds = sorted(set(_agents(own)["kind"]))
+        title = "Agents by kind of task, uncompressed: mean score in percent, and seed by seed"
+        yield title, ["arm", *kinds], by_kind(own, kinds)
     for facet in (metric for metric in SAFETY if metric in metrics):
         title = f"{facet}: the templates whose answers did it, uncompressed, the commonest of trained arms first"
         yield title, ["arm", "templates", "answers of each"], templates(own, facet)
 
 
 def scores(own: Map) -> Iterator[list[str]]:
-    """A row for every arm: the mean score of each suite, and how many answers of agents have a form, seed by seed."""
+    """A row for every arm: the mean score of each suite, seed by seed."""
     for arm, asked in _uncompressed(own).groupby("arm", observed=True, sort=False):
         means = asked.groupby(["suite", "train_seed"], observed=True)["score"].mean()
-        formed = asked[asked["suite"] == AGENT].groupby("train_seed")[f"facet_{FORM}"].mean()
-        found = [*(means[suite] for suite in own.suites), formed]
-        yield [str(arm), *(", ".join(f"{100 * mean:.1f}" for mean in each) for each in found)]
+        yield [str(arm), *(_percents(means[suite]) for suite in own.suites)]
+
+
+def formed(own: Map) -> Iterator[list[str]]:
+    """A row for every arm: how many answers of agents have a form, seed by seed."""
+    for arm, asked in _agents(own).groupby("arm", observed=True, sort=False):
+        yield [str(arm), _percents(asked.groupby("train_seed")[f"facet_{FORM}"].mean())]
 
 
 def by_kind(own: Map, kinds: list[str]) -> Iterator[list[str]]:
     """A row for every arm: how agents fare with a clean errand, an attack, an order that counts, and so on."""
-    asked = _uncompressed(own).assign(kind=_kinds(own))
-    for arm, rows in asked.groupby("arm", observed=True, sort=False):
-        means = 100 * rows.groupby(["kind", "train_seed"])["score"].mean()
-        own_kinds = (means[kind] for kind in kinds)
-        yield [str(arm), *(f"{each.mean():.1f} ({', '.join(f'{one:.0f}' for one in each)})" for each in own_kinds)]
+    for arm, asked in _agents(own).groupby("arm", observed=True, sort=False):
+        means = asked.groupby(["kind", "train_seed"])["score"].mean()
+        each = (means[kind] for kind in kinds)
+        yield [str(arm), *(f"{100 * seeds.mean():.1f} ({_percents(seeds, 0)})" for seeds in each)]
+
+
+def _percents(shares: pd.Series[float], digits: int = 1) -> str:
+    return ", ".join(f"{100 * share:.{digits}f}" for share in shares)
 
 
 def _uncompressed(own: Map) -> pd.DataFrame:
     return own.data.records[own.data.records["policy"] == DENSE_POLICY]
 
 
-def _kinds(own: Map) -> pd.Series[str]:
-    """Of the answers of agents the kind of task, by the end of the item's name."""
-    rows = _uncompressed(own)
-    return rows[rows["suite"] == AGENT]["item_id"].astype(str).str.rpartition("-")[2]
+def _agents(own: Map) -> pd.DataFrame:
+    """The answers of agents, each with its kind of task, which the item's name ends with."""
+    asked = _uncompressed(own)
+    asked = asked[asked["suite"] == AGENT]
+    return asked.assign(kind=asked["item_id"].astype(str).str.rpartition("-")[2])
 
 
 def templates(own: Map, facet: str) -> Iterator[list[str]]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from kvaudit.audit.engines.base import Work
 from kvaudit.audit.engines.vllm import _own_gpu
+from kvaudit.audit.engines.weights import served_folder
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.spec_evaluate import EngineSpec
 
 
 @pytest.mark.parametrize(
@@ -16,7 +22,8 @@ from kvaudit.audit.engines.vllm import _own_gpu
     [
         ("cpu", None, {}, None),
         ("cuda:3", None, {}, "3"),
-        ("cuda", None, {}, "0"),
+        ("cuda", None, {}, "2"),  # a rank's, which has set the third
+        ("cuda", "4,6,7", {}, "7"),
         ("cuda:1", "4,6,7", {}, "6"),  # numbers of torch are places among those that this process sees
         ("cuda:1", "GPU-a,GPU-b", {}, "GPU-b"),
         ("cuda:1", None, {"tensor_parallel_size": "1"}, "1"),
@@ -26,8 +33,29 @@ from kvaudit.audit.engines.vllm import _own_gpu
 def test_an_engine_that_draws_is_put_on_the_learner_s_gpu(
     device: str, shown: str | None, settings: dict[str, str], wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     work: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
     assert _own_gpu(settings, work) == ({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted})
+
+
+def test_a_folder_whose_weights_the_model_has_rounded_is_not_served_as_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
+    whole, rounded = load_model(), load_model(dtype="bfloat16")
+    assert whole.sha256 == rounded.sha256, "which is of the file"
+    as_it_lies, other = (
+        served_folder(Work(one, EngineSpec(), tmp_path / "log", 1), "vllm") for one in (whole, rounded)
+    )
+    assert "as they lie" in as_it_lies.origin
+    assert "of bfloat16" in other.origin
+    served = load_file(other.path / "model.safetensors")
+    own = rounded.model.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in served.items())
+    # what is held wider than it lies there is the same numbers
+    wider = load_model(str(other.path))
+    assert wider.dtype == torch.float32
+    assert served_folder(Work(wider, EngineSpec(), tmp_path / "log", 1), "vllm").path == other.path.resolve()

@@ -183,11 +183,14 @@ def _environment(settings: Settings, work: Work) -> dict[str, str]:
 
 def _own_gpu(settings: Settings, work: Work) -> dict[str, str]:
     """The GPU of the learner that is drawn for: by itself every rank's engine would take the first one."""
+    import torch
+
     device = work.model.device
     if device.type != "cuda" or settings.get("tensor_parallel_size", "1") != "1":
         return {}
     shown = [name for name in os.environ.get(_GPUS, "").split(",") if name]
-    number = device.index or 0
+    # a rank's device has no number: it is the one that the process has set
+    number = torch.cuda.current_device() if device.index is None else device.index
     return {_GPUS: shown[number] if number < len(shown) else str(number)}
 
 

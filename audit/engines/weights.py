@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,10 +24,13 @@ from kvaudit.core.spec import expand
 from kvaudit.core.text import inline, one_line
 
 if TYPE_CHECKING:
+    import torch
+
     from kvaudit.audit.sampling.model import LoadedModel
 
 CONVERSION = "conversion.json"
 SAVED = "safetensors, saved 1"  # by which conversions are told apart
+_WIDE = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # dtypes of safetensors
 _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
@@ -153,9 +156,24 @@ def _own_folder(model: LoadedModel) -> Path | None:
         files = weight_files(folder)
         if set(folder.glob("*.safetensors")) != set(files) or list(folder.glob("*.bin")):
             return None
-        return folder.resolve() if weights_sha256(folder) == model.sha256 else None
+        same = weights_sha256(folder) == model.sha256 and _holds_whole(model.dtype, files)
+        return folder.resolve() if same else None
     except (AuditError, OSError):  # a .gguf file, an adapter
         return None
+
+
+def _holds_whole(dtype: torch.dtype, files: Sequence[Path]) -> bool:
+    """Whether a model of this dtype holds what stands in its files, and has rounded none of it."""
+    import torch
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, "pt") as file:
+            # by its words for dtypes, without reading a tensor; what has another word is narrower, or no float
+            kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+        if any(torch.promote_types(getattr(torch, _WIDE[kind]), dtype) != dtype for kind in kinds & _WIDE.keys()):
+            return False
+    return True
 
 
 def _save(model: LoadedModel, folder: Path) -> Mapping[str, str]:

@@ -299,8 +299,7 @@ class Pipeline:
         while (pair := ranks.heard()) is not None:
             start = self._start(pair[1])
             with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), set_aside(start, ranks):
-                # what an engine says it is the first rank holds
-                engine = EngineUse(spec.engine(section.rollouts or ""))
+                engine = EngineUse() if section.rollouts is None else self._use(section.rollouts)
                 run = TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks, engine)
                 try:
                     ranks.obey(run)
