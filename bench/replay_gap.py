@@ -8,7 +8,8 @@ square over tokens of the engine's log-prob less that of a view of the learner, 
 learner's own keys and values coded as the engine codes them; ``replay``, codes of the keys and values that the engine
 wrote. ``explained`` is 1 - (view / dense)^2. ``uncompressed`` is the engine's reference against the dense view: what no
 replay can explain. ``last bit`` is the view of own codes against itself with all weights changed by 1e-7 of their size:
-by so much the codes of two float32 arithmetics move the log-probs.
+by so much the codes of two float32 arithmetics move the log-probs. llama.cpp shows what its queries read, and there a
+learner has no codes of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ SETTINGS = (
     "openvino:KV_CACHE_PRECISION=u4",
     "vllm:kv_cache_dtype=fp8_e4m3",
     "vllm:kv_cache_dtype=fp8_e5m2",
+    "llama.cpp:type_k=q8_0,type_v=q8_0",
+    "llama.cpp:type_k=q8_0,type_v=q4_0",
+    "llama.cpp:type_k=q4_0,type_v=q4_0",
 )
 AT_ONCE = 4  # rows of a pass
 JOLT = 1e-7  # relative
@@ -54,9 +58,9 @@ class Gaps(NamedTuple):
     tokens: int
     uncompressed: float
     dense: float
-    own: float
+    own: float | None
     replay: float
-    last_bit: float
+    last_bit: float | None
 
 
 def gaps(model: LoadedModel, prompts: Sequence[Sequence[int]], text: str, asked: argparse.Namespace) -> Gaps:
@@ -64,23 +68,28 @@ def gaps(model: LoadedModel, prompts: Sequence[Sequence[int]], text: str, asked:
     condition = parse_condition(text)
     store = ENGINES.get(condition.engine).store(dict(condition.settings))
     rollouts = [replace(one, stored=store) for one in drawn(model, prompts, condition, asked)]
-    alone = [replace(one, written=None) for one in rollouts]
     plain = drawn(model, prompts, condition.reference, asked)
-    jolted = copy.deepcopy(model.model)
-    draws = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in jolted.parameters():
-            weight.mul_(1 + JOLT * torch.randn(weight.shape, generator=draws))
     said, heat = sampled(rollouts), asked.temperature or 1.0
-    own = view(model.model, alone, "shadow", heat)
+    own, last_bit = (None, None) if store is None or store.shown else of_its_own(model, rollouts, heat)
     return Gaps(
         tokens=len(said),
         uncompressed=rms(sampled(plain) - view(model.model, plain, "dense", heat)),
         dense=rms(said - view(model.model, rollouts, "dense", heat)),
-        own=rms(said - own),
+        own=None if own is None else rms(said - own),
         replay=rms(said - view(model.model, rollouts, "shadow", heat)),
-        last_bit=rms(own - view(jolted, alone, "shadow", heat)),
+        last_bit=last_bit,
     )
+
+
+def of_its_own(model: LoadedModel, rollouts: Sequence[Rollout], heat: float) -> tuple[Tensor, float]:
+    """The log-probs of a learner that codes its own keys and values, and how far the last bit moves them."""
+    alone = [replace(one, written=None) for one in rollouts]
+    jolted, draws = copy.deepcopy(model.model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in jolted.parameters():
+            weight.mul_(1 + JOLT * torch.randn(weight.shape, generator=draws))
+    own = view(model.model, alone, "shadow", heat)
+    return own, rms(own - view(jolted, alone, "shadow", heat))
 
 
 def drawn(
@@ -122,11 +131,13 @@ def rms(values: Tensor) -> float:
 
 def row(text: str, found: Gaps) -> str:
     """A line of the table."""
-    own, replay = (1 - (value / found.dense) ** 2 for value in (found.own, found.replay))
-    return (
-        f"| {text} | {found.tokens} | {found.uncompressed:.1e} | {found.dense:.1e} | {found.last_bit:.1e} | "
-        f"{found.own:.1e}, {own:.3f} | {found.replay:.1e}, {replay:.6f} |"
-    )
+    own, replay = (_explained(found, value) for value in (found.own, found.replay))
+    bit = "-" if found.last_bit is None else f"{found.last_bit:.1e}"
+    return f"| {text} | {found.tokens} | {found.uncompressed:.1e} | {found.dense:.1e} | {bit} | {own} | {replay} |"
+
+
+def _explained(found: Gaps, value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}, {1 - (value / found.dense) ** 2:.6f}"
 
 
 def main() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +16,10 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.engines.llama_cpp_cache import Layout, hadamard, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.core.errors import DataError, RunError
 
 EXACT = EngineStore(None, None)
 CODED = EngineStore(ByChannel(4), ByToken(4))
@@ -138,6 +143,25 @@ def test_shared_prompts_and_neighbours_change_nothing(model: LoadedModel) -> Non
     assert min(float((a - b).abs().max()) for a, b in zip(together, dense, strict=True)) > 1e-6
 
 
+def test_a_row_that_is_passed_whole_reads_what_it_reads_behind_its_prompt(model: LoadedModel) -> None:
+    shape = (model.model.config.num_hidden_layers, kv_heads(model.model.config))
+    size = model.model.config.hidden_size // model.model.config.num_attention_heads
+    draws = torch.Generator().manual_seed(4)
+
+    def wrote(row: Rollout) -> Rollout:
+        own = [torch.randn(*shape, len(row.ids) - 1, size, generator=draws, dtype=torch.float64) for _ in range(2)]
+        return replace(row, written=(own[0], own[1]))
+
+    for coded in (rows(model, CODED), [wrote(row) for row in rows(model, CODED)]):
+        with torch.no_grad():
+            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", apart=True)
+        behind = logits(model, coded, 2)
+        for row, own, there, wanted in zip(coded, found, valid, behind, strict=True):
+            assert int(there.sum()) == len(row.ids) - 1
+            mine = own[there][row.prompt_length - 1 :]
+            assert float((mine - wanted).abs().max()) < 1e-12
+
+
 def test_it_is_the_error_of_coding_that_is_the_engines_and_the_numbers_are_the_learners(model: LoadedModel) -> None:
     plain = rollout(model, 40, 20, 3, EXACT)
     config = model.model.config
@@ -162,3 +186,100 @@ def test_codes_follow_from_what_the_engine_wrote_and_gradients_from_the_learner(
     name = "model.layers.0.self_attn.k_proj.weight"
     assert float(dict(model.model.named_parameters())[name].grad.abs().sum()) > 0
     model.model.zero_grad()
+
+
+def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedModel) -> None:
+    """The engine that shows codes: as if it had stored other numbers without a loss."""
+    shown = replace(CODED, keys=None, values=None, shown=True)
+    plain = rollout(model, 40, 20, 3, shown)
+    with pytest.raises(DataError, match="without what its engine's queries read"):
+        logits(model, [plain], 1)
+    past = model.model(plain.ids[None, :-1], use_cache=True).past_key_values.layers
+    own = [torch.cat([getattr(layer, part) for layer in past]).detach() for part in ("keys", "values")]  # [L, H, T, D]
+    same, other = (replace(plain, written=(own[0] * times, own[1] * times)) for times in (1.0, 1.5))
+    dense = logits(model, [plain], 1, "dense")[0]
+    assert float((logits(model, [same], 1)[0] - dense).abs().max()) < 1e-9
+    assert float((logits(model, [other], 1)[0] - dense).abs().max()) > 1e-3
+    found, _ = suffix_logits(model.model, [same], group=1, kind="shadow")
+    plainly, _ = suffix_logits(model.model, [same], group=1, kind="dense")
+    weight = dict(model.model.named_parameters())["model.layers.0.self_attn.k_proj.weight"]
+    ours, wanted = (torch.autograd.grad(view.square().sum(), weight)[0] for view in (found, plainly))
+    assert float(ours.abs().max()) > 1e-3
+    assert torch.allclose(ours, wanted, atol=1e-9)
+
+
+# --- the state of llama.cpp -------------------------------------------------------------------------------------------
+
+PAIRED = torch.tensor([0, 2, 1, 3])  # halves of four numbers as neighbours
+
+
+def state(keys: Tensor, values: Tensor, kind: str = "F32", *, transposed: bool = False) -> Any:
+    """Keys and values [tokens, L, H * D] as llama.cpp writes them, of the second of two streams."""
+    import gguf
+
+    tokens, layers = keys.shape[:2]
+    raw = struct.pack("<IiII", 0xAF143CD8, 1, 2, 0) + struct.pack("<I", tokens)
+    raw += b"".join(struct.pack("<iIi", position, 1, 1) for position in range(tokens))
+    raw += struct.pack("<II", transposed, layers)
+    of = gguf.GGMLQuantizationType[kind]
+    for part, turned in ((keys, False), (values, transposed)):
+        for layer in range(layers):
+            rows = gguf.quants.quantize(part[:, layer].numpy(), of).view(np.uint8)
+            if turned:
+                raw += struct.pack("<iII", of, 4, part.shape[2]) + part[:, layer].T.contiguous().numpy().tobytes()
+            else:
+                raw += struct.pack("<iQ", of, rows.shape[1]) + rows.tobytes()
+    return np.frombuffer(raw, np.uint8).copy()
+
+
+def numbers(tokens: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, 2, heads * size, generator=draws), torch.randn(tokens, 2, heads * size, generator=draws)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_plain_numbers_come_back_in_the_order_of_a_model_of_transformers(transposed: bool) -> None:
+    keys, values = numbers(5, 2, 4)
+    stored = keys.reshape(5, 2, 2, 4)[..., PAIRED].reshape(keys.shape)
+    found = read_state(state(stored, values, transposed=transposed), Layout(4, True, True, True))
+    assert torch.equal(found[0], keys)
+    assert torch.equal(found[1], values)
+    apart = read_state(state(keys, values, transposed=transposed), Layout(4, False, True, True))
+    assert torch.equal(apart[0], keys)
+
+
+@pytest.mark.parametrize(("size", "keys_by", "values_by"), [(64, 64, 64), (96, 1, 1), (128, 128, 64), (192, 64, 64)])
+def test_what_was_turned_before_it_was_coded_is_turned_back(size: int, keys_by: int, values_by: int) -> None:
+    keys, values = numbers(3, 2, size)
+
+    def turned(x: Tensor, by: int) -> Tensor:
+        return (x.reshape(3, 2, -1, by) @ hadamard(by)).reshape(x.shape)
+
+    found = read_state(state(turned(keys, keys_by), turned(values, values_by), "Q8_0"), Layout(size, False, True, True))
+    for own, wanted in zip(found, (keys, values), strict=True):
+        assert 0 < float((own - wanted).abs().max()) < 0.06  # a step of eight bits
+    straight = read_state(state(keys, values, "Q8_0"), Layout(size, False, False, False))
+    assert float((straight[0] - keys).abs().max()) < 0.06
+
+
+def test_the_matrix_is_its_own_inverse() -> None:
+    assert torch.equal(hadamard(2).sign(), torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    assert torch.allclose(hadamard(64) @ hadamard(64), torch.eye(64), atol=1e-6)
+
+
+def test_a_state_of_another_form_is_one_line() -> None:
+    whole = state(*numbers(4, 1, 4))
+    other, late = whole.copy(), whole.copy()
+    other[0] += 1
+    late[20] = 9  # the position of the first cell
+    for raw, said in (
+        (other, r"it begins with 0x\w+, known: 0xaf143cd8"),
+        (late, "its cells are not in the order of the tokens"),
+        (whole[:-3], "cannot reshape|requires a buffer"),
+        (whole[:30], "requires a buffer"),
+        (np.append(whole, whole[:7]), "7 bytes are left"),
+    ):
+        with pytest.raises(
+            RunError, match=rf"^the state of llama.cpp's cache is of a form .*{said}.*; draw with naive"
+        ):
+            read_state(raw, Layout(4, False, False, False))

@@ -245,7 +245,7 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
     prompts = [tuple(range(3, 3 + size)) for size in (2, 20, 50)]
     with torch.no_grad():
         wanted = [cast(Any, model)(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1).max() for ids in prompts]
-    loaded = cast(Any, SimpleNamespace(model=model, sha256=family.ljust(64, "0"), name=family))
+    loaded = cast(Any, SimpleNamespace(model=model, sha256=family.ljust(64, "0"), name=family, dtype=model.dtype))
     settings = dict(parse_condition(EXACT).settings)
     with ENGINES.get("llama.cpp").start(settings, Work(loaded, PART, tmp_path / "log", 1)) as session:
         found = session.answer([Asked(ids, 1, (), 0.0, 1.0, 0) for ids in prompts])

@@ -93,7 +93,6 @@ def test_a_spec_without_rollouts_is_written_as_before() -> None:
             "rollouts of an engine and a policy of our own cache; give one",
         ),
         ("  seeds: [1]", "  seeds: [1]\n  policies: [int8]", "rollouts of an engine and a policy of our own cache"),
-        ("  seeds: [1]", "  seeds: [1]\n  ranks: 2", "what an engine stored is not replayed by ranks"),
         ("{engine: openvino, KV_CACHE_PRECISION: u4}\n  arms", "int8\n  arms", "unknown engine 'int8'"),
         (
             "{engine: openvino, KV_CACHE_PRECISION: u4}\n  arms",

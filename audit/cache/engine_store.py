@@ -103,10 +103,14 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStore:
-    """How an engine stores keys and values; None stores them as they are."""
+    """How an engine stores keys and values; None stores them as they are.
+
+    ``shown``: the engine hands out what its queries read, codes and all, and not what it coded.
+    """
 
     keys: Rounded | ByToken | ByChannel | None
     values: Rounded | ByToken | None
+    shown: bool = False
 
 
 def _largest(bits: int) -> float:

@@ -105,6 +105,12 @@ class Rollout:
     kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
     stored: EngineStore | None = None  # how the engine that sampled it stores keys and values; in no ledger file
     written: tuple[Tensor, Tensor] | None = None  # keys and values [L, H, T - 1, D] as that engine wrote them
+    turns: tuple[Rollout, ...] = ()  # of several that were drawn: each as the engine read it, its own tokens sampled
+
+    @property
+    def as_read(self) -> tuple[Rollout, ...]:
+        """What an engine read and drew at once: every turn with all that came before it, or the whole."""
+        return self.turns or (self,)
 
 
 def joined_ledger(rollouts: Sequence[Rollout]) -> Ledger:

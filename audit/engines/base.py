@@ -123,13 +123,12 @@ class Drawn(NamedTuple):
 
 
 class Drawer(ABC):
-    """An engine that draws rollouts. ``described``: what it says it is; ``shows``: whether it shows keys and values.
+    """An engine that draws rollouts. ``described``: what it says it is.
 
     ``exact``: whether it computes in float32, so that only rounding is between it and a learner that does.
     """
 
     described: Mapping[str, str]
-    shows: bool
     exact: bool
 
     @abstractmethod
@@ -138,7 +137,7 @@ class Drawer(ABC):
 
     @abstractmethod
     def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
-        """A rollout for each, the first ``keep`` with what was written where it ``shows`` that; raises as ``push``."""
+        """A rollout for each, the first ``keep`` with its keys and values (see ``EngineStore``); raises as ``push``."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -36,8 +36,8 @@ class WorkedDrawer(Drawer):
     own beside its log, which goes with it.
     """
 
-    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool, shows: bool = True) -> None:
-        self.described, self.shows, self.exact = session.described, shows, exact
+    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool) -> None:
+        self.described, self.exact = session.described, exact
         self._session, self._who, self._pushed = session, who, ""
         try:
             self._handover = Handover(work.log.parent)
@@ -54,7 +54,7 @@ class WorkedDrawer(Drawer):
         self._push(weights, known=False)
 
     def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
-        path, kept = self._handover.path / "written.npz", min(keep, len(asked)) if self.shows else 0
+        path, kept = self._handover.path / "written.npz", min(keep, len(asked))
         rows = [
             {**one._asdict(), "messages": None, "keep": str(path) if n < kept else None} for n, one in enumerate(asked)
         ]
@@ -65,7 +65,7 @@ class WorkedDrawer(Drawer):
                 f"engine {self._who} drew by weights {str(stale.get('weights'))[:12]!r}, the learner has "
                 f"{self._pushed[:12]}: the step is not taken, and what is saved stays; start the run again"
             )
-        written = [*(_read(path, kept) if kept else ()), *[None] * (len(rows) - kept)]
+        written = [*(self._read(path, kept) if kept else ()), *[None] * (len(rows) - kept)]
         return [self._drawn(row, one, own) for row, one, own in zip(replies, asked, written, strict=True)]
 
     def stop(self) -> None:
@@ -96,6 +96,21 @@ class WorkedDrawer(Drawer):
         arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in weights.items()}
         np.savez(path, **arrays)  # type: ignore[arg-type]  # every name is a name of a weight
         return path, digest(arrays)
+
+    def _read(self, path: Path, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each row, which are gone from the disk afterwards."""
+        import numpy as np
+
+        with np.load(path, allow_pickle=False) as file:
+            found = [self._kept(file, row) for row in range(rows)]
+        path.unlink()
+        return found
+
+    def _kept(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [tokens, L, H * D] of a row, of the arrays that the worker wrote."""
+        import torch
+
+        return torch.from_numpy(file[f"{row}.keys"]), torch.from_numpy(file[f"{row}.values"])
 
     def _drawn(self, row: Mapping[str, Any], asked: Asked, written: tuple[Tensor, Tensor] | None) -> Drawn:
         """A reply as a rollout; raises RunError for one without a log-prob for every token."""
@@ -161,17 +176,6 @@ def digest(arrays: Mapping[str, Any]) -> str:
     for name in sorted(arrays):
         whole.update(name.encode() + arrays[name].tobytes())
     return whole.hexdigest()
-
-
-def _read(path: Path, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each row, which are gone from the disk afterwards."""
-    import numpy as np
-    import torch
-
-    with np.load(path, allow_pickle=False) as file:
-        found = [(torch.from_numpy(file[f"{n}.keys"]), torch.from_numpy(file[f"{n}.values"])) for n in range(rows)]
-    path.unlink()
-    return found
 
 
 def _remove_left(folder: Path) -> None:

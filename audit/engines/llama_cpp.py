@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer
+from kvaudit.audit.engines.llama_cpp_cache import Layout, read_state
 from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
@@ -21,6 +22,8 @@ from kvaudit.core.spec_evaluate import EngineSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvaudit.audit.cache.engine_store import EngineStore
 
 _UNCOMPRESSED = ("f32", "f16", "bf16")
 _MODULES = ("llama_cpp",)
@@ -68,6 +71,13 @@ class LlamaCpp(Engine):
         """See ``Engine.check_drawing``: whatever its context can be told."""
 
     @classmethod
+    def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
+        """See ``Engine.store``: its cache is read out. That it codes queries too is not replayed."""
+        from kvaudit.audit.cache.engine_store import EngineStore
+
+        return EngineStore(None, None, shown=True)
+
+    @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
         """See ``Engine.drawer``; raises SpecError for a file that is named, which training would not change."""
         if work.part.weights is not None:
@@ -79,11 +89,18 @@ class LlamaCpp(Engine):
 
 
 class _GgufDrawer(WorkedDrawer):
-    """llama.cpp, which loads a file of weights in every step. It shows no keys and values."""
+    """llama.cpp, which loads a file of weights in every step, and shows what its queries read."""
 
     def __init__(self, session: WorkedSession, work: Work) -> None:
+        from kvaudit.audit.engines.exports.llama_cpp import head_layout
+
         self._model = work.model.model
-        super().__init__(session, LlamaCpp.name, work, exact=False, shows=False)
+        turned = {name: session.described.get(f"{name} rotated") == "1" for name in ("K", "V")}
+        self._layout = Layout(*head_layout(self._model.config), turned["K"], turned["V"])
+        super().__init__(session, LlamaCpp.name, work, exact=False)
+
+    def _kept(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
+        return read_state(file[f"{row}.state"], self._layout)
 
     def _written(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
         from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf

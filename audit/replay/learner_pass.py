@@ -74,8 +74,7 @@ def suffix_logits(
     """
     stored = rollouts[0].stored
     if kind == "shadow" and stored is not None:
-        assert not apart, "an engine draws for one rank, which passes prompts once"
-        return stored_logits(model, rollouts, group=group, store=stored, keep=keep)
+        return stored_logits(model, rollouts, group=group, store=stored, keep=keep, apart=apart)
     device = next(model.parameters()).device
     plans = layer_plans(model.config, Dense())
     group = 1 if apart else group

@@ -2,13 +2,16 @@
 
 The prompt of a group is passed once, whole, as the engine prefills it; the suffixes attend to its keys. Its last token
 is passed again with every suffix, as the query that predicts the first of them, since a block of keys that the engine
-codes together may reach to it.
+codes together may reach to it. Rows ``apart`` are passed whole, in one forward, to the same numbers.
 
 Coding is an error that is added to a number: what was stored less what the engine ``wrote``, where it hands that out.
 The learner's own keys and values are read with the errors of those of the engine, so they have their own gradient, and
 move as the weights do in later updates of a batch. Codes of the learner's own would not do: codes are steps, and two
 float32 arithmetics that differ in the last bit come to other codes here and there, then to others in every later layer.
 They stand in where nothing is handed out.
+
+An engine that hands out what its queries read, and not what it coded (``EngineStore.shown``), is read so: its numbers,
+with the gradient of the learner's. They stand still where weights move, so such a rollout is good for one update.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_once
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, EngineStore
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Dense, softmax
@@ -30,39 +33,49 @@ from kvaudit.core.errors import DataError, RunError
 
 
 def stored_logits(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, store: EngineStore, keep: int = 0
+    model: Any, rollouts: Sequence[Rollout], *, group: int, store: EngineStore, keep: int = 0, apart: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Logits [B, R, V] that predict each suffix token, and the valid mask bool [B, R]; see ``suffix_logits``."""
     device = next(model.parameters()).device
     layers = _layers(model)
-    if not _share(rollouts, group):
-        group = 1
-    leaders = rollouts[::group]
-    prompts = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True).to(device)
-    lengths = torch.tensor([r.prompt_length for r in leaders], device=device)  # [B / group]
-    before = _columns(lengths, torch.zeros_like(lengths))
-    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
-    prefix = StoredReplay(store, layers, before, lengths, wrote=wrote)
-    model(input_ids=prompts, position_ids=before.clamp(min=0), use_cache=False, kv=prefix, logits_to_keep=1)
-    prefix.settle()
-    # from the prompt's last token, which predicts the first of the suffix, to the last but one
-    suffixes = pad_sequence([r.ids[r.prompt_length - 1 : -1] for r in rollouts], batch_first=True).to(device)
-    new = torch.tensor([len(r.ids) - r.prompt_length for r in rollouts], device=device)  # [B]
-    after = _columns(new, lengths.repeat_interleave(group) - 1)
-    wrote = _wrote(rollouts, [(r.prompt_length - 1, len(r.ids) - 1) for r in rollouts], device)
-    lengths = lengths.repeat_interleave(group)
-    context = StoredReplay(store, layers, after, lengths, prefix=prefix, group=group, wrote=wrote)
+    if store.shown and any(rollout.written is None for rollout in rollouts):
+        raise DataError("a rollout is without what its engine's queries read, which nothing else can stand in for")
+    prefix, starts = None, [0] * len(rollouts)
+    lengths = torch.tensor([r.prompt_length for r in rollouts], device=device)  # [B]
+    if not apart:
+        group = group if _share(rollouts, group) else 1
+        prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group])
+        # from the prompt's last token, which predicts the first of the suffix
+        starts = [r.prompt_length - 1 for r in rollouts]
+    # to the last token but one
+    columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
+    counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)], device=device)
+    queries = _columns(counts, torch.tensor(starts, device=device))
+    wrote = _wrote(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
+    context = StoredReplay(store, layers, queries, lengths, prefix=prefix, group=group, wrote=wrote)
     asked = {"logits_to_keep": keep} if keep else {}
-    output = model(input_ids=suffixes, position_ids=after.clamp(min=0), use_cache=False, kv=context, **asked)
+    ids = columns.to(device)
+    output = model(input_ids=ids, position_ids=queries.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
-    return output.logits, after >= 0
+    return output.logits, queries >= 0
+
+
+def _prompts(model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor) -> StoredReplay:
+    """The prompt of each group, passed whole; ``lengths`` [groups] are its tokens."""
+    ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True).to(lengths.device)
+    queries = _columns(lengths, torch.zeros_like(lengths))
+    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], lengths.device)
+    replay = StoredReplay(store, layers, queries, lengths, wrote=wrote)
+    model(input_ids=ids, position_ids=queries.clamp(min=0), use_cache=False, kv=replay, logits_to_keep=1)
+    replay.settle()
+    return replay
 
 
 class StoredReplay:
     """Attention of one such pass; pass it to a model's forward as ``kv=``.
 
-    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts. Without a ``prefix`` the
-    queries are those of the prompt; with one they begin at its last token, and each row of it stands before ``group``.
+    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts. Without a ``prefix`` they
+    begin at the first token; with one at the prompt's last, and each row of it stands before ``group``.
     ``wrote`` are the keys and values of the queries' tokens as the engine had them, [B, L, H, Q, D].
     """
 
@@ -82,6 +95,7 @@ class StoredReplay:
         self._wrote = wrote
         self._store, self._layers, self._queries, self._lengths = store, layers, queries, lengths
         self._prefix, self._group, self._settled = prefix, group, False
+        self._draws = bool((queries >= lengths[:, None]).any())  # or the queries are those of prompts alone
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         if prefix is None:
             self._keys = queries
@@ -104,14 +118,19 @@ class StoredReplay:
             require_once(call.layer, self.held, self._layers)
         self.held[call.layer] = (call.key, call.value)
         (key, value), (its_key, its_value) = self._with_prefix(call.layer), self._written(call.layer)
-        stored = self._store.values
-        values = _off_by(value, its_value if stored is None else stored.read_back(its_value), its_value)
+        values = self._as_read(self._store.values, value, its_value)
         kind = self._store.keys
         if isinstance(kind, ByChannel):
             return self._by_blocks(call, kind, (key, its_key), values)
-        keys = _off_by(key, its_key if kind is None else kind.read_back(its_key), its_key)
+        keys = self._as_read(kind, key, its_key)
         visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self._queries[..., None])  # [B, Q, K]
         return _attention(call, keys, values, visible)
+
+    def _as_read(self, kind: Rounded | ByToken | None, own: Tensor, its: Tensor) -> Tensor:
+        """Entries [B, H, K, D] that are coded one by one, of the learner's ``own`` and the engine's."""
+        if self._store.shown:  # the learner's own as they are now, in the value of the engine's
+            return _off_by(own, its, own.detach())
+        return _off_by(own, its if kind is None else kind.read_back(its), its)
 
     def _with_prefix(self, layer: int) -> tuple[Tensor, Tensor]:
         """Own keys and values [B, H, K, D] of a layer, the prefix's before the new ones."""
@@ -146,7 +165,7 @@ class StoredReplay:
         prompt = written & _in_blocks(positions < self._lengths[:, None], 1)
         # as the prefill coded them, all entries of a block at once
         first = kind.read_back(blocks, prompt[:, None])
-        if self._prefix is None:
+        if not self._draws and self._prefix is None:
             return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
         start = int(self._lengths.min()) // BLOCK  # blocks before are the prompt's alone
         tail = kind.written_on(blocks[:, :, start:], prompt[:, start:], written[:, start:])

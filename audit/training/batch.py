@@ -118,7 +118,8 @@ class Batch:
         """Its shortest row as a batch in which nothing was sampled, so that nothing is learned from it."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
         own, nothing, unsaid = self.of([row]), torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
-        quiet = replace(self.rollouts[row], sampled=torch.zeros_like(self.rollouts[row].sampled))
+        read = self.rollouts[row].as_read[0]
+        quiet = replace(read, sampled=torch.zeros_like(read.sampled))
         return replace(own, rollouts=(quiet,), sampled=nothing, mask=nothing, host_sampled=unsaid, host_mask=unsaid)
 
     @property
@@ -285,5 +286,6 @@ def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int,
 
 
 def _group_size(members: Sequence[Rollout], *, apart: bool) -> tuple[int, int]:
-    prompt = 0 if apart else members[0].prompt_length
-    return prompt, max(len(rollout.ids) for rollout in members) - prompt
+    # what was read in turns may be replayed so, each turn with all that came before it
+    prompt = 0 if apart or any(rollout.turns for rollout in members) else members[0].prompt_length
+    return prompt, max(sum(len(turn.ids) for turn in rollout.as_read) for rollout in members) - prompt

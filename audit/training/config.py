@@ -76,14 +76,9 @@ class TrainConfig(Hashed, Training):
     def store(self) -> EngineStore | None:
         """How that engine stores keys and values, where that is known and the learner can replay it."""
         engine = self.drawn_by
-        if engine is None or self._in_turns or self.ranks > 1:
+        if engine is None:
             return None
         return ENGINES.get(engine.engine).store(dict(engine.settings))
-
-    @property
-    def _in_turns(self) -> list[str]:
-        """Suites that speak in turns: an engine reads every turn anew, and codes what it reads anew."""
-        return [name for name in self.suites if SUITES.get(name).max_turns > 1]
 
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
@@ -156,20 +151,21 @@ class TrainConfig(Hashed, Training):
         if drawn_by is None:
             return
         ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
-        if self.design.learner == "shadow" and self._in_turns:
+        if self.design.learner == "shadow":
+            self._check_replay(drawn_by, f"arm {self.arm} has the learner see what the sampler saw, and")
+
+    def _check_replay(self, drawn_by: Condition, for_an_arm: str) -> None:
+        """Raise SpecError where what the engine stored cannot be replayed."""
+        if self.store is None:
             raise SpecError(
-                f"arm {self.arm} has the learner see what the sampler saw, and an engine reads every turn of suite "
-                f"{self._in_turns[0]} anew, in other codes; take naive, tis or mis, or leave the suite out"
+                f"{for_an_arm} how {drawn_by.canonical} stores keys and values is not known (no ledger, no quantiser); "
+                "take naive, tis or mis, or other settings"
             )
-        if self.design.learner == "shadow" and self.ranks > 1:
+        if self.store.shown and self.updates_per_step > 1:
             raise SpecError(
-                f"arm {self.arm} has the learner see what the sampler saw, and what an engine stored is not replayed "
-                "by ranks, which pass every rollout whole; take naive, tis or mis, or leave ranks out"
-            )
-        if self.design.learner == "shadow" and self.store is None:
-            raise SpecError(
-                f"arm {self.arm} has the learner see what the sampler saw, and how {drawn_by.canonical} stores keys "
-                "and values is not known (no ledger, no quantiser); take naive, tis or mis, or other settings"
+                f"{for_an_arm} {drawn_by.engine} shows what its queries read and not what it coded, so what they would "
+                f"read after the first of {self.updates_per_step} updates is not known; leave updates_per_batch and "
+                "minibatches at 1, or take naive, tis or mis"
             )
 
 

@@ -102,7 +102,7 @@ class EngineQuestioner(Questioner):
 
         Only where what the engine wrote is known, or the bound would have to be as wide as the codes are coarse.
         """
-        if rollout.stored is None or rollout.written is None:
+        if any(turn.stored is None or turn.written is None for turn in rollout.as_read):
             return
         with torch.no_grad():
             read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
@@ -168,13 +168,21 @@ def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
     return drawer.draw(asked, keep=keep)
 
 
+class _Turn(NamedTuple):
+    """The tokens that were drawn at once, from ``start`` to ``end``, and what the engine wrote of all up to them."""
+
+    start: int
+    end: int
+    written: tuple[Tensor, Tensor] | None  # [tokens, L, H * D]
+
+
 class Said:
     """The tokens of a rollout under way, those that were given and those that an engine drew."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.ids, self._start, self._last = list(prompt), len(prompt), len(prompt)
+        self.ids, self._start = list(prompt), len(prompt)
         self._sampled, self._logprobs = [False] * len(prompt), [0.0] * len(prompt)
-        self._written: tuple[Tensor, Tensor] | None = None  # [tokens, L, H * D], of all that the engine read
+        self._turns: list[_Turn] = []
 
     def give(self, ids: Sequence[int]) -> None:
         """Tokens that nobody drew."""
@@ -184,25 +192,35 @@ class Said:
 
     def take(self, drawn: Drawn, until: int | None = None) -> None:
         """The tokens of an answer, the first ``until`` of them."""
-        self._last = len(self.ids)
+        start = len(self.ids)
         self.ids += drawn.ids[:until]
         self._logprobs += drawn.logprobs[:until]
-        self._sampled += [True] * (len(self.ids) - self._last)
-        self._written = drawn.written
+        self._sampled += [True] * (len(self.ids) - start)
+        self._turns.append(_Turn(start, len(self.ids), drawn.written))
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
-        """The rollout, with what the engine wrote of it; ``config`` is the model's."""
+        """The rollout with what the engine wrote of it, in turns where it read it so; ``config`` is the model's."""
+        turns = tuple(self._turn(config, store, turn) for turn in self._turns)
+        if [turn.end for turn in self._turns] == [len(self.ids)]:
+            return turns[0]
+        whole = self._plain(config, self._start, _Turn(0, len(self.ids), None))
+        return replace(whole, answer_start=self._turns[-1].start, stored=store, turns=turns)
+
+    def _turn(self, config: Any, store: EngineStore | None, turn: _Turn) -> Rollout:
         written = None
-        if self._written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
-            tokens = len(self.ids) - 1
-            shape = tokens, len(layer_plans(config, Dense())), kv_heads(config), -1
-            keys, values = (part[:tokens].reshape(shape).permute(1, 2, 0, 3) for part in self._written)
+        if turn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
+            shape = turn.end - 1, len(layer_plans(config, Dense())), kv_heads(config), -1
+            keys, values = (part[: turn.end - 1].reshape(shape).permute(1, 2, 0, 3) for part in turn.written)
             written = keys, values
+        return replace(self._plain(config, turn.start, turn), stored=store, written=written)
+
+    def _plain(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
+        """All up to a turn's end, of which its tokens are sampled."""
+        own = torch.arange(turn.end) >= turn.start
+        sampled = torch.tensor(self._sampled[: turn.end]) & own
+        logprobs = torch.tensor(self._logprobs[: turn.end]).where(own, 0.0)
         # nothing leaves, and what the engine allocated is not known
-        plain = undiminished(
-            config, torch.tensor(self.ids), self._start, torch.tensor(self._sampled), torch.tensor(self._logprobs)
-        )
-        return replace(plain, answer_start=self._last, stored=store, written=written)
+        return undiminished(config, torch.tensor(self.ids[: turn.end]), prompt_length, sampled, logprobs)
 
 
 class _Row:

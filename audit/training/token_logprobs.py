@@ -74,8 +74,11 @@ def read_tokens(
 ) -> TokenPredictions:
     """One shared-prompt pass; the distribution of every sampled token at the temperature it was drawn with.
 
-    ``apart``: every row by itself, see ``suffix_logits``.
+    ``apart``: every row by itself, see ``suffix_logits``. A conversation that an engine read anew in every turn is
+    replayed turn by turn, each a row of its own; the sampled tokens are the same, in the same order.
     """
+    if kind == "shadow" and any(rollout.turns for rollout in rollouts):
+        rollouts, group = [turn for rollout in rollouts for turn in rollout.as_read], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE:
         states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, apart=apart)

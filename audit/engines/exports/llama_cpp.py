@@ -62,6 +62,11 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
     return {"gguf": version("gguf"), "torch": torch.__version__}
 
 
+def head_layout(config: Any) -> tuple[int, bool]:
+    """The size of a head, and whether neighbours in it turn together by position as llama.cpp has the model."""
+    return _head_size(config), _family(config).in_pairs
+
+
 def _family(config: Any) -> _Family:
     """The family of a configuration, all of whose layers attend to everything; raises SpecError for another."""
     if config.model_type not in _FAMILIES:

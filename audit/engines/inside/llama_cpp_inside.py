@@ -146,6 +146,7 @@ class _Held:
         memory = lib.llama_get_memory(self._context)
         waiting, running = deque(range(len(rows))), dict[int, _Answer]()
         replies: list[Any] = [None] * len(rows)
+        kept = dict[str, Any]()
         while waiting or running:
             for seat in set(range(self.context_params.n_seq_max)) - set(running) if waiting else ():
                 if waiting:
@@ -154,10 +155,23 @@ class _Held:
                 answer = running[seat]
                 answer.take(self._context, at, self._logits(at))
                 if answer.finish:
+                    if rows[answer.index].get("keep"):
+                        kept[f"{answer.index}.state"] = self._state(seat)
                     replies[answer.index] = answer.reply() | {"weights": self._held}
                     del running[seat]
                     lib.llama_memory_seq_rm(memory, seat, -1, -1)
+        for path in {row["keep"] for row in rows if row.get("keep")}:
+            np.savez(path, **kept)
         return replies
+
+    def _state(self, seat: int) -> Any:
+        """What its cache holds of a sequence, uint8, as the library itself saves it."""
+        size = lib.llama_state_seq_get_size(self._context, seat)
+        found = np.empty(size, np.uint8)
+        place = found.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if lib.llama_state_seq_get_data(self._context, place, size, seat) != size:
+            raise ValueError("it does not give away what its cache holds")
+        return found
 
     def _decoded(self, running: dict[int, _Answer]) -> list[tuple[int, int]]:
         """Feed what is due, as far as a batch holds it: who has a token to come now, and where its logits are."""
