@@ -16,9 +16,13 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.engines.base import Drawn
 from kvaudit.audit.engines.llama_cpp_cache import Layout, hadamard, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
+from kvaudit.audit.training.batch import microbatches
+from kvaudit.audit.training.engine_rollouts import Said
+from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError
 
 EXACT = EngineStore(None, None)
@@ -208,6 +212,59 @@ def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedM
     assert torch.allclose(ours, wanted, atol=1e-9)
 
 
+def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: LoadedModel) -> None:
+    layers, heads = model.model.config.num_hidden_layers, kv_heads(model.model.config)
+    size = model.model.config.hidden_size // model.model.config.num_attention_heads
+    draws = torch.Generator().manual_seed(6)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(5, 50, (count,), generator=draws).tolist()
+
+    def drawn(said: Said, count: int, until: int | None = None) -> None:
+        shape = len(said.ids) + count - 1, layers, heads * size
+        own = [torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2)]
+        said.take(Drawn(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
+
+    talk, short = Said(ids(37)), Said(ids(20))
+    drawn(talk, 9, until=7)
+    talk.give(ids(30))
+    drawn(talk, 12)
+    drawn(short, 5)
+    rollouts = [said.rollout(model.model.config, CODED) for said in (talk, short)]
+    assert [turn.prompt_length for turn in rollouts[0].turns] == [37, 74]
+    assert [len(turn.ids) for turn in rollouts[0].turns] == [44, 86]
+    assert rollouts[1].turns == ()
+    one_by_one = [turn for rollout in rollouts for turn in rollout.as_read]
+    with torch.no_grad():
+        read = [read_tokens(model.model, rollouts, 1, "shadow", 1.0, apart=apart).logprobs for apart in (False, True)]
+        wanted = torch.cat([read_tokens(model.model, [turn], 1, "shadow", 1.0).logprobs for turn in one_by_one])
+        whole = read_tokens(model.model, rollouts, 1, "dense", 1.0).logprobs
+    assert len(wanted) == 7 + 12 + 5 == sum(int(rollout.sampled.sum()) for rollout in rollouts)
+    for found in read:
+        assert float((found - wanted).abs().max()) < 1e-9
+    assert float((whole - wanted).abs().max()) > 1e-3
+    unread = Said(ids(3))
+    unread.take(Drawn((5, 6), "stop", (-1.0, -1.0), None))
+    unread.give((7, 8))
+    unread.take(Drawn((9,), "stop", (-1.0,), None))
+    assert unread.rollout(model.model.config, CODED).turns == (), "of which nothing can be replayed"
+
+
+def test_a_microbatch_of_turns_holds_no_more_than_its_limit(model: LoadedModel) -> None:
+    def talk(turns: int, length: int) -> Rollout:
+        own = [rollout(model, length - 5 * (turns - n), 5, 1) for n in range(turns)]
+        return replace(rollout(model, length - 5 * turns, 5 * turns, 1), turns=tuple(own) if turns > 1 else ())
+
+    rows = [talk(6, 60), talk(5, 58), talk(1, 300), talk(1, 290), talk(6, 200), talk(6, 190)]
+    for apart in (False, True):
+        micros = microbatches(rows, 2, 3000, apart=apart)
+        assert sorted(row for micro in micros for row in micro) == list(range(len(rows)))
+        for micro in micros:
+            passed = [turn for row in micro for turn in rows[row].as_read]
+            assert len(passed) * max(len(turn.ids) for turn in passed) <= 3000
+            assert len({len(turn.turns) > 1 for turn in (rows[row] for row in micro)}) == 1
+
+
 # --- the state of llama.cpp -------------------------------------------------------------------------------------------
 
 PAIRED = torch.tensor([0, 2, 1, 3])  # halves of four numbers as neighbours
@@ -248,6 +305,15 @@ def test_plain_numbers_come_back_in_the_order_of_a_model_of_transformers(transpo
     assert torch.equal(apart[0], keys)
 
 
+def test_cells_may_be_in_any_order() -> None:
+    keys, values = numbers(3, 1, 4)
+    raw = state(keys, values)
+    raw[20], raw[44] = 2, 0  # the positions of the first cell and of the last
+    found = read_state(raw, Layout(4, False, False, False))
+    assert torch.equal(found[0], keys.flip(0))
+    assert torch.equal(found[1], values.flip(0))
+
+
 @pytest.mark.parametrize(("size", "keys_by", "values_by"), [(64, 64, 64), (96, 1, 1), (128, 128, 64), (192, 64, 64)])
 def test_what_was_turned_before_it_was_coded_is_turned_back(size: int, keys_by: int, values_by: int) -> None:
     keys, values = numbers(3, 2, size)
@@ -269,12 +335,12 @@ def test_the_matrix_is_its_own_inverse() -> None:
 
 def test_a_state_of_another_form_is_one_line() -> None:
     whole = state(*numbers(4, 1, 4))
-    other, late = whole.copy(), whole.copy()
+    other, twice = whole.copy(), whole.copy()
     other[0] += 1
-    late[20] = 9  # the position of the first cell
+    twice[20] = 1  # the position of the first cell
     for raw, said in (
         (other, r"it begins with 0x\w+, known: 0xaf143cd8"),
-        (late, "its cells are not in the order of the tokens"),
+        (twice, "its cells are not those of the tokens, each once"),
         (whole[:-3], "cannot reshape|requires a buffer"),
         (whole[:30], "requires a buffer"),
         (np.append(whole, whole[:7]), "7 bytes are left"),

@@ -461,6 +461,10 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
             {"rollouts": "llama.cpp:type_k=q8_0", "minibatches": 2},
             "llama.cpp shows what its queries read and not what it coded, .* after the first of 2 updates is not known",
         ),
+        (
+            {"rollouts": "llama.cpp:type_k=q8_0", "beta": 0.04},
+            "llama.cpp shows what its queries read .* by the weights of the reference, which 'beta' pulls to, is not",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_or_learnt_from_is_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -62,8 +62,10 @@ class _State:
         while streams and not cells:
             (cells,), streams = self._take("I"), streams - 1
         positions = [self._position() for _ in range(cells)]
-        if positions != list(range(cells)):
-            raise ValueError("its cells are not in the order of the tokens")
+        if sorted(positions) != list(range(cells)):
+            raise ValueError("its cells are not those of the tokens, each once")
+        # cells that others left are taken first, so they are in any order
+        order = torch.tensor(positions).argsort()
         transposed, layers = self._take("II")
         size = layout.size
         turned = size % _PART == 0
@@ -75,7 +77,7 @@ class _State:
         values = [_turned(rows(cells), _PART if turned and layout.values_turned else 1) for _ in range(layers)]
         if self._raw[self._at :].any():
             raise ValueError(f"{len(self._raw) - self._at} bytes are left")
-        return torch.stack(keys, 1), torch.stack(values, 1)
+        return torch.stack(keys, 1)[order], torch.stack(values, 1)[order]
 
     def _take(self, form: str) -> tuple[Any, ...]:
         found = struct.unpack_from(f"<{form}", self._raw, self._at)

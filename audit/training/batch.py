@@ -251,7 +251,7 @@ def microbatches(
     of a group do not share the pass over their prompt.
     """
     sizes = [_group_size(rollouts[start : start + group], apart=apart) for start in range(0, len(rollouts), group)]
-    kinds = _kinds(rollouts[::group])  # of each group
+    kinds = _kinds(rollouts, group)
     split: list[list[int]] = []
     taken, prompt, suffix, kind = 0, 0, 0, -1  # groups, tokens, tokens, and a kind that no group has
     # by size, so that little is padded; the index breaks ties, so that a batch splits in one way
@@ -266,11 +266,16 @@ def microbatches(
     return split if whole else [part for rows in split for part in _parts(rollouts, rows, group, limit, apart=apart)]
 
 
-def _kinds(leaders: Sequence[Rollout]) -> list[int]:
-    """A number for each, the same where one pass can replay them: one codec, and one way of choosing keys."""
+def _kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
+    """A number for each group, the same where one pass can replay them: one codec, and one way of choosing keys.
+
+    Those of as many turns too, each of which may be a row of a pass.
+    """
+    leaders = rollouts[::group]
+    turns = [max(len(r.as_read) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     chose = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
     several = len(set(chose) - {None}) > 1  # without a choice a row goes with any
-    found = [(r.codec, way if several else None) for r, way in zip(leaders, chose, strict=True)]
+    found = [(r.codec, way if several else None, own) for r, way, own in zip(leaders, chose, turns, strict=True)]
     order = list(dict.fromkeys(found))
     return [order.index(kind) for kind in found]
 
@@ -286,6 +291,7 @@ def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int,
 
 
 def _group_size(members: Sequence[Rollout], *, apart: bool) -> tuple[int, int]:
-    # what was read in turns may be replayed so, each turn with all that came before it
-    prompt = 0 if apart or any(rollout.turns for rollout in members) else members[0].prompt_length
-    return prompt, max(sum(len(turn.ids) for turn in rollout.as_read) for rollout in members) - prompt
+    turns = max(len(rollout.as_read) for rollout in members)
+    # what was read in turns may be replayed so, each a row of its own with all that came before it
+    prompt = 0 if apart or turns > 1 else members[0].prompt_length
+    return prompt, turns * (max(len(rollout.ids) for rollout in members) - prompt)

@@ -78,7 +78,9 @@ class TrainConfig(Hashed, Training):
         engine = self.drawn_by
         if engine is None:
             return None
-        return ENGINES.get(engine.engine).store(dict(engine.settings))
+        found = ENGINES.get(engine.engine).store(dict(engine.settings))
+        # what is shown codes and all is read for those who learn from it: it is of a form that may be another one day
+        return None if found is not None and found.shown and self.design.learner != "shadow" else found
 
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
@@ -136,10 +138,10 @@ class TrainConfig(Hashed, Training):
         for suite in (*self.suites, *self.watched):
             SUITES.get(suite)
         paying_of(self.reward, self.suites)
-        self._check_engine()
         loss = LOSSES.get(self.loss)
         # before the checks below, which look at what the loss fills in
         self.fill(loss.defaults)
+        self._check_engine()
         if loss.reference and self.beta == 0:
             raise SpecError(f"loss {self.loss!r} is held against a reference, and 'beta' is 0; give beta more than 0")
         if not loss.critic and self.critic != CriticSpec():
@@ -161,11 +163,18 @@ class TrainConfig(Hashed, Training):
                 f"{for_an_arm} how {drawn_by.canonical} stores keys and values is not known (no ledger, no quantiser); "
                 "take naive, tis or mis, or other settings"
             )
+        shown = (
+            f"{for_an_arm} {drawn_by.engine} shows what its queries read and not what it coded, so what they would read"
+        )
         if self.store.shown and self.updates_per_step > 1:
             raise SpecError(
-                f"{for_an_arm} {drawn_by.engine} shows what its queries read and not what it coded, so what they would "
-                f"read after the first of {self.updates_per_step} updates is not known; leave updates_per_batch and "
+                f"{shown} after the first of {self.updates_per_step} updates is not known; leave updates_per_batch and "
                 "minibatches at 1, or take naive, tis or mis"
+            )
+        if self.store.shown and self.beta > 0:
+            raise SpecError(
+                f"{shown} by the weights of the reference, which 'beta' pulls to, is not known; leave beta at 0, or "
+                "take naive, tis or mis"
             )
 
 

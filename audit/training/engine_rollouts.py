@@ -200,9 +200,10 @@ class Said:
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
         """The rollout with what the engine wrote of it, in turns where it read it so; ``config`` is the model's."""
-        turns = tuple(self._turn(config, store, turn) for turn in self._turns)
         if [turn.end for turn in self._turns] == [len(self.ids)]:
-            return turns[0]
+            return self._turn(config, store, self._turns[0])
+        known = all(turn.written is not None for turn in self._turns)
+        turns = tuple(self._turn(config, store, turn) for turn in self._turns) if known else ()
         whole = self._plain(config, self._start, _Turn(0, len(self.ids), None))
         return replace(whole, answer_start=self._turns[-1].start, stored=store, turns=turns)
 

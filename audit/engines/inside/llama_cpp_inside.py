@@ -1,7 +1,7 @@
 """llama.cpp as a worker holds it: by llama-cpp-python, several sequences in one batch, token ids in and out.
 
-    [{"ids": [...], "most": 24, ...}, ...]    -> [{"ids", "finish", "logprob", "logprobs", "weights"}, ...]
-    [{"push": FILE.gguf}]                     -> [{"sha256": of the file that is held from here on}]
+    [{"ids": [...], "most": 24, "keep": FILE, ...}, ...] -> [{"ids", "finish", "logprob", "logprobs", "weights"}, ...]
+    [{"push": FILE.gguf}]                                -> [{"sha256": of the file that is held from here on}]
 
 Every sequence has a part of the cache of its own (``kv_unified`` is off). Keys and values are written into the cache
 before anything attends to them, so a prompt too reads what was coded.
