@@ -17,7 +17,7 @@ from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineSt
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.engines.base import Drawn
-from kvaudit.audit.engines.llama_cpp_cache import Layout, hadamard, read_state
+from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout, hadamard, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -298,10 +298,10 @@ def numbers(tokens: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
 def test_plain_numbers_come_back_in_the_order_of_a_model_of_transformers(transposed: bool) -> None:
     keys, values = numbers(5, 2, 4)
     stored = keys.reshape(5, 2, 2, 4)[..., PAIRED].reshape(keys.shape)
-    found = read_state(state(stored, values, transposed=transposed), Layout(4, True, True, True))
+    found = read_state(state(stored, values, transposed=transposed), HeadLayout(4, True, True, True))
     assert torch.equal(found[0], keys)
     assert torch.equal(found[1], values)
-    apart = read_state(state(keys, values, transposed=transposed), Layout(4, False, True, True))
+    apart = read_state(state(keys, values, transposed=transposed), HeadLayout(4, False, True, True))
     assert torch.equal(apart[0], keys)
 
 
@@ -309,7 +309,7 @@ def test_cells_may_be_in_any_order() -> None:
     keys, values = numbers(3, 1, 4)
     raw = state(keys, values)
     raw[20], raw[44] = 2, 0  # the positions of the first cell and of the last
-    found = read_state(raw, Layout(4, False, False, False))
+    found = read_state(raw, HeadLayout(4, False, False, False))
     assert torch.equal(found[0], keys.flip(0))
     assert torch.equal(found[1], values.flip(0))
 
@@ -321,10 +321,12 @@ def test_what_was_turned_before_it_was_coded_is_turned_back(size: int, keys_by: 
     def turned(x: Tensor, by: int) -> Tensor:
         return (x.reshape(3, 2, -1, by) @ hadamard(by)).reshape(x.shape)
 
-    found = read_state(state(turned(keys, keys_by), turned(values, values_by), "Q8_0"), Layout(size, False, True, True))
+    found = read_state(
+        state(turned(keys, keys_by), turned(values, values_by), "Q8_0"), HeadLayout(size, False, True, True)
+    )
     for own, wanted in zip(found, (keys, values), strict=True):
         assert 0 < float((own - wanted).abs().max()) < 0.06  # a step of eight bits
-    straight = read_state(state(keys, values, "Q8_0"), Layout(size, False, False, False))
+    straight = read_state(state(keys, values, "Q8_0"), HeadLayout(size, False, False, False))
     assert float((straight[0] - keys).abs().max()) < 0.06
 
 
@@ -348,4 +350,4 @@ def test_a_state_of_another_form_is_one_line() -> None:
         with pytest.raises(
             RunError, match=rf"^the state of llama.cpp's cache is of a form .*{said}.*; draw with naive"
         ):
-            read_state(raw, Layout(4, False, False, False))
+            read_state(raw, HeadLayout(4, False, False, False))

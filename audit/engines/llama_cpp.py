@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer
-from kvaudit.audit.engines.llama_cpp_cache import Layout, read_state
 from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
 from kvaudit.audit.sampling.gguf_header import check_gguf
@@ -93,13 +92,16 @@ class _GgufDrawer(WorkedDrawer):
 
     def __init__(self, session: WorkedSession, work: Work) -> None:
         from kvaudit.audit.engines.exports.llama_cpp import head_layout
+        from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout
 
         self._model = work.model.model
         turned = {name: session.described.get(f"{name} rotated") == "1" for name in ("K", "V")}
-        self._layout = Layout(*head_layout(self._model.config), turned["K"], turned["V"])
+        self._layout = HeadLayout(*head_layout(self._model.config), turned["K"], turned["V"])
         super().__init__(session, LlamaCpp.name, work, exact=False)
 
     def _kept(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
+        from kvaudit.audit.engines.exports.llama_cpp_cache import read_state
+
         return read_state(file[f"{row}.state"], self._layout)
 
     def _written(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:

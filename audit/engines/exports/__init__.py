@@ -1,1 +1,1 @@
-"""A checkpoint in an engine's own format: loaded with torch, and only where one is written."""
+"""An engine's own formats, of checkpoints and of what its cache holds: loaded with torch, only where one is needed."""

@@ -28,7 +28,7 @@ _MAGIC = 0xAF143CD8
 _PART = 64  # numbers that are turned together, of keys the fewest
 
 
-class Layout(NamedTuple):
+class HeadLayout(NamedTuple):
     """How the engine holds a head: its size, whether neighbours turn together, what is turned before it is coded."""
 
     size: int
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     values_turned: bool
 
 
-def read_state(raw: Any, layout: Layout) -> tuple[Tensor, Tensor]:
+def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
     """Keys and values [tokens, L, H * D] float32 as a model of transformers has them, of the uint8 array ``raw``.
 
     Raises RunError for a state of another form.
@@ -54,7 +54,7 @@ class _State:
     def __init__(self, raw: Any) -> None:
         self._raw, self._at = raw, 0
 
-    def read(self, layout: Layout) -> tuple[Tensor, Tensor]:
+    def read(self, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         magic, _, streams = self._take("IiI")
         if magic != _MAGIC:
             raise ValueError(f"it begins with {magic:#x}, known: {_MAGIC:#x}")
