@@ -79,7 +79,7 @@ class TrainConfig(Hashed, Training):
         if engine is None:
             return None
         found = ENGINES.get(engine.engine).store(dict(engine.settings))
-        # what is shown codes and all is read for those who learn from it: it is of a form that may be another one day
+        # by forms that another version may not have: read for those alone who learn from it
         return None if found is not None and found.shown and self.design.learner != "shadow" else found
 
     def disclosed(self) -> dict[str, Any]:
