@@ -1,6 +1,6 @@
 # make audit | test | check | fix | bench: each sets up .venv by itself; test-matrix, one .venv-* per transformers.
 # make test-engines sets up .venv-llama-cpp, .venv-vllm and .venv-transformers-cache, each for an engine.
-# make gpu MODEL=FOLDER asks what only a GPU can tell, and writes docs/results/gpu.md.
+# make gpu MODEL=FOLDER asks what only a GPU can tell, and writes docs/results/gpu-MODEL.md.
 # make bench-peers sets up .venv-peers, for what bench compares with and whose pins differ from ours.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
 PYTHON ?= python3

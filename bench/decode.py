@@ -2,12 +2,13 @@
 
     KVAUDIT_REAL_MODEL=FOLDER python -m bench.decode            every row; without the variable, what needs no folder
     python -m bench.decode --batch 8 --only snapkv --turns 3
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.decode --device cuda --dtype bfloat16      by the wall alone
 
 Uncompressed decoding stands beside ``model.generate``, snapkv and streaming beside kvpress with the same budget (``make
 bench-peers`` sets its environment up), codes and quest beside our own uncompressed decoding. A press of kvpress cuts
 the prompt alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other
 processes disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the
-bandwidth at which this run sums a large tensor. Prefill is not timed here; rows of a batch share that of one prompt.
+bandwidth at which this run sums a large tensor; on a GPU, whose work no CPU time counts, by the wall. Prefill is not timed here; rows of a batch share that of one prompt.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class Generate:
         self._model, self._cache = served.model, DynamicCache()
         self._model.set_attn_implementation("sdpa")
         with torch.no_grad():
-            self._model(torch.tensor([prompt[:-1]]), past_key_values=self._cache, logits_to_keep=1)
+            ids = torch.tensor([prompt[:-1]]).to(served.device)
+            self._model(ids, past_key_values=self._cache, logits_to_keep=1)
         self._model.set_attn_implementation(NAME)
         self._cache.batch_repeat_interleave(batch)
-        self._ids = torch.tensor([prompt] * batch)
+        self._ids = torch.tensor([prompt] * batch).to(served.device)
         self._config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
 
     def __call__(self) -> Seconds:
@@ -93,9 +95,9 @@ class Generate:
 class KVPress:
     """The process that kvpress lives in; raises RunError where it ends."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, asked: argparse.Namespace) -> None:
         quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [str(PEERS), str(Path(__file__).parent / "kvpress_peer.py"), folder]
+        command = [asked.peers, str(Path(__file__).parent / "kvpress_peer.py"), folder, asked.device, asked.dtype]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}
         )
@@ -124,12 +126,11 @@ class KVPress:
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    bandwidth = measured_bandwidth()
-    print(
-        f"{torch.get_num_threads()} thread(s), {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n"
-    )
-    for served, folder in models():
-        peer = KVPress(folder) if folder and PEERS.is_file() else None
+    bandwidth = measured_bandwidth(asked.device)
+    where = f"{torch.get_num_threads()} thread(s)" if asked.device == "cpu" else torch.cuda.get_device_name()
+    print(f"{where}, {asked.dtype}, {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n")
+    for served, folder in models(asked):
+        peer = KVPress(folder, asked) if folder and Path(asked.peers).is_file() else None
         if peer is None:
             print(f"{served.name}: no rows of kvpress, which wants KVAUDIT_REAL_MODEL and make bench-peers")
         for batch in asked.batch:
@@ -146,19 +147,24 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--new", type=int, default=NEW, help="tokens of a turn")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the folder's model")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="likewise")
+    parser.add_argument("--peers", default=str(PEERS), help="the Python that has kvpress")
     return parser.parse_args()
 
 
-def models() -> Iterator[tuple[Served, str]]:
+def models(asked: argparse.Namespace) -> Iterator[tuple[Served, str]]:
     """What is decoded from, and its folder where it has one for kvpress."""
     folder = os.environ.get("KVAUDIT_REAL_MODEL", "")
     if not folder:
+        if (asked.device, asked.dtype) != ("cpu", "float32"):
+            raise SystemExit("--device and --dtype are of a model of one's own: set KVAUDIT_REAL_MODEL to its folder")
         yield from ((served, "") for served in (random_llama(512, 8), *embedded()))
         return
-    loaded = load_model(folder)
+    loaded = load_model(folder, dtype=asked.dtype, device=asked.device)
     loaded.model.generation_config.eos_token_id = None  # neither side stops early
     unstopped = SimpleNamespace(stop_ids=frozenset())
-    yield Served(Path(folder).name, loaded.model, loaded.max_positions, chat=unstopped), folder
+    yield Served(Path(folder).name, loaded.model, loaded.max_positions, loaded.device, unstopped), folder
 
 
 def compare(served: Served, batch: int, peer: KVPress | None, bandwidth: float, asked: argparse.Namespace) -> None:
@@ -167,7 +173,9 @@ def compare(served: Served, batch: int, peer: KVPress | None, bandwidth: float, 
     context = min(CONTEXT, served.max_positions - (asked.turns + 1) * (asked.new + 1))
     prompt: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
     print(f"\n{served.name}, batch {batch}, {context} tokens of context\n")
-    print("| work | beside | ratio, CPU | ratio, wall | tokens/s, CPU | beside | of the roofline |\n|" + "---|" * 7)
+    counted = 0 if asked.device == "cpu" else 1
+    by = "CPU" if asked.device == "cpu" else "wall"
+    print(f"| work | beside | ratio, CPU | ratio, wall | tokens/s, {by} | beside | of the roofline |\n|" + "---|" * 7)
     for work, policy in {"none": "none", **EVICTING, **CODING, **SELECTING}.items():
         if not {work, work.split()[0]} & set(asked.only) or (work in EVICTING and peer is None):
             continue
@@ -179,7 +187,7 @@ def compare(served: Served, batch: int, peer: KVPress | None, bandwidth: float, 
         else:
             theirs = Ours(served, "none", prompt, batch, asked.new)
         mine, others = turns(ours, theirs, asked.turns)
-        rate, other = (batch * asked.new / median(turn.cpu for turn in side) for side in (mine, others))
+        rate, other = (batch * asked.new / median(turn[counted] for turn in side) for side in (mine, others))
         ratios = [median(b[n] / a[n] for a, b in zip(mine, others, strict=True)) for n in range(2)]
         share = ours.bytes_a_step() / bandwidth * rate / batch
         cells = [work, name, *(f"{r:.2f}" for r in ratios), f"{rate:.1f}", f"{other:.1f}", f"{share:.2f}"]
@@ -192,10 +200,11 @@ def turns(ours: Side, theirs: Side, count: int) -> tuple[list[Seconds], list[Sec
     return [mine for mine, _ in played], [other for _, other in played]
 
 
-def measured_bandwidth() -> float:
-    """Bytes a second at which one thread reads memory: the best of three sums of 1 GB, which no cache holds."""
-    large = torch.ones(1 << 28)
-    return max(large.nbytes / timed(large.sum).cpu for _ in range(3))
+def measured_bandwidth(device: str) -> float:
+    """Bytes a second at which one thread, or a GPU, reads memory: the best of sums of 1 GB, which no cache holds."""
+    large = torch.ones(1 << 28, device=device)
+    counted = 0 if device == "cpu" else 1
+    return max(large.nbytes / timed(large.sum)[counted] for _ in range(3 if device == "cpu" else 30))
 
 
 def seeded() -> torch.Generator:
@@ -204,9 +213,13 @@ def seeded() -> torch.Generator:
 
 
 def timed(work: Callable[[], object]) -> Seconds:
-    """How long it takes."""
+    """How long it takes, with what it asked of a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     cpu, wall = time.process_time(), time.perf_counter()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
 

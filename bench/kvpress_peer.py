@@ -28,7 +28,8 @@ class Compressed:
         self._cache = DynamicCache()
         # a hair less than the share that goes, or rounding loses an entry
         with PRESSES[press](compression_ratio=1 - (budget + 0.5) / len(prompt))(model):
-            logits = model(torch.tensor([prompt]), past_key_values=self._cache, logits_to_keep=1).logits
+            ids = torch.tensor([prompt]).to(model.device)
+            logits = model(ids, past_key_values=self._cache, logits_to_keep=1).logits
         self.entries = int(self._cache.layers[0].keys.shape[2])
         self._cache.batch_repeat_interleave(batch)
         self._first = logits[:, -1].argmax(-1).repeat(batch)[:, None]
@@ -40,7 +41,7 @@ class Compressed:
         for step in range(new):  # as kvpress's own pipeline decodes
             at = torch.full_like(ids, self._length + step)
             ids = self._model(ids, past_key_values=cache, position_ids=at).logits[:, -1].argmax(-1)[:, None]
-            ids.tolist()
+            ids.tolist()  # waits for a GPU, too
         return time.process_time() - cpu, time.perf_counter() - wall
 
 
@@ -49,7 +50,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+    folder, device, dtype = sys.argv[1:]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     playing: Compressed | None = None
     for line in sys.stdin:
         asked = json.loads(line)

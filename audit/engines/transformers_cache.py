@@ -59,7 +59,7 @@ class TransformersCache(Engine):
         if work.part.weights is not None:
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
         weights = converted_model("transformers", work.model, _SAVED, lambda folder: _save(work.model.model, folder))
-        setup = {"folder": str(weights.path), "settings": dict(settings)}
+        setup = {"folder": str(weights.path), "device": str(work.model.device), "settings": dict(settings)}
         return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights)
 
     @classmethod

@@ -17,6 +17,7 @@ FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, g
 TOOL_PREFIX = "Tool result:\n"
 _MARKER = "kvaudit-marker-7391"  # stands where an answer would and is looked for in what a template makes of it
 _TORN, _MOST_BYTES = "\ufffd", 4  # what part of a character decodes to; bytes of the longest one
+_SHORT, _MOST_COUNTS = 2_000, 20_000  # characters of a text whose number of tokens is kept, and how many are
 _SLOT = "kvaudit-slot-{}-7391"
 ChatOption = bool | int | float | str
 # arguments of transformers' own: an option of the same name would take the place of one
@@ -72,6 +73,7 @@ class Chat:
         if not tokenizer.chat_template:
             raise SpecError("the tokenizer has no chat template; give an instruct model, or set chat_template")
         self.tokenizer = tokenizer
+        self._counts: dict[str, int] = {}
         self._source, self._tokens = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
         self.options = dict(options or {})
         self._check_options()
@@ -151,7 +153,13 @@ class Chat:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, no special tokens added."""
-        return len(self.encode(text))
+        found = self._counts.get(text)
+        if found is None:
+            found = len(self.encode(text))
+            # the turns of a conversation stand around many rows; a whole passage around one
+            if len(text) <= _SHORT and len(self._counts) < _MOST_COUNTS:
+                self._counts[text] = found
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """What a run notes of its conversations: options of the template, and whether it takes roles itself."""

@@ -33,12 +33,14 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     cache = {name: int(value) if name in _NUMBERS else value for name, value in cache.items()}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         setup["folder"], dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True
-    ).eval()
+    )
+    model = model.to(setup["device"]).eval()
     made = _made(kind, cache, model)
     description = {
         "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "cache": type(made).__name__,
         "layer": _layer(made),
+        "device": _device(model.device),
         "dtype": str(model.dtype),
         "attention": str(model.config._attn_implementation),
         "threads": str(torch.get_num_threads()),
@@ -63,6 +65,10 @@ def _made(kind: str, cache: dict[str, Any], model: Any) -> Any:
     raise ValueError(f"cache {kind!r} with {cache}, wanted dynamic or static alone, or quantized")
 
 
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
 def _layer(made: Any) -> str:
     """What a layer of it says it is: the defaults that were taken too."""
     said = {name: value for name, value in vars(made.layers[0]).items() if name in _CACHE} if made.layers else {}
@@ -72,8 +78,8 @@ def _layer(made: Any) -> str:
 def _answered(model: Any, how: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     longest = max(len(row["ids"]) for row in rows)
     # both [B, T], padded on the left, so that every row's next token is in the last column
-    ids = torch.tensor([[0] * (longest - len(row["ids"])) + row["ids"] for row in rows])
-    seen = torch.tensor([[0] * (longest - len(row["ids"])) + [1] * len(row["ids"]) for row in rows])
+    ids = torch.tensor([[0] * (longest - len(row["ids"])) + row["ids"] for row in rows]).to(model.device)
+    seen = torch.tensor([[0] * (longest - len(row["ids"])) + [1] * len(row["ids"]) for row in rows]).to(model.device)
     chosen = _Chosen(rows)
     config = transformers.GenerationConfig(
         max_new_tokens=max(row["most"] for row in rows),
@@ -100,25 +106,30 @@ class _Chosen:
         self._generators = [torch.Generator().manual_seed(row["seed"] % 2**63) for row in rows]
 
     def __call__(self, _: Any, scores: Any) -> Any:
-        left = torch.full_like(scores, float("-inf"))  # [B, V]
-        for n, row in enumerate(self._rows):
-            token = self._next(n, row, scores[n : n + 1].double())
-            left[n, token] = 0.0
-        return left
+        scores = scores.double()  # [B, V]
+        best = scores.argmax(-1)
+        worth = scores.log_softmax(-1).gather(1, best[:, None])[:, 0]
+        finite = torch.isfinite(scores).all(-1)
+        # one wait for the device, whatever the number of rows
+        found = torch.stack([best.double(), worth, finite.double()], 1).tolist()
+        chosen = [self._next(n, row, scores[n : n + 1], *found[n]) for n, row in enumerate(self._rows)]
+        left = torch.full_like(scores, float("-inf"))
+        return left.scatter_(1, torch.tensor(chosen).to(left.device)[:, None], 0.0)
 
-    def _next(self, n: int, row: dict[str, Any], scores: Any) -> int:
+    def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, worth: float, finite: float) -> int:
+        """A row's next token; ``best`` is the likeliest, ``worth`` its log-prob."""
         if self._done[n]:
             # generate ends once every row has come to an end token
             return row["stops"][0] if row["stops"] else 0
-        if not torch.isfinite(scores).all():
+        if not finite:
             raise ValueError("its logits are not finite")
+        token = int(best)
         if row["temperature"] > 0:
-            scores = TemperatureLogitsWarper(row["temperature"])(None, scores)
+            scores = TemperatureLogitsWarper(row["temperature"])(None, scores.cpu())  # where its generator is
             kept = TopPLogitsWarper(row["top_p"])(None, scores) if row["top_p"] < 1 else scores
             token = int(torch.multinomial(kept.softmax(-1), 1, generator=self._generators[n]))
-        else:
-            token = int(scores.argmax())
-        self._logprobs[n] += float(scores.log_softmax(-1)[0, token])
+            worth = float(scores.log_softmax(-1)[0, token])
+        self._logprobs[n] += worth
         self._ids[n].append(token)
         self._done[n] = token in row["stops"] or len(self._ids[n]) == row["most"]
         return token

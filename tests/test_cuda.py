@@ -1,0 +1,53 @@
+"""On a CUDA device: what is sampled is what the shadow pass computes, and greedy answers are those of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.exactness import largest_gap, noise, sample, tiny
+from bench.models import Served
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+REPLAYED = (
+    "none",
+    "snapkv:budget=64,window=8,interval=16",
+    "streaming:budget=64",
+    "h2o:budget=64",
+    "adakv:budget=64,window=8,interval=16",
+    "quest:budget=64",
+    "int8",
+    "fp8",
+    "kivi:bits=4",
+    "snapkv:budget=64,window=8,interval=16+int8",
+)
+
+
+def served(device: str, dtype: torch.dtype = torch.float32) -> Served:
+    found = tiny(dtype)
+    found.device = torch.device(device)
+    found.model.to(device)
+    return found
+
+
+@pytest.mark.parametrize("policy", REPLAYED)
+def test_the_shadow_pass_is_what_was_sampled(policy: str) -> None:
+    here = served("cuda")
+    sampled = sample(here, parse_policy(policy), noise(200))
+    assert largest_gap(here, sampled) < 1e-3
+
+
+@pytest.mark.parametrize("policy", REPLAYED)
+def test_greedy_answers_are_those_of_the_cpu(policy: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.no_grad():
+            episode = Sampler(served(device, torch.float64), parse_policy(policy)).open([noise(200)], [0, 1], group=2)
+            answers = episode.decode(Decoding(24, temperature=0.0))
+        found.append([list(answer.ids) for answer in answers if answer is not None])
+    assert found[0] == found[1]
