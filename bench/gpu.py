@@ -127,8 +127,10 @@ def random_model(folder: Path, device: str) -> Path:
         num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(locate(EMBEDDED))).save_pretrained(folder)
     return folder
@@ -151,7 +153,7 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[Part]:
         ("generate", "Stock generate with our cache, beside its own"),
     ):
         yield Part(name, title, [*python, "bench.gpu", asked.model, "--part", name, *device, *small], 300)
-    turns = ["--turns", "1", "--new", "4"] if asked.small else ["--new", "64"]
+    turns = ["--turns", "1", "--new", "4"] if asked.small else ["--turns", "3", "--new", "32"]
     peers = ["--peers", asked.kvpress] if asked.kvpress else []
     yield Part(
         "decode",
@@ -159,7 +161,7 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[Part]:
         [*setting(asked), *python, "bench.decode", "--dtype", "bfloat16", *device, *turns, *peers],
         300,
     )
-    step = ["1", "1", "64"] if asked.small else ["5", "8", "1024"]
+    step = ["1", "1", "64"] if asked.small else ["3", "8", "1024"]
     yield Part("grpo", "A GRPO step beside TRL", [*setting(asked), *python, "bench.training", *step, *device], 600)
     for engine, interpreter in (("vllm", asked.vllm), ("sglang", asked.sglang)):
         for kv in ("fp8_e4m3", "fp8_e5m2"):
@@ -240,7 +242,7 @@ def generate(asked: argparse.Namespace) -> None:
     loaded = load_model(asked.model, dtype="bfloat16", device=asked.device)
     model = loaded.model
     model.generation_config.eos_token_id = None
-    length, new, turns = (48, 8, 1) if asked.small else (2048, 64, 3)
+    length, new, turns = (48, 8, 1) if asked.small else (2048, 32, 3)
     print("| policy | batch | ours, tokens/s | stock | ratio |\n|---|---:|---:|---:|---:|")
     for batch in (1, 8):
         generator = torch.Generator().manual_seed(0)
