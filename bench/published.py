@@ -20,7 +20,7 @@ from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 MARGIN = 0.05  # that a standing is said for
-HEADERS = ("suite", "facet", "answers", "templates", "rate", "95 %", "standing", "cut off", "loops or empty", "minutes")
+HEADERS = ("suite", "tokens", "facet", "answers", "templates", "rate", "95 %", "standing", "cut off", "loops or empty", "minutes")
 
 
 def main(folders: Sequence[str]) -> None:
@@ -41,9 +41,9 @@ def records(folder: Path) -> Iterator[Record]:
 
 
 def rows(answers: Sequence[Record]) -> Iterator[list[str]]:
-    """A row for every metric that the answers have."""
-    for suite in dict.fromkeys(record.suite for record in answers):
-        own = [record for record in answers if record.suite == suite]
+    """A row for every metric and length that the answers have."""
+    for suite, length in dict.fromkeys((record.suite, record.context_tokens) for record in answers):
+        own = [record for record in answers if (record.suite, record.context_tokens) == (suite, length)]
         facets = dict.fromkeys(name for record in own for name in record.facets)
         margins = {suite: MARGIN} | {f"{suite}.{name}": MARGIN for name in facets if name != WELL_FORMED}
         outcomes, minutes = Counter(record.outcome for record in own), sum(record.seconds for record in own) / 60
@@ -62,6 +62,7 @@ def _row(control: Control, own: Sequence[Record]) -> list[str]:
     templates = len({record.cluster_id for record, value in zip(own, values, strict=True) if value is not None})
     return [
         suite,
+        str(own[0].context_tokens),
         facet or "score",
         str(count),
         str(templates),
