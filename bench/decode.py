@@ -8,7 +8,8 @@ Uncompressed decoding stands beside ``model.generate``, snapkv and streaming bes
 bench-peers`` sets its environment up), codes and quest beside our own uncompressed decoding. A press of kvpress cuts
 the prompt alone; ours goes on cutting while it decodes. Ratios are medians over turns of CPU time first, which other
 processes disturb less, then of wall time. The roofline: bytes of weights and entries that a step has to read, over the
-bandwidth at which this run sums a large tensor; on a GPU, whose work no CPU time counts, by the wall. Prefill is not timed here; rows of a batch share that of one prompt.
+bandwidth at which this run sums a large tensor; on a GPU, whose work no CPU time counts, by the wall. Prefill is not
+timed here; rows of a batch share that of one prompt.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python -m bench.gpu random-1.5b --parts decode grpo             of random weights in the shape of Qwen2.5-1.5B
     python -m bench.gpu FOLDER --device cpu --small --out gpu.md    the same commands on a CPU, small: a rehearsal
 
-Exactness of the shadow pass in float32 and bfloat16, how often a decode step waits for the device, ``generate`` with our
-cache beside its own, a decode step beside kvpress's, a GRPO step beside TRL's, conditions of serving engines, and a
+Exactness of the shadow pass in float32 and bfloat16, how often a decode step waits for the device, ``generate`` with
+our cache beside its own, a decode step beside kvpress's, a GRPO step beside TRL's, conditions of serving engines, and a
 paired run of twenty steps of a model of 1.5B or whatever FOLDER holds. Every part is a process of its own under a limit
 of its own, and a part that fails says so on the page and stops none of the others.
 """

@@ -20,7 +20,19 @@ from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 MARGIN = 0.05  # that a standing is said for
-HEADERS = ("suite", "tokens", "facet", "answers", "templates", "rate", "95 %", "standing", "cut off", "loops or empty", "minutes")
+HEADERS = (
+    "suite",
+    "tokens",
+    "facet",
+    "answers",
+    "templates",
+    "rate",
+    "95 %",
+    "standing",
+    "cut off",
+    "loops or empty",
+    "minutes",
+)
 
 
 def main(folders: Sequence[str]) -> None:

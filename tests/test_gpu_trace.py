@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conform.policies import policy_id, small_policies
-from pretend_gpu import GPU, READS, UPLOADS, PretendGpu, pretend_gpu
+from pretend_gpu import GPU, HOST, READS, UPLOADS, PretendGpu, pretend_gpu
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.attention import choose_kernels
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import RunError
@@ -171,6 +172,19 @@ def test_bfloat16_is_computed_there_as_on_a_processor(model: Any, text: str) -> 
     assert found.logits.dtype == torch.bfloat16
     assert torch.equal(found.logits.twin, on_host.logits)  # type: ignore[attr-defined]
     assert {*found.steps} == {MASK}
+
+
+def test_no_plan_is_made_for_every_length_on_a_gpu() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        choose_kernels(HOST)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        choose_kernels(GPU)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_model_that_has_moved_is_asked_for_its_rotation_again(model: Any) -> None:

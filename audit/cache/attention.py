@@ -26,6 +26,16 @@ MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to th
 MANY = 256  # queries from which on a mask is larger than what it masks
 
 
+def choose_kernels(device: torch.device) -> None:
+    """Keep cuDNN's attention out of this process where its models are on a GPU.
+
+    On Hopper and later torch takes it first, and it makes a plan for every length that it has not met: of a cache that
+    grows a new one at every step, in tens of milliseconds. Other kernels need none.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class Routes(Protocol):
     """What stands behind ``kv.routes``."""
 

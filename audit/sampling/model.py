@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging as transformers_logging
 
 from kvaudit.audit.cache.attention import NAME as ATTENTION
-from kvaudit.audit.cache.attention import require_interface
+from kvaudit.audit.cache.attention import choose_kernels, require_interface
 from kvaudit.audit.cache.layers import GOVERNED, layer_kinds
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.sampling.chat import Chat, ChatOption
@@ -102,6 +102,7 @@ def load_model(
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
     carry_states(model)  # layers of linear attention have a state in place of entries
+    choose_kernels(place)
     return LoadedModel(
         model=model.to(place).eval(),
         chat=talk,
