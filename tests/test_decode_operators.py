@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -79,3 +80,10 @@ def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
     operators, reads = step_of(model, policy)
     assert operators <= most * stock[0]
     assert reads <= stock[1] + 0.5
+
+
+# 8 of fp8's are a processor's way to read such a float
+@pytest.mark.parametrize(("policy", "most"), [("int8", 2.0), ("fp8", 2.1), ("kivi:bits=4,group=16,residual=16", 2.2)])
+def test_in_bfloat16_codes_become_numbers_first_for_few_operators_more(model: Any, policy: str, most: float) -> None:
+    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    assert step_of(narrow, policy)[0] <= most * step_of(narrow, None)[0]

@@ -146,6 +146,8 @@ class QuantisedStore(Store):
             runs = codes[:, :, :whole].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
             parameters = self._of_channels(table)[:, :, :, None]
             known = decode_keys(runs, parameters.expand(*runs.shape, -1), codec).flatten(2, 3)
+            if self._done[KEYS].least == whole:  # the others are in the tail
+                return torch.cat([known, self._tail[KEYS][rows, :, whole - self._start :]], 2)
             keys = torch.cat([known, known.new_zeros(*known.shape[:2], self.length - whole, known.shape[3])], 2)
         elif table.shape[2]:
             parameters = self._of_channels(parameters_of(self._used("key_group", rows), table))
@@ -242,7 +244,11 @@ class QuantisedStore(Store):
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
         """Put the exact entries where they are still exact."""
-        if self._start < self.length:
+        done = max(self._done[part].least, self._start)
+        if self._aligned:  # as many in all rows
+            if done < self.length:
+                decoded[:, :, done:].copy_(self._tail[part][rows, :, done - self._start :])
+        elif self._start < self.length:
             exact, tail = self._is_exact(part, rows), self._tail[part][rows]
             decoded[:, :, self._start :] = torch.where(exact[..., None], tail, decoded[:, :, self._start :])
         return decoded
