@@ -248,6 +248,7 @@ def build(folder, design):
         "spec_file_sha256": hashlib.sha256((run / "spec.yaml").read_bytes()).hexdigest(),
         **pins(everything, spec_of(design)["gate"]["reference"]),
         "policies": {p: policy_hash(p) for p in design.policies},
+        "selecting_policies": [],
         "suite_kinds": KINDS,
         "inputs": INPUTS,
         **({"engines": {p: _engine_words(p) for p in sorted(design.engines)}} if design.references else {}),

@@ -52,7 +52,7 @@ RICH = dataclasses.replace(
     tiny(),
     arms=("dense", "naive"),
     seeds=(11, 12, 13),
-    policies=("none", policy("snapkv", 96), policy("snapkv", 64)),
+    policies=("none", policy("snapkv", 96), policy("snapkv", 64), policy("streaming", 4096)),  # the last has all room
     items=32,
     facets={"refusal": ("unsafe",)},
     telemetry=4,

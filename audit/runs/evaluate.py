@@ -60,6 +60,12 @@ def served_by_us(spec: RunSpec, arm: str | None = None) -> list[Policy]:
     return [way for way in served(spec, arm) if isinstance(way, Policy)]
 
 
+def selecting(spec: RunSpec) -> list[str]:
+    """The policies of the grid that hold all and let a query read a part: no bytes tell whether they did."""
+    ours = served_by_us(spec)
+    return [way.canonical for way in ours if any(part.selects for drawn in way.draws for part in drawn.members)]
+
+
 def asked_suite(spec: RunSpec, name: str) -> Suite:
     """The suite as the grid asks it: its answers, thoughts included, as long as the spec allows, its placements."""
     suite, part, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think

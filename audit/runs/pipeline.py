@@ -29,6 +29,7 @@ from kvaudit.audit.runs.evaluate import (
     check_reward,
     check_training,
     grid,
+    selecting,
     served,
     served_by_us,
 )
@@ -213,6 +214,7 @@ class Pipeline:
             threads=run.provenance().get("threads", torch.get_num_threads()),  # what it was begun with
             policies={policy.canonical: policy.hash for policy in served(self._spec)},
             known_policies=sorted(POLICIES.all()),
+            selecting_policies=selecting(self._spec),
             suite_kinds={name: SUITES.get(name).kind for name in self._spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
         )

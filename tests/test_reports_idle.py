@@ -1,0 +1,81 @@
+"""Where nothing was compressed: told by bytes, of gated cells alone, and read with the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports_synthetic import build, policy, tiny
+
+from kvaudit.audit.runs.evaluate import selecting
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.sections.base import Inputs
+from kvaudit.reports.sections.idle import IdleSection
+
+WIDE = policy("streaming", 4096)
+DESIGN = dataclasses.replace(
+    tiny(), arms=("dense", "naive"), policies=("none", policy("snapkv", 96), WIDE), suites=("refusal",), telemetry=0
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return build(tmp_path / "run", DESIGN)
+
+
+def inputs(run: Path) -> Inputs:
+    data = load_run(run)
+    return Inputs(decided(data), data)
+
+
+def noted(run: Path, **more: Any) -> None:
+    path = run / "provenance.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+
+
+def test_a_policy_with_room_for_everything_is_named(run: Path) -> None:
+    found = IdleSection().compute(inputs(run)) or ()
+    assert {(one.policy, one.suite) for one in found} == {(WIDE, "refusal")}
+    assert all(one.live == 4096 * one.context_tokens for one in found)
+    both = inputs(run)
+    lines = [line for line in remarks(with_details(both.data, both.decided)) if line.startswith("NOTHING COMPRESSED")]
+    assert len(lines) == 1
+    assert "streaming 4096 in refusal" in lines[0]
+    assert "snapkv" not in lines[0]
+
+
+def test_one_byte_less_in_one_answer_is_something(run: Path) -> None:
+    both = inputs(run)
+    cells = tuple(
+        dataclasses.replace(cell, kv_bytes_live=cell.kv_bytes_live - 1 / cell.n_samples)
+        if cell.policy == WIDE and cell.kv_bytes_live
+        else cell
+        for cell in both.decided.drift.cells
+    )
+    drift = dataclasses.replace(both.decided.drift, cells=cells)
+    assert IdleSection().compute(Inputs(dataclasses.replace(both.decided, drift=drift), both.data)) is None
+
+
+def test_what_holds_all_and_reads_a_part_is_left_out(run: Path) -> None:
+    noted(run, selecting_policies=[WIDE])
+    assert IdleSection().compute(inputs(run)) is None
+
+
+def test_a_run_that_does_not_say_so_is_told_nothing(run: Path) -> None:
+    noted(run, selecting_policies=None)
+    assert IdleSection().compute(inputs(run)) is None
+
+
+def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:
+    policies = ["none", "quest:budget=32", "int8", "snapkv:budget=64", "quest:budget=32|none"]
+    grid = {"policies": policies, "suites": ["math"], "context_tokens": [96]}
+    found = selecting(parse_spec(json.dumps({"name": "x", "model": "embedded", "evaluate": grid}), "x.yaml", NAMES))
+    assert len(found) == 2
+    assert all("quest" in text for text in found)
