@@ -20,6 +20,7 @@ from kvaudit.audit.runs.question import (
     Way,
     endpoints_way,
     engine_way,
+    exact_entries,
     kept_entries,
     planned,
     policy_way,
@@ -150,6 +151,20 @@ def test_what_evicts_is_asked_at_twice_what_it_keeps() -> None:
     assert planned("/model", evicts, fast=False).length == 1024
     with pytest.raises(SpecError, match="check asks at most 32768"):
         planned("/model", policy_way("snapkv:budget=40000"), fast=False)
+
+
+def test_a_code_that_leaves_the_newest_as_they_are_is_asked_long_prompts_too() -> None:
+    assert [exact_entries(policy_way(text)) for text in ("int8", "kivi:bits=2", "snapkv:budget=64")] == [0, 32, 0]
+    assert exact_entries(policy_way("snapkv:budget=512+kivi:bits=4,residual=64")) == 64
+    assert exact_entries(u4()) == 0
+    asked = {
+        text: [question.suite for question, _ in planned("/model", policy_way(text), fast=False).questions]
+        for text in ("int8", "kivi:bits=2")
+    }
+    assert asked["kivi:bits=2"][:2] == ["refusal", "math"]
+    assert planned("/model", policy_way("int8:residual=400"), fast=False).length == 1024
+    if "xstest" in asked["int8"]:  # the public rows are here
+        assert asked["kivi:bits=2"] == ["refusal", "math", *asked["int8"]]
 
 
 def test_two_servers_are_an_endpoint_and_its_reference() -> None:

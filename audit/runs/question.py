@@ -28,7 +28,7 @@ LOST_POINTS = 5  # points
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of items that are made to a length
 _LONGEST = 32_768  # tokens at which a setting that evicts is asked
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_BUDGET = "budget"  # what a policy of our cache calls the entries that it keeps
+_BUDGET, _RESIDUAL = "budget", "residual"  # what a policy of our cache calls the entries that it keeps, or codes last
 
 
 _REFERENCE = "reference"  # the key of what an engine's settings are compared with
@@ -132,19 +132,20 @@ class CheckPlan(NamedTuple):
 def planned(model: str, way: Way, *, fast: bool) -> CheckPlan:
     """The questions for a way of serving: public rows where they are there, else what ships; long ones where it evicts.
 
-    Raises SpecError for a setting that keeps more than can be asked.
+    Both for a code that leaves the newest entries as they are, which may be all of a public row. Raises SpecError for a
+    setting that keeps more than can be asked.
     """
-    kept = kept_entries(way)
+    kept, exact = kept_entries(way), exact_entries(way)
     rows = {question: next(one for one in catalogue() if one.name == question.rows) for question in PUBLIC_SUITES}
     lacking = {question: own for question, own in rows.items() if own.lacking(data_folder())}
     # public rows have the length they have: too short for a setting that evicts to show anything
     asked = [question for question in PUBLIC_SUITES if question not in lacking] if kept is None else []
     safety = any(SUITES.get(question.suite).kind == "safety" for question in asked)
-    asked = asked if safety else [*SHIPPED_SUITES, *asked]
+    asked = asked if safety and not exact else [*SHIPPED_SUITES, *asked]
     sized = [(question, question.fast if fast else question.items) for question in asked]
     return CheckPlan(
         questions=tuple(pair for pair in sized if pair[1]),
-        length=_length(model, kept),
+        length=_length(model, max(kept or 0, exact) or None),
         lacking=() if kept is not None else tuple(lacking.values()),
         leaves_out=tuple(_left_out([question for question, _ in sized], kept, fast=fast)),
         floor=8 if fast else 24,
@@ -176,8 +177,16 @@ def kept_entries(way: Way) -> int | None:
     return int(kept) if str(kept).isdigit() else None
 
 
+def exact_entries(way: Way) -> int:
+    """How many of the newest entries a policy of our cache that makes codes leaves as they are."""
+    served = way.served
+    parts = () if isinstance(served, Condition) else served.members
+    residuals = [one.parameters().get(_RESIDUAL, "") for one in parts if one.quantises]
+    return max((int(residual) for residual in residuals if str(residual).isdigit()), default=0)
+
+
 def _length(model: str, kept: int | None) -> int:
-    """Tokens of what is made to a length: at least twice what is kept, where something is evicted."""
+    """Tokens of what is made to a length: at least twice what is kept, or is no code."""
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:
         length *= 2
