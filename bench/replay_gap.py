@@ -2,6 +2,7 @@
 
     KVAUDIT_REAL_MODEL=FOLDER KVAUDIT_DATA=FOLDER python -m bench.replay_gap [--items 48] [--new 32] [--threads 1]
     python -m bench.replay_gap --python vllm=.venv-vllm/bin/python --settings vllm:kv_cache_dtype=fp8_e5m2
+    python -m bench.replay_gap --run RUN          what a run with train.rollouts noted of the same while it trained
 
 Rows of XSTest as published (of the embedded model its own suite), one completion each, drawn by the engine. Root mean
 square over tokens of the engine's log-prob less that of a view of the learner, in nats: ``dense``; ``own codes``, the
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -140,6 +143,31 @@ def _explained(found: Gaps, value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}, {1 - (value / found.dense) ** 2:.6f}"
 
 
+def of_a_run(path: Path) -> None:
+    """Print what the telemetry of each arm says: lowest to highest over steps and seeds."""
+    print("| arm | seeds, steps | dense | replay | overlap, p5 | sequences vetoed | reward, first and last 5 |")
+    print("|---|---|---|---|---|---|---|")
+    for arm in sorted(path.glob("checkpoints/*")):
+        files = sorted(arm.glob("seed-*/telemetry.jsonl"))
+        seeds = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+        steps = [step for seed in seeds for step in seed if step.get("engine/dense_rms") is not None]
+        if not steps:
+            continue  # a warm start, which draws nothing
+        every = [step for seed in seeds for step in seed]
+        ends = [[step["reward_mean"] for seed in seeds for step in seed[part]] for part in (slice(5), slice(-5, None))]
+        cells = [
+            *(_range(step[f"engine/{name}_rms"] for step in steps) for name in ("dense", "replay")),
+            *(_range(step[f"mismatch/{name}"] for step in every) for name in ("overlap_p5", "frac_sequences_vetoed")),
+            ", ".join(f"{fmean(own):.2f}" for own in ends),
+        ]
+        print(f"| {arm.name} | {len(seeds)}, {'/'.join(str(len(seed)) for seed in seeds)} | {' | '.join(cells)} |")
+
+
+def _range(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{min(known):.2g} to {max(known):.2g}" if known else "-"
+
+
 def main() -> None:
     """Print the table; an engine that is not there is named and left out."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,7 +177,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
     parser.add_argument("--settings", action="append", default=[], metavar="ENGINE:NAME=VALUE")
+    parser.add_argument("--run", type=Path)
     asked = parser.parse_args()
+    if asked.run:
+        of_a_run(asked.run)
+        return
     torch.set_num_threads(asked.threads)
     model = load_model(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
     name = "xstest" if "KVAUDIT_DATA" in os.environ else "refusal"
