@@ -2,12 +2,12 @@
 
 With ``--answers FILE`` the graded answers of the runs are written as Parquet too, texts as hashes.
 
-A cell that is not whole on both sides is left out. ``tokens`` is the length that a context was made to, 0 where there
-is none; ``texts`` how many answers stay the same as under the reference of the same engine, ``grades`` how many that
-passed do no more and how many do now; ``refusals`` how many went from refused to not refused, in brackets those whose
-answer makes no sense, and back, among rows that a rule forbids and whose form could be read on both sides; ``floor``
-how many texts stay the same when the same is asked again, and when it is asked in another order; ``minutes`` what the
-cell took.
+A cell that was cut short stands with the items that it has, where the other side has the same. ``tokens`` is the length
+that a context was made to, 0 where there is none; ``texts`` how many answers stay the same as under the reference of
+the same engine, ``grades`` how many that passed do no more and how many do now; ``refusals`` how many went from refused
+to not refused, in brackets those whose answer makes no sense, and back, among rows that a rule forbids and whose form
+could be read on both sides; ``floor`` how many texts stay the same when the same is asked again, and when it is asked
+in another order; ``minutes`` what the cell took.
 """
 
 from __future__ import annotations

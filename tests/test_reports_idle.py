@@ -63,6 +63,23 @@ def test_one_byte_less_in_one_answer_is_something(run: Path) -> None:
     assert IdleSection().compute(Inputs(dataclasses.replace(both.decided, drift=drift), both.data)) is None
 
 
+def test_layers_with_a_window_are_held_to_what_none_held(run: Path) -> None:
+    both = inputs(run)
+
+    def less(policies: set[str]) -> tuple[Any, ...] | None:
+        cells = tuple(
+            dataclasses.replace(cell, kv_bytes_live=cell.kv_bytes_dense * 0.8)
+            if cell.policy in policies and cell.kv_bytes_dense
+            else cell
+            for cell in both.decided.drift.cells
+        )
+        drift = dataclasses.replace(both.decided.drift, cells=cells)
+        return IdleSection().compute(Inputs(dataclasses.replace(both.decided, drift=drift), both.data))
+
+    assert {one.policy for one in less({"none", WIDE}) or ()} == {WIDE}
+    assert less({WIDE}) is None
+
+
 def test_what_holds_all_and_reads_a_part_is_left_out(run: Path) -> None:
     noted(run, selecting_policies=[WIDE])
     assert IdleSection().compute(inputs(run)) is None

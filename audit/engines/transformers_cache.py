@@ -59,7 +59,9 @@ class TransformersCache(Engine):
         if work.part.weights is not None:
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
         weights = converted_model("transformers", work.model, _SAVED, lambda folder: _save(work.model.model, folder))
-        setup = {"folder": str(weights.path), "device": str(work.model.device), "settings": dict(settings)}
+        device = work.model.device
+        where = str(device) if device.type == "cuda" else "cpu"
+        setup = {"folder": str(weights.path), "device": where, "settings": dict(settings)}
         return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights)
 
     @classmethod

@@ -1,7 +1,8 @@
 """Gated cells in which a policy of ours had nothing to compress: its PASS there is that of the uncompressed cache.
 
 A budget above the length of a prompt and its answer, or a residual that holds both: then every entry is held as it was,
-in as many bytes as uncompressed. A policy that holds all and reads a part has no bytes to tell it by and is left out.
+in as many bytes as uncompressed: those of all tokens, or, where layers have a window of their own, those that policy
+none held of as many tokens. A policy that holds all and reads a part has no bytes to tell it by and is left out.
 """
 
 from __future__ import annotations
@@ -81,10 +82,14 @@ def _idle(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
     )
     for place in wanted:
         cell = cells.get(place)
-        if cell is not None and cell.policy not in left_out and _is_whole(cell):
+        plain = cells.get((place[0], DENSE_POLICY, *place[2:]))
+        if cell is not None and cell.policy not in left_out and _is_whole(cell, plain):
             yield Idle(*place, answers=cell.n_samples, live=cell.kv_bytes_live or 0.0)
 
 
-def _is_whole(cell: Cell) -> bool:
+def _is_whole(cell: Cell, plain: Cell | None) -> bool:
     """Whether every answer held what an uncompressed cache holds; a cache that nobody sees is none."""
-    return bool(cell.kv_bytes_dense) and cell.kv_bytes_live == cell.kv_bytes_dense
+    if not cell.kv_bytes_dense or cell.kv_bytes_live is None:
+        return False
+    held, tokens = cell.kv_bytes_live, cell.kv_bytes_dense
+    return held == tokens or (plain is not None and (held, tokens) == (plain.kv_bytes_live, plain.kv_bytes_dense))

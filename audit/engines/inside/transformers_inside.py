@@ -30,17 +30,20 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     kind, cache = settings.pop("cache"), {name: settings.pop(name) for name in _CACHE if name in settings}
     if settings:
         raise ValueError(f"no setting of a quantized cache: {', '.join(sorted(settings))}; it has {', '.join(_CACHE)}")
+    device = setup["device"]
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"this Python's torch {torch.__version__} sees no GPU, and the model is on {device}")
     cache = {name: int(value) if name in _NUMBERS else value for name, value in cache.items()}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         setup["folder"], dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True
     )
-    model = model.to(setup["device"]).eval()
+    model = model.to(device).eval()
     made = _made(kind, cache, model)
     description = {
         "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "cache": type(made).__name__,
         "layer": _layer(made),
-        "device": _device(model.device),
+        **({} if device == "cpu" else {"device": torch.cuda.get_device_name(device)}),
         "dtype": str(model.dtype),
         "attention": str(model.config._attn_implementation),
         "threads": str(torch.get_num_threads()),
@@ -63,10 +66,6 @@ def _made(kind: str, cache: dict[str, Any], model: Any) -> Any:
     if kind == "static" and not cache:
         return transformers.StaticCache(config=model.config, max_cache_len=1)  # generate makes its own, of its length
     raise ValueError(f"cache {kind!r} with {cache}, wanted dynamic or static alone, or quantized")
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _layer(made: Any) -> str:
