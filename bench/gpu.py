@@ -139,6 +139,8 @@ def random_model(folder: Path, device: str) -> Path:
 def parts(asked: argparse.Namespace, folder: Path) -> Iterator[Part]:
     """Every part, the cheapest first."""
     python, device = [sys.executable, "-m"], ["--device", asked.device]
+    tests = [*python, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_cuda.py"]
+    yield Part("tests", "Every policy against its replay, and against the CPU", tests, 300)
     sizes = ["--prompt", "64", "--new", "8"] if asked.small else ["--prompt", "1024", "--new", "64"]
     of_model = ["--model", asked.model, "--dtype", "bfloat16"]
     for name, title, words in (
