@@ -79,13 +79,15 @@ def main() -> int:
         return 2
     failed, pieces = 0, [head(asked)]
     with tempfile.TemporaryDirectory() as folder:
-        if asked.model == RANDOM:
-            asked.model = str(random_model(Path(folder) / RANDOM, asked.device))
+        is_random = asked.model == RANDOM
+        asked.model = str(Path(folder) / RANDOM) if is_random else asked.model
         found = list(parts(asked, Path(folder)))
         unknown = set(asked.parts) - {part.name for part in found}
         if unknown:
             print(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in found)}")
             return 2
+        if is_random:
+            random_model(Path(asked.model), asked.device)
         for part in found:
             if asked.parts and part.name not in asked.parts:
                 continue
@@ -116,7 +118,7 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def random_model(folder: Path, device: str) -> Path:
+def random_model(folder: Path, device: str) -> None:
     """Random weights in the shape of Qwen2.5-1.5B with the embedded model's words, in a folder: for times alone."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -133,7 +135,6 @@ def random_model(folder: Path, device: str) -> Path:
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(locate(EMBEDDED))).save_pretrained(folder)
-    return folder
 
 
 def parts(asked: argparse.Namespace, folder: Path) -> Iterator[Part]:
@@ -218,7 +219,7 @@ def waits(asked: argparse.Namespace) -> None:
     model = loaded.model
     model.generation_config.eos_token_id = None
     length, new = (48, 8) if asked.small else (1024, 128)
-    print("| cache | batch | waits a step, tokens 2 to the last |\n|---|---:|---:|")
+    print("| cache | batch | waits a step, tokens 3 to the last |\n|---|---:|---:|")
     for batch in (1, 8):
         ids = torch.randint(5, 1000, (batch, length), generator=torch.Generator().manual_seed(0)).to(loaded.device)
         for policy in (None, *POLICIES):
