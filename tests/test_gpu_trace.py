@@ -20,7 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.attention import choose_kernels
+from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import RunError
 
@@ -228,3 +231,62 @@ def test_the_shadow_pass_runs_where_the_model_is(model: Any, text: str) -> None:
                 found = device_model(given).logits
     assert torch.equal(found.twin, on_host)
     assert all(place.startswith("audit/") for kind, place in gpu.waits if kind == READS)
+
+
+STORES = {
+    "blocks of channels": EngineStore(ByChannel(4), ByToken(4)),
+    "groups of a token": EngineStore(ByToken(8, group=4), ByToken(4, group=4)),
+    "fp8": EngineStore(Rounded("float8_e4m3fn"), Rounded("float8_e5m2", toward_zero=True)),
+    "values alone": EngineStore(None, ByToken(8)),
+    "shown": EngineStore(None, None, shown=True),
+}
+
+
+def drawn_by_an_engine(model: Any, store: EngineStore, prompt: int, new: int) -> Rollout:
+    """A row of random tokens; those of one length of prompt share it, and what was written of it."""
+    config, total = model.config, prompt + new
+    shared, own = (torch.Generator().manual_seed(seed) for seed in (prompt, 1000 * prompt + new))
+    of = [(prompt, shared), (new, own)]
+    ids = torch.cat([torch.randint(1, 61, (n,), generator=draw) for n, draw in of])
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    size = config.hidden_size // config.num_attention_heads
+    parts = [torch.cat([torch.randn(layers, heads, n, size, generator=draw) for n, draw in of], 2) for _ in range(2)]
+    return Rollout(
+        ids=ids,
+        prompt_length=prompt,
+        sampled=torch.arange(total) >= prompt,
+        sampler_logprobs=torch.zeros(total),
+        evicted_at=torch.full((layers, heads, total), NEVER, dtype=torch.int32),
+        kv_bytes_peak=0,
+        kv_bytes_dense=0,
+        retention=1.0,
+        answer_start=prompt,
+        stored=store,
+        written=(parts[0][:, :, :-1], parts[1][:, :, :-1]),
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared prompts", "whole rows"])
+@pytest.mark.parametrize("name", STORES)
+def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str, *, apart: bool) -> None:
+    """Forward and backward; prompts of under one block and of over two."""
+    sizes = [(20, 3), (20, 30), (70, 5), (70, 33)]
+    rollouts = [drawn_by_an_engine(model, STORES[name], *size) for size in sizes]
+
+    def learnt(model: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        model.set_attn_implementation("kvaudit")
+        logits, valid = suffix_logits(model, rollouts, group=2, kind="shadow", apart=apart)
+        loss = (logits.float().logsumexp(-1) * valid).sum()
+        return logits, loss, list(torch.autograd.grad(loss, [*model.parameters()]))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted, loss, slopes = learnt(copy.deepcopy(model))
+        with pretend_gpu() as gpu:
+            device_model = there(model)
+            gpu.waits.clear()
+            found, its_loss, its_slopes = learnt(device_model)
+    assert torch.equal(found.twin, wanted)  # type: ignore[attr-defined]
+    assert torch.equal(its_loss.twin, loss)  # type: ignore[attr-defined]
+    for own, slope in zip(its_slopes, slopes, strict=True):
+        torch.testing.assert_close(own.twin, slope, rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]
+    assert gpu.waits == {}

@@ -28,6 +28,7 @@ from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_o
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
+from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Dense, softmax
 from kvaudit.core.errors import DataError, RunError
 
@@ -41,32 +42,34 @@ def stored_logits(
     if store.shown and any(rollout.written is None for rollout in rollouts):
         raise DataError("a rollout is without what its engine's queries read, which nothing else can stand in for")
     prefix, starts = None, [0] * len(rollouts)
-    lengths = torch.tensor([r.prompt_length for r in rollouts], device=device)  # [B]
+    lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; what is where is worked out on the host
     if not apart:
         group = group if _share(rollouts, group) else 1
-        prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group])
+        prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group], device)
         # from the prompt's last token, which predicts the first of the suffix
         starts = [r.prompt_length - 1 for r in rollouts]
     # to the last token but one
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
-    counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)], device=device)
-    queries = _columns(counts, torch.tensor(starts, device=device))
+    counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
+    queries = _columns(counts, torch.tensor(starts))
     wrote = _wrote(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
-    context = StoredReplay(store, layers, queries, lengths, prefix=prefix, group=group, wrote=wrote)
+    context = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, wrote=wrote)
     asked = {"logits_to_keep": keep} if keep else {}
-    ids = columns.to(device)
-    output = model(input_ids=ids, position_ids=queries.clamp(min=0), use_cache=False, kv=context, **asked)
+    ids, at = uploaded(columns, device), context.queries
+    output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
-    return output.logits, queries >= 0
+    return output.logits, at >= 0
 
 
-def _prompts(model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor) -> StoredReplay:
+def _prompts(
+    model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
+) -> StoredReplay:
     """The prompt of each group, passed whole; ``lengths`` [groups] are its tokens."""
-    ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True).to(lengths.device)
+    ids = uploaded(pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True), device)
     queries = _columns(lengths, torch.zeros_like(lengths))
-    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], lengths.device)
-    replay = StoredReplay(store, layers, queries, lengths, wrote=wrote)
-    model(input_ids=ids, position_ids=queries.clamp(min=0), use_cache=False, kv=replay, logits_to_keep=1)
+    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
+    replay = StoredReplay(store, layers, queries, lengths, device, wrote=wrote)
+    model(input_ids=ids, position_ids=replay.queries.clamp(min=0), use_cache=False, kv=replay, logits_to_keep=1)
     replay.settle()
     return replay
 
@@ -74,7 +77,8 @@ def _prompts(model: Any, leaders: Sequence[Rollout], store: EngineStore, layers:
 class StoredReplay:
     """Attention of one such pass; pass it to a model's forward as ``kv=``.
 
-    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts. Without a ``prefix`` they
+    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts: both on the host, where
+    it is worked out once which entry lies where, so that no layer waits for the ``device``. Without a ``prefix`` they
     begin at the first token; with one at the prompt's last, and each row of it stands before ``group``.
     ``wrote`` are the keys and values of the queries' tokens as the engine had them, [B, L, H, Q, D].
     """
@@ -87,21 +91,26 @@ class StoredReplay:
         layers: int,
         queries: Tensor,
         lengths: Tensor,
+        device: torch.device,
         *,
         prefix: StoredReplay | None = None,
         group: int = 1,
         wrote: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._wrote = wrote
-        self._store, self._layers, self._queries, self._lengths = store, layers, queries, lengths
+        self._store, self._layers = store, layers
         self._prefix, self._group, self._settled = prefix, group, False
         self._draws = bool((queries >= lengths[:, None]).any())  # or the queries are those of prompts alone
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
-        if prefix is None:
-            self._keys = queries
-        else:  # the prompt's last token is a query again, and its key is the prompt's
+        self._host_queries = keys = queries
+        if prefix is not None:  # the prompt's last token is a query again, and its key is the prompt's
             behind = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
-            self._keys = torch.cat([prefix._queries.repeat_interleave(group, 0), behind], 1)
+            keys = torch.cat([prefix._host_queries.repeat_interleave(group, 0), behind], 1)
+        self._shared = int(lengths.min()) // BLOCK  # blocks before are the prompt's alone
+        self.queries, self._lengths = uploaded(queries, device), uploaded(lengths, device)
+        self._keys = uploaded(keys, device)
+        if isinstance(store.keys, ByChannel):
+            self._place, self._there = (uploaded(part, device) for part in _places(keys))
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
@@ -123,7 +132,7 @@ class StoredReplay:
         if isinstance(kind, ByChannel):
             return self._by_blocks(call, kind, (key, its_key), values)
         keys = self._as_read(kind, key, its_key)
-        visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self._queries[..., None])  # [B, Q, K]
+        visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self.queries[..., None])  # [B, Q, K]
         return _attention(call, keys, values, visible)
 
     def _as_read(self, kind: Rounded | ByToken | None, own: Tensor, its: Tensor) -> Tensor:
@@ -157,17 +166,17 @@ class StoredReplay:
 
         ``keys`` are the learner's own and the engine's.
         """
-        place, there = self._places()
+        place, there = self._place, self._there
         exact, its, values = (_gathered(part, place) for part in (*keys, value))  # [B, H, n * BLOCK, D]
         positions = torch.arange(place.shape[1], device=place.device)
-        visible = there[:, None] & (positions <= self._queries[..., None])  # [B, Q, n * BLOCK]
+        visible = there[:, None] & (positions <= self.queries[..., None])  # [B, Q, n * BLOCK]
         blocks, written = _in_blocks(its, 2), _in_blocks(there, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
         prompt = written & _in_blocks(positions < self._lengths[:, None], 1)
         # as the prefill coded them, all entries of a block at once
         first = kind.read_back(blocks, prompt[:, None])
         if not self._draws and self._prefix is None:
             return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
-        start = int(self._lengths.min()) // BLOCK  # blocks before are the prompt's alone
+        start = self._shared
         tail = kind.written_on(blocks[:, :, start:], prompt[:, start:], written[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
@@ -179,7 +188,7 @@ class StoredReplay:
 
         ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
         """
-        at = self._queries.clamp(min=0)
+        at = self.queries.clamp(min=0)
         block, place = at // BLOCK, at % BLOCK  # each [B, Q]
         rows = torch.arange(len(at), device=at.device)[:, None]
         tail = own[rows, :, (block - start).clamp(min=0), place]  # [B, Q, H, BLOCK, D]
@@ -189,14 +198,15 @@ class StoredReplay:
         exact, its = (part[rows, :, block] for part in blocks)
         return _off_by(exact, read, its).transpose(1, 2), block * BLOCK
 
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """The column of each position [B, n * BLOCK], and whether it has one."""
-        width = (int(self._keys.max()) // BLOCK + 1) * BLOCK
-        place = torch.full((len(self._keys), width + 1), -1, device=self._keys.device)
-        columns = torch.arange(self._keys.shape[1], device=self._keys.device).expand_as(self._keys)
-        place.scatter_(1, torch.where(self._keys >= 0, self._keys, width), columns)  # padding into the last, cut off
-        place = place[:, :width]
-        return place.clamp(min=0), place >= 0
+
+def _places(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each position [B, n * BLOCK] of ``keys`` [B, K], and whether it has one."""
+    width = (int(keys.max()) // BLOCK + 1) * BLOCK
+    place = torch.full((len(keys), width + 1), -1)
+    columns = torch.arange(keys.shape[1]).expand_as(keys)
+    place.scatter_(1, torch.where(keys >= 0, keys, width), columns)  # padding into the last, cut off
+    place = place[:, :width]
+    return place.clamp(min=0), place >= 0
 
 
 def _attention(
@@ -247,7 +257,7 @@ def _wrote(
     both = []
     for which in (0, 1):
         rows = [own[which][:, :, start:end] for own, (start, end) in zip(known, parts, strict=True)]
-        both.append(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]).to(device))
+        both.append(uploaded(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
     return both[0], both[1]
 
 
@@ -264,7 +274,7 @@ def _gathered(part: Tensor, place: Tensor) -> Tensor:
 
 def _columns(counts: Tensor, start: Tensor) -> Tensor:
     """Row positions [B, longest] from ``start`` [B] on, ``counts`` [B] of them, then -1."""
-    columns = torch.arange(int(counts.max()), device=counts.device)
+    columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + start[:, None], -1)
 
 
