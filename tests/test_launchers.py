@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: Non
         body()
     assert [one.process.returncode for one in started] == [-signal.SIGTERM] * 2
     assert said == []
+
+
+def test_all_companions_are_asked_to_end_before_one_of_them_is_waited_for(
+    tmp_path: Path, endless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("ask_to_end", "stop"):
+        plain = getattr(ExtraWorker, name)
+
+        def noted(self: ExtraWorker, *args: float, name: str = name, plain: Any = plain) -> None:
+            calls.append(f"{name} {self._number}")
+            plain(self, *args)
+
+        monkeypatch.setattr(ExtraWorker, name, noted)
+    with pytest.raises(KeyboardInterrupt), companions(2, Job([], tmp_path / "logs", tmp_path), print):
+        raise KeyboardInterrupt
+    assert calls[:3] == ["ask_to_end 1", "ask_to_end 2", "stop 1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -109,14 +109,18 @@ class ExtraWorker:
         self._waiter.join(patience)
         return not self._waiter.is_alive()
 
+    def ask_to_end(self) -> None:
+        """Have it let go of what it holds and end; nothing is said of that end."""
+        self._is_stopped = True
+        self.process.terminate()
+
     def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
         """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for.
 
         ``grace`` is how long it may take to let go of what it holds.
         """
         self._waiter.join(patience)
-        self._is_stopped = True
-        self.process.terminate()
+        self.ask_to_end()
         self._waiter.join(grace)
         self.process.kill()
         self._waiter.join()
@@ -173,8 +177,14 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]
         yield started
         patience = GRACE_SECONDS  # every unit is done: they find that out, and nothing they still do matters
     finally:
+        until = time.monotonic() + patience
         for companion in started:
-            companion.stop(patience)
+            companion.wait(max(0.0, until - time.monotonic()))
+        for companion in started:  # all at once: a scheduler that ends this run gives it some seconds in all
+            companion.ask_to_end()
+        until = time.monotonic() + GRACE_SECONDS
+        for companion in started:
+            companion.stop(0.0, max(0.0, until - time.monotonic()))
 
 
 class _Companions(list[ExtraWorker]):
