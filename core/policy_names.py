@@ -11,9 +11,10 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvaudit.core.text import shown
 
@@ -110,28 +111,34 @@ def _part(text: str) -> _Part:
     return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _pairs(asked: str, known: str) -> list[tuple[_Part, _Part]] | None:
-    """The parts of two policies beside each other, None where they are not made alike."""
-    ours, theirs = _requests(asked), _requests(known)
-    if [len(draw) for draw in ours] != [len(draw) for draw in theirs]:
-        return None
-    if [share for _, share in _draws(asked)] != [share for _, share in _draws(known)]:
-        return None
-    draws = zip(ours, theirs, strict=True)
-    return [pair for own, other in draws for pair in zip(own, other, strict=True)]
+class _Form(NamedTuple):
+    """How a policy is made, and all fields of its parts in that order."""
+
+    names: tuple[tuple[int, tuple[str, ...]], ...]  # the share and the parts of each draw
+    fields: tuple[dict[str, str], ...]
+
+
+@lru_cache(maxsize=4096)
+def _form(policy: str) -> _Form:
+    draws = _requests(policy)
+    shares = (share for _, share in _draws(policy))
+    names = tuple((share, tuple(name for name, _ in draw)) for share, draw in zip(shares, draws, strict=True))
+    return _Form(names, tuple(fields for draw in draws for _, fields in draw))
 
 
 def _agrees(asked: str, known: str) -> bool:
-    pairs = _pairs(asked, known)
-    return pairs is not None and all(
-        name == other and all(have.get(key, value) == value for key, value in want.items())
-        for (name, want), (other, have) in pairs
+    want, have = _form(asked), _form(known)
+    return want.names == have.names and all(
+        theirs.get(key, value) == value
+        for ours, theirs in zip(want.fields, have.fields, strict=True)
+        for key, value in ours.items()
     )
 
 
 def _common(asked: str, known: str) -> int:
-    """Fields that both mention with the same value."""
-    return sum(len(want.items() & have.items()) for (_, want), (_, have) in _pairs(asked, known) or [])
+    """Fields that both mention with the same value, of two that are made alike."""
+    both = zip(_form(asked).fields, _form(known).fields, strict=True)
+    return sum(len(ours.items() & theirs.items()) for ours, theirs in both)
 
 
 def _short(policy: str) -> str:

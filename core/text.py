@@ -17,6 +17,8 @@ def visible(text: str) -> str:
     C0 and DEL become control pictures (ESC as ␛); other control, format, private, surrogate and separator characters
     become ⟨U+202E⟩. Newline and tab stay.
     """
+    if text.replace("\n", "").replace("\t", "").isprintable():  # as nearly every text is, and asked at once
+        return text
     return "".join(one if one in "\n\t" or one.isprintable() else _picture(ord(one)) for one in text)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS, *, train: int = 
     )
 
 
+@cache
 def words(text: str) -> int:
     """A tokenizer stand-in: words, digits and punctuation runs."""
     return len(re.findall(r" ?[A-Za-z]+| ?\d|\n| ?[^\sA-Za-z0-9]+", text))

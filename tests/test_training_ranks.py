@@ -233,19 +233,21 @@ def unalike(base: LoadedModel) -> LoadedModel:
     with torch.no_grad():
         for n, weight in enumerate(norms):
             weight.mul_(1 + 0.001 * (n + 1))
-    return replace(base, model=model, sha256="ab" * 32)
-
-
-@pytest.fixture
-def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
+    return replace(base, model=model, sha256="ba" * 32)
 
 
 U4 = "openvino:KV_CACHE_PRECISION=u4,cache_size=0.05"
-DRAWN = {"rollouts": U4, "policy": "none", "suites": ["math", "refusal"], "ledger_every": 1, "temperature": 1.5}
+DRAWN = {
+    "rollouts": U4,
+    "policy": "none",
+    "suites": ["math", "refusal"],
+    "ledger_every": 1,
+    "temperature": 1.5,
+    "steps": 2,
+}
 
 
-@pytest.mark.usefixtures("conversions")
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["full", "adapter"])
 def test_every_rank_draws_its_share_from_an_engine_of_its_own(
     adapter: dict[str, int] | None, base: LoadedModel, tmp_path: Path, ranks: RankGroup
@@ -262,7 +264,6 @@ def test_every_rank_draws_its_share_from_an_engine_of_its_own(
     assert shared[-1]["engine/dense_rms"] > 1e-3
 
 
-@pytest.mark.usefixtures("conversions")
 def test_every_rank_s_engine_has_the_weights_of_the_step_whole(
     base: LoadedModel, tmp_path: Path, ranks: RankGroup
 ) -> None:
@@ -273,7 +274,6 @@ def test_every_rank_s_engine_has_the_weights_of_the_step_whole(
         assert row["engine/dense_rms"] < 1e-4  # nats a token, of both ranks' rollouts, after every step
 
 
-@pytest.mark.usefixtures("conversions")
 def test_ranks_replay_what_their_engines_stored(base: LoadedModel, tmp_path: Path, ranks: RankGroup) -> None:
     pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
     config, base = unit("smd", "grpo", learning_rate=1e-3, **DRAWN), unalike(base)
@@ -281,6 +281,7 @@ def test_ranks_replay_what_their_engines_stored(base: LoadedModel, tmp_path: Pat
     for one, two in zip(alone, shared, strict=True):
         assert two["engine/replay_rms"] < 1e-4
         assert two["engine/dense_rms"] > 1e-3
+        assert one["length_mean"] == two["length_mean"]
         for name in ("reward_mean", "loss", "grad_norm"):
             assert one[name] == pytest.approx(two[name], rel=1e-2)
 
