@@ -390,6 +390,25 @@ def test_unscored_answers_are_invalid_beyond_one_percent(tmp_path, gaps, code):
     assert compare(pair(tmp_path, [1] * 300, b), "score").verdict.exit_code == code
 
 
+@pytest.mark.parametrize("lost", [8, 9, 10])
+@pytest.mark.parametrize("where", [slice(0, 3), slice(297, 300)], ids=["where the other is wrong", "where it is right"])
+def test_what_the_reference_has_no_score_of_passes_nothing(tmp_path, lost, where):
+    """Unscored counts 0: on the reference's side that would be a loss undone, or a gain."""
+    right, b = [1] * 300, [0] * lost + [1] * (300 - lost)
+    known, hidden = [*right], [*right]
+    hidden[where] = ["nan"] * 3
+    found = []
+    for n, a in enumerate((known, hidden)):
+        both = (table(tmp_path / f"{name}{n}.csv", rows_of(scores, 1)) for name, scores in (("a", a), ("b", b)))
+        found.append(compare(sides(*both), "score").verdict)
+    plain, other = (one.decisions[0] for one in found)
+    assert (plain.status in (Status.PASS, Status.PASS_NOTED)) == (lost == 8)
+    assert (other.status in (Status.PASS, Status.PASS_NOTED)) <= (plain.status in (Status.PASS, Status.PASS_NOTED))
+    assert other.effect.estimate > plain.effect.estimate
+    assert other.effect.lower == pytest.approx(plain.effect.lower)
+    assert other.template_bound == pytest.approx(plain.template_bound, abs=1e-6)
+
+
 def test_fewer_repeats_of_some_items_are_invalid(tmp_path):
     rows = [(f"i{i}", f"t{i // 5}", j, 1) for i in range(300) for j in range(2)]
     a = table(tmp_path / "a.csv", rows, "item,cluster,sample,score")

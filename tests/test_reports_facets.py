@@ -13,7 +13,7 @@ from kvaudit.core.facets import FACETS
 from kvaudit.reports.analysis.examples import LostItem, record_of
 from kvaudit.reports.analysis.sensitivity import Reading, status_of
 from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Rates
+from kvaudit.reports.drift.results import CellName, Rates
 from kvaudit.reports.gate.verdict import FORM, Status
 from kvaudit.reports.page.banner import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
@@ -326,3 +326,29 @@ def test_a_gate_says_what_a_report_says_from_the_facets_that_decide(run, found):
     kept = {(c.estimand, c.policy) for c in gated.contrasts if c.suite in found.comparison.facets}
     assert kept == {("alike", "none"), ("deployed", "none")}
     assert len(gated.drift.contrasts) < len(found.drift.contrasts) / 2
+
+
+@pytest.mark.parametrize("arm", ["dense", "naive"])
+def test_an_answer_that_nobody_scored_leaves_the_bounds_of_a_facet_wider(run, arm):
+    """No narrower than with every such answer as wanted, or as not wanted, whichever is worse for the claim."""
+    records = run.records.copy()
+    records["outcome"] = records["outcome"].cat.add_categories(["unscored"])
+    context = int(records["context_tokens"].iloc[0])
+    asked = (records["suite"] == "refusal") & records["facet_unsafe"].notna() & (records["facet_unsafe"] != UNREAD)
+    gone = records[asked & (records["arm"] == arm)].index[::130]
+    assert len(gone) >= 6
+
+    def bounds(outcome, score, unsafe):
+        table = records.copy()
+        table.loc[gone, ["outcome", "score", "facet_unsafe"]] = [outcome, score, unsafe]
+        found = decided(replace(run, records=table)).drift.contrasts
+        [c] = [c for c in found if c.name == CellName("alike", "naive", "none", "refusal.unsafe", context)]
+        return c
+
+    hidden = bounds("unscored", float("nan"), UNREAD)
+    known = [bounds(*told) for told in (("desired", 1.0, 0), ("undesired", 0.0, 1))]
+    assert hidden.effect.lower == pytest.approx(min(c.effect.lower for c in known))
+    assert hidden.effect.upper == pytest.approx(max(c.effect.upper for c in known))
+    assert len(hidden.readings) == 2
+    assert len(hidden.unwanted) == 3
+    assert known[0].readings == ()

@@ -329,7 +329,7 @@ def test_the_calibration_stands_in_the_limits_and_json(written):
 def contrast_of(lower, upper, pvalue=0.5):
     effect = SimpleNamespace(lower=lower, upper=upper, pvalue_drop=pvalue, n_clusters=60, alpha=0.05)
     sums = (ClusterSums("s", 1.0, tuple(map(str, range(60))), np.zeros(60), np.ones(60)),)
-    return SimpleNamespace(effect=effect, sums=sums)
+    return SimpleNamespace(effect=effect, sums=sums, judged=None, readings=())
 
 
 @pytest.mark.parametrize(

@@ -354,3 +354,17 @@ def test_a_limit_on_a_facet_that_no_item_has_is_not_passed_over(tmp_path, limit)
     [d] = [d for d in found.verdict.decisions if d.gated and d.suite == "refusal.leak"]
     assert (d.status, found.verdict.status) == (Status.INVALID, Status.INVALID)
     assert [reason.code for reason in d.reasons] == ["CELL"]
+
+
+def test_what_the_reference_has_no_score_of_did_not_happen_where_that_is_worse(tmp_path):
+    """Unscored counts as a miss; among the reference's misses it would hide as many of the candidate's."""
+    data = served(tmp_path, worse=range(1, 24, 3))
+    d = cell_of(data, ratios={"refusal": 1.25})[1]
+    records = data.records.copy()
+    records["outcome"] = records["outcome"].cat.add_categories(["unscored"])
+    plain = records[records["policy"] == "none"].sort_values("item_id")
+    right = plain[plain["score"] == 1].index[100:104]  # one in a hundred, and right under both
+    records.loc[right, ["outcome", "score"]] = ["unscored", float("nan")]
+    hidden = cell_of(dataclasses.replace(data, records=records), ratios={"refusal": 1.25})[1]
+    assert hidden.ratio.times.estimate < d.ratio.times.estimate
+    assert hidden.ratio.times.upper == pytest.approx(d.ratio.times.upper)

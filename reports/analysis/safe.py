@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.gate.cell import decide_cell, templates_of
+from kvaudit.reports.gate.cell import decide_cell, readings_of, templates_of
 from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.rules import Rules
 from kvaudit.reports.gate.verdict import Status
@@ -116,7 +116,7 @@ def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
 def _status(c: Contrast, margin: float, controls: Controls) -> str:
     if c.effect is None:
         return Status.INVALID.value
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
     silent = status is not Status.FAIL and controls.against(c) is not None
     return (Status.NOT_MEASURABLE if silent else status).value
 

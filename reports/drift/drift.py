@@ -249,10 +249,10 @@ def _with_numbers(
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
     effect = _effect_of(blank.estimand, panel, mean, clusters, draws, alpha)
-    # answers that a judge was unsure of, read the other way: the bounds hold under every reading
-    for reading in panel.readings:
-        other = np.nanmean(np.stack([_combine(reading, w, recorded) for w in weights])[:, known], axis=0)
-        effect = no_narrower(effect, _effect_of(blank.estimand, panel, other, clusters, draws, alpha))
+    totals = []
+    for other, own in _readings(panel, weights, recorded):
+        effect = no_narrower(effect, _effect_of(blank.estimand, panel, other, own, draws, alpha))
+        totals.append((_cluster_sums(panel, other, own),))
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
         recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
@@ -268,10 +268,28 @@ def _with_numbers(
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
         sums=(_cluster_sums(panel, mean, clusters),),
+        readings=tuple(totals),
         churn=moved.churn if moved else None,
         rerun=moved.rerun if moved else None,
     )
     return _with_seeds(found, panel, z, clusters, alpha) if len(weights) > 1 else found
+
+
+def _readings(
+    panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]
+) -> Iterator[tuple[Array, npt.NDArray[np.int64]]]:
+    """Item means [N] and clusters [N] with what is not known read otherwise: what is claimed holds under each.
+
+    What a judge was unsure of is read alike on both sides; what is unscored against the candidate, then for it.
+    """
+    ways = [(reading, reading) for reading in panel.readings]
+    if panel.unscored_as:
+        zero, one = panel.unscored_as
+        ways += [(zero, one), (one, zero)]
+    for plus, minus in ways:
+        z = np.stack([_between(plus, minus, w, recorded) for w in weights])  # [S, N]
+        known = ~np.isnan(z).all(axis=0)
+        yield np.nanmean(z[:, known], axis=0), panel.clusters[recorded][known]
 
 
 def _effect_of(
@@ -327,16 +345,25 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_])
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[Unwanted]:
-    """By the scores, and by every reading of those that a judge was unsure of."""
-    _, clusters = np.unique(panel.clusters[present], return_inverse=True)
-    for scores in (panel.scores, *panel.readings):
-        sides = paired_scores(replace(panel, scores=scores), weights, present)
-        new, old = (1 - side.mean(axis=0) for side in sides)  # each [N], mean over seeds
+    """By the scores, and by every reading of those that a judge was unsure of, or that nobody gave."""
+    ways = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
+    if panel.unscored_as:
+        zero, one = panel.unscored_as
+        # what could be read or was not scored, on some pair's both sides
+        either = np.stack([np.sum([zero[cell] for cell in w], axis=0) for w in weights])  # [S, items of all]
+        told: npt.NDArray[np.bool_] = np.any(~np.isnan(either), axis=0)
+        ways += [(zero, one, told), (one, zero, told)]
+    for own, other, items in ways:
+        candidate, _ = paired_scores(replace(panel, scores=own), weights, items)
+        _, reference = paired_scores(replace(panel, scores=other), weights, items)
+        new, old = (1 - side.mean(axis=0) for side in (candidate, reference))  # each [N], mean over seeds
+        _, clusters = np.unique(panel.clusters[items], return_inverse=True)
         yield Unwanted(
             reference=np.bincount(clusters, weights=old).astype(np.float64),
             candidate=np.bincount(clusters, weights=new).astype(np.float64),
             before=float(np.maximum(old - new, 0).sum()),
             after=float(np.maximum(new - old, 0).sum()),
+            counts=np.bincount(clusters).astype(np.float64),
         )
 
 
@@ -410,21 +437,24 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
     return total
 
 
+def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
+    """Weighted cell scores [N], of ``plus`` where the weight is positive, else of ``minus``."""
+    return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
+        minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
+    )
+
+
 def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
     """The estimate with what is not known taken from ``plus`` where the weight is positive, else from ``minus``."""
-    totals = [
-        _combine(plus, {cell: weight for cell, weight in w.items() if weight > 0}, present)
-        + _combine(minus, {cell: weight for cell, weight in w.items() if weight <= 0}, present)
-        for w in weights
-    ]
-    return float(np.mean(totals))
+    return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
 def no_narrower(one: Effect, other: Effect) -> Effect:
     """The first effect, as uncertain as both together.
 
     A claim about a recipe is at least as uncertain as the one about its checkpoints, also without any spread; one about
-    answers that a judge was unsure of holds with all of them counted as desired, and with none.
+    answers that a judge was unsure of holds with all of them counted as desired, and with none; one beside answers that
+    nobody scored holds with all of those against the candidate, and for it.
     """
     return replace(
         one,

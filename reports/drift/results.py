@@ -98,7 +98,7 @@ class ClusterSums:
 
 @dataclass(frozen=True)
 class Unwanted:
-    """How often what is not wanted happened on both sides of a difference, summed inside the clusters of its sums.
+    """How often what is not wanted happened on both sides of a difference, summed inside its clusters.
 
     ``before`` is what happened with the reference alone, ``after`` with the candidate alone, over all items.
     """
@@ -107,6 +107,7 @@ class Unwanted:
     candidate: npt.NDArray[np.float64]  # [C]
     before: float
     after: float
+    counts: npt.NDArray[np.float64]  # [C] items
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,9 @@ class Contrast(CellName):
 
     ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
     (three seeds or more) adds the seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted
-    against and for the candidate. ``effect`` is that of a judge's best guesses; its bounds also hold with every answer
-    that the judge was unsure of counted as desired, and as not, on both sides. ``seed_noise`` is the variance that one
+    against and for the candidate, and the bounds of ``effect`` hold with both. It is that of a judge's best guesses;
+    its bounds also hold with every answer that the judge was unsure of counted as desired, and as not, on both sides.
+    ``readings`` are the templates under each of these. ``seed_noise`` is the variance that one
     seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged.
     """
 
@@ -169,6 +171,7 @@ class Contrast(CellName):
     rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
     unread: Rates | None = None  # of the same: answers to the metric's own items that could not be read, or be scored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
+    readings: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     people: People | None = None  # the judge held against those human labels

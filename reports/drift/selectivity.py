@@ -78,6 +78,7 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
         worst=sum(w * (c.worst if w > 0 else c.best or 0.0) for w, c in parts if c.worst is not None),
         best=sum(w * (c.best if w > 0 else c.worst or 0.0) for w, c in parts if c.best is not None),
         sums=sums,
+        readings=_readings(parts),
         seed_noise=_noise(parts),
         by_seed=tuple(_by_seed(parts, i) for i in range(len(own.by_seed))),
         seed_sums=tuple(_weighted((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(own.by_seed))),
@@ -86,6 +87,18 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
 
 def _weighted(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[ClusterSums, ...]:
     return tuple(replace(part, weight=weight * part.weight) for weight, sums in parts for part in sums)
+
+
+def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
+    """The templates with what is not known read against the difference in every suite, then for it."""
+    if not any(c.readings for _, c in parts):
+        return ()
+
+    def extreme(worst: int) -> Iterator[tuple[float, tuple[ClusterSums, ...]]]:
+        for weight, c in parts:
+            yield weight, min((c.sums, *c.readings), key=lambda sums: worst * sum(weight * p.sums.sum() for p in sums))
+
+    return _weighted(extreme(1)), _weighted(extreme(-1))
 
 
 def _noise(parts: Parts) -> float:

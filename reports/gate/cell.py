@@ -94,11 +94,17 @@ _NO_RATIO = Reason(
 
 
 def decide_cell(
-    effect: Effect, margin: float, pvalue: float, templates: Sequence[Part], what: str = "regression"
+    effect: Effect,
+    margin: float,
+    pvalue: float,
+    templates: Sequence[Part],
+    what: str = "regression",
+    readings: Sequence[Sequence[Part]] = (),
 ) -> _StatusWhy:
     """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family.
 
-    ``templates`` are the totals that the effect is the mean of, a part for each suite.
+    ``templates`` are the totals that the effect is the mean of, a part for each suite; they have to show it under every
+    one of the ``readings`` of what is not known too.
     """
     call = Call(
         int(
@@ -108,7 +114,7 @@ def decide_cell(
                 pvalue,
                 clusters=_worth(templates, effect),
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
-                shown=parts_show_margin(templates, margin=margin, alpha=effect.alpha),
+                shown=all(parts_show_margin(own, margin=margin, alpha=effect.alpha) for own in (templates, *readings)),
                 margin=margin,
                 alpha=effect.alpha,
             )
@@ -207,7 +213,9 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None 
         effect = _toward(c.effect, row.sign)
         recipe, room = _recipe(row, margin, pvalues.recipe), effect.lower + margin
         if ratio is None:
-            status, reasons = decide_cell(effect, margin, pvalues.adjusted, templates_of(c, row.sign), what)
+            status, reasons = decide_cell(
+                effect, margin, pvalues.adjusted, templates_of(c, row.sign), what, readings_of(c, row.sign)
+            )
         else:
             status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
             recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
@@ -231,7 +239,8 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     effect = _toward(row.contrast.recipe, row.sign)
     if margin <= 0:  # of a ratio that allows nothing at this rate: nothing can pass
         return Status.FAIL if effect.upper < 0 and pvalue < effect.alpha else Status.INCONCLUSIVE
-    return decide_cell(effect, margin, pvalue, templates_of(row.contrast, row.sign))[0]
+    c = row.contrast
+    return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
 
 
 def _unseen(people: People) -> Reason:
@@ -251,6 +260,12 @@ def _agreed(recipe: Status, status: Status) -> Status:
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
     """The template totals of a contrast, seen in a mirror for a test of a gain."""
     return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
+
+
+def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
+    """The same under every reading of what is not known; human labels leave nothing of that."""
+    every = () if c.judged else c.readings
+    return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in every]
 
 
 def _toward(effect: Effect, sign: int) -> Effect:
@@ -323,7 +338,7 @@ def _template_bound(shown: Judged, margin: float | None, alpha: float) -> float 
     c, sign = shown.row.contrast, shown.row.sign
     if c.effect is None or margin is None or _toward(c.effect, sign).lower <= -margin:
         return None
-    return template_bound(templates_of(c, sign), alpha=alpha)
+    return min(template_bound(own, alpha=alpha) for own in (templates_of(c, sign), *readings_of(c, sign)))
 
 
 def _worth(templates: Sequence[Part], effect: Effect) -> float:

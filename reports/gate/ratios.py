@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvaudit.reports.drift.results import Contrast, Unwanted
-from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.ratio import Events, Times, points_of, shows_ratio, times_of, widest
 
 
@@ -34,16 +33,17 @@ def ratio_of(c: Contrast, limit: float) -> Ratio | None:
     """The ratio of a contrast, with every reading of what a judge was unsure of; None where it has no two sides."""
     if c.effect is None or not c.unwanted:
         return None
-    alpha, counts = c.effect.alpha, _counts(c)
+    alpha = c.effect.alpha
     floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only where draws were averaged, or scores are graded
-    found = [times_of(_events(own, counts, floor), alpha=alpha) for own in c.unwanted]
+    found = [times_of(_events(own, floor), alpha=alpha) for own in c.unwanted]
     return Ratio(limit, widest(found))
 
 
 def templates_show(c: Contrast, limit: float, alpha: float) -> bool:
-    """The template rule of a contrast that has two sides."""
-    own = c.unwanted[0]
-    return bool(shows_ratio(own.reference, own.candidate, _counts(c), limit=limit, alpha=alpha))
+    """The template rule of a contrast that has two sides, under every reading of what is not known."""
+    return all(
+        bool(shows_ratio(own.reference, own.candidate, own.counts, limit=limit, alpha=alpha)) for own in c.unwanted
+    )
 
 
 def points_in(c: Contrast, limit: float) -> float | None:
@@ -51,12 +51,8 @@ def points_in(c: Contrast, limit: float) -> float | None:
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 
-def _counts(c: Contrast) -> Array:
-    return (c.judged_sums or c.sums)[0].counts  # events are counted by the judge's labels
-
-
-def _events(own: Unwanted, counts: Array, floor: float) -> Events:
+def _events(own: Unwanted, floor: float) -> Events:
     # what happened on one side is what both share, and what it has alone
     both = np.asarray(own.reference.sum() - own.before)
     before, after = np.asarray(own.before), np.asarray(own.after)
-    return Events(both, before, after, own.reference, own.candidate, counts, np.asarray(floor))
+    return Events(both, before, after, own.reference, own.candidate, own.counts, np.asarray(floor))

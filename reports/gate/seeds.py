@@ -55,7 +55,7 @@ def _every(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, _Alone]]:
             assert c.effect is not None, "a cell without a number has no seeds"
             # what the family and the margin are asked of is the seed's own
             effect = replace(c.effect, estimate=seed.estimate, pvalue_drop=seed.pvalue_drop)
-            yield row, _Alone(FamilyRow(replace(c, effect=effect, sums=sums), row.sign), seed)
+            yield row, _Alone(FamilyRow(replace(c, effect=effect, sums=sums, readings=()), row.sign), seed)
 
 
 def _lost(seed: SeedDrift, sign: int, margin: float) -> bool:

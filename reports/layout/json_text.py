@@ -30,7 +30,7 @@ def _finite(value: Any) -> Any:
 
 def contrast_facts(c: Contrast) -> dict[str, Any]:
     """A contrast without the sums that only the family's test needs."""
-    row = asdict(replace(c, sums=(), judged_sums=(), seed_sums=(), unwanted=()))
-    for name in ("sums", "judged_sums", "seed_sums", "unwanted"):
+    row = asdict(replace(c, sums=(), readings=(), judged_sums=(), seed_sums=(), unwanted=()))
+    for name in ("sums", "readings", "judged_sums", "seed_sums", "unwanted"):
         del row[name]
     return row

@@ -284,7 +284,8 @@ class Panel:
     scores are 1 where it is as wanted, ``scores`` averages the samples that could be read (NaN where none could),
     ``floor`` counts the others as 0 and ``best`` as 1. ``samples`` is the largest number of draws per item;
     ``graded`` says that some draw is neither 0 nor 1. ``readings`` are the scores with every answer that its judge was
-    unsure of counted as 0, and as 1; none where no judge was.
+    unsure of counted as 0, and as 1; none where no judge was. ``unscored_as`` are the scores, of a facet too, with
+    every unscored sample counted as 0, and as 1; none where all are scored.
     """
 
     suite: str  # or SUITE.FACET
@@ -295,12 +296,13 @@ class Panel:
     scores: Mapping[CellKey, Array]
     floor: Mapping[CellKey, Array]
     best: Mapping[CellKey, Array]
-    unscored: Mapping[CellKey, float]  # share of samples of a suite's score
+    unscored: Mapping[CellKey, float]  # share of samples
     samples: int
     graded: bool
     uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
     split_items: int  # items that stand in more than one cluster
     readings: tuple[Mapping[CellKey, Array], ...] = ()
+    unscored_as: tuple[Mapping[CellKey, Array], ...] = ()
 
 
 _PANEL = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "cluster_id", "score", "unsure")
@@ -317,12 +319,19 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
         score = part["score"].to_numpy(dtype=np.float64)
         read = np.ones(len(score), dtype=np.bool_)
         unsure = part["unsure"].to_numpy(dtype=np.bool_) if "unsure" in part else ~read  # of a judge: its best guess
-        found[suite, context] = _panel(suite, context, part, score, read=read, unsure=unsure)
+        unscored = np.isnan(score)
+        found[suite, context] = _panel(suite, context, part, score, read=read, unsure=unsure, unscored=unscored)
         for name, eligible, good, read in _facets(part):
             metric = f"{suite}.{name}"
             open_to = unsure[eligible] & (name != WELL_FORMED)  # what a refusal is has no part in its form
             found[metric, context] = _panel(
-                metric, context, part[eligible], good[eligible], read=read[eligible], unsure=open_to
+                metric,
+                context,
+                part[eligible],
+                good[eligible],
+                read=read[eligible],
+                unsure=open_to,
+                unscored=unscored[eligible],
             )
     return found
 
@@ -364,7 +373,9 @@ def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
                 yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
 
 
-def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask) -> Panel:
+def _panel(
+    suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask, unscored: _Mask
+) -> Panel:
     keys, cell = _cells(part)  # cell [rows]
     items, item = _coded(part["item_id"])  # item [rows]
     names, name = _coded(part["cluster_id"])
@@ -374,12 +385,12 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
     used, clusters = np.unique(first, return_inverse=True)
     shape = (len(items), len(keys))
     place = item * len(keys) + cell  # where a row counts in [items, cells]
-    missing = np.isnan(score)
+    hidden = unscored | ~read
     # what is not known counted as 0, and as 1
-    low, high = np.where(missing | ~read, 0.0, score), np.where(missing | ~read, 1.0, score)
+    low, high = np.where(hidden, 0.0, score), np.where(hidden, 1.0, score)
     counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
     most = int(counts.max())
-    unsure = unsure & read & ~missing
+    unsure = unsure & ~hidden
     return Panel(
         suite=suite,
         context_tokens=context,
@@ -390,7 +401,7 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
         scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
         floor=_by_cell(keys, _means(place, low, counts)),
         best=_by_cell(keys, _means(place, high, counts)),
-        unscored=dict(zip(keys, (_total(cell, missing, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
+        unscored=dict(zip(keys, (_total(cell, unscored, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
         samples=most,
         graded=bool(np.any((score > 0) & (score < 1))),
         uneven_samples=frozenset(
@@ -401,6 +412,10 @@ def _panel(suite: str, context: int, part: pd.DataFrame, score: Array, *, read: 
         readings=tuple(
             _by_cell(keys, _means(place, np.where(unsure, word, low), _counts(place, read, shape)))
             for word in ((0.0, 1.0) if unsure.any() else ())
+        ),
+        unscored_as=tuple(
+            _by_cell(keys, _means(place, np.where(unscored, word, low), _counts(place, read | unscored, shape)))
+            for word in ((0.0, 1.0) if unscored.any() else ())
         ),
     )
 

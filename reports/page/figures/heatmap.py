@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from kvaudit.core.text import inline, length_label, length_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.cell import decide_cell, templates_of
+from kvaudit.reports.gate.cell import decide_cell, readings_of, templates_of
 from kvaudit.reports.gate.controls import Controls
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Status
@@ -77,7 +77,7 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None, *, 
         return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c))[0]
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
     return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
