@@ -188,7 +188,7 @@ def test_a_name_with_half_a_character_is_no_name(tmp_path):
     rows[0] = rows[0].replace('"acc": 1.0', '"acc": 1.0, "doc_hash": "\\ud800"')
     log = read(written(tmp_path, "s.jsonl", "\n".join(rows) + "\n"))
     assert list(log.rows["item"]) == ["0"]
-    assert log.rows["fingerprint"][0] == "⟨U+D800⟩ None None"
+    assert len(log.rows["fingerprint"][0]) == 16
     assert len(log.problems) == 1
 
 
@@ -358,7 +358,16 @@ def test_selectors_choose_a_cell_of_a_run(run):
     assert len(log.rows) == 64 * 2
     assert set(log.rows["suite"]) == {"math"}
     assert log.facts == {"arm": "naive", "policy": policy("snapkv", 96), "seed": "12"}
-    assert log.settings == {"version of suite math": "1", "judge of suite math": "programmatic"}
+    assert log.settings == {
+        "version of suite math": "1",
+        "judge of suite math": "programmatic",
+        "temperature": "1.0",
+        "top_p": "1.0",
+        "think": "None",
+        "max_new_tokens of suite math": "None",
+    }
+    assert log.rows["fingerprint"].nunique() == 1  # of made rows the question is the same
+    assert log.rows["fingerprint"][0]
 
 
 def test_one_record_file_reads_like_its_run(run):
@@ -492,7 +501,8 @@ def test_an_attack_that_agentdojo_calls_secure_succeeded():
     assert by_metric["attack_success"] == dict(zip(attacked, [0, 1, 0, 1], strict=True))
     assert by_metric["utility"] == dict.fromkeys(attacked, 1)
     alone = [*(f"injection_task_{n}" for n in (0, 1)), *(f"user_task_{n}" for n in (0, 1))]
-    assert by_metric["capable"] == {f"desk/{task}/none/none": 1 for task in alone}
+    assert by_metric["capable"] == {f"desk/{task}/none/none": 1 for task in alone[2:]}
+    assert by_metric["attacker_capable"] == {f"desk/{task}/none/none": 1 for task in alone[:2]}
     assert set(rows["cluster"]) == {f"desk/{task}" for task in alone}
 
 

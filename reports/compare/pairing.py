@@ -6,18 +6,18 @@ Items pair by suite, length, name and repeat. Nothing is dropped to make two fil
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import some
-from kvaudit.reports.drift.comparison import Reason
+from kvaudit.reports.drift.comparison import PlannedUnit, Reason, comparison_of, part_reasons
 from kvaudit.reports.drift.drift import UNSCORED_LIMIT
 from kvaudit.reports.gate.verdict import NO_CLUSTERS
 from kvaudit.reports.layout.words import percent
-from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
+from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, READERS, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
@@ -86,11 +86,15 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     Raises DataError for scores on another scale, SpecError for clusters that are not where they were said to be.
     """
     check_scale(a, b, metric)
+    if lower_is_better:
+        _check_turn(a, b)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
-    reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b))
+    reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b, metric))
     tables = _one_suite(tables, a)
     tables, said = _clustered(tables, own_clusters=own_clusters)
     alone = all(table["cluster"].equals(table["item"]) for table in tables)
+    if not alone and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
+        said.append("Every item has a cluster of its own, so all were taken for independent of each other.")
     for log, table in zip((a, b), tables, strict=True):
         reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
     tables = [table.drop_duplicates(_KEY) for table in tables]
@@ -106,10 +110,22 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
 
 
+def _check_turn(a: Log, b: Log) -> None:
+    """Raise SpecError for scores that are turned round where their reader has turned them so that 1 is desired."""
+    for log in (a, b):
+        if READERS.get(log.reader).oriented:
+            raise SpecError(
+                f"--lower-is-better: in {log.path.name} ({log.reader}) 1 is what is desired in every metric already, "
+                "an attack that failed too; leave the option out"
+            )
+
+
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
     for log in (a, b):
         if log.unfinished:
             yield Reason("INCOMPLETE", f"{log.path.name} is not whole: {log.unfinished}")
+        for reason in _run_reasons(log):
+            yield Reason(reason.code, f"{log.path.name}: {reason.text}")
         if log.duplicates:
             yield Reason("DUPLICATE", f"{log.path.name}: {log.duplicates} records stand twice; the first was kept")
     if a.reader == b.reader:
@@ -118,10 +134,42 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
             yield Reason("HASH", f"the files were made with other {_some(differing)}")
 
 
-def _log_notes(a: Log, b: Log) -> Iterator[str]:
+def _without(log: Log, metric: str) -> Iterator[str]:
+    """Answers that the file has, but not under this metric."""
+    every, own = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
+    if own < every:
+        yield f"{log.path.name}: {every - own} of {every} answers have no {metric}; they are not compared."
+
+
+def _run_reasons(log: Log) -> Iterator[Reason]:
+    """What is not whole, or not what it says, in the part of a run that was chosen."""
+    if log.run is None:
+        return
+    comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
+    # one arm under one policy, which a selector may name in short
+    wanted = {**log.select, "arm": log.facts["arm"], "policy": log.facts["policy"]}
+
+    def is_chosen(unit: PlannedUnit) -> bool:
+        own = {
+            "arm": unit.arm,
+            "policy": unit.policy,
+            "seed": str(unit.seed),
+            "suite": unit.suite,
+            "context": str(unit.context_tokens),
+        }
+        return all(own[key] == value for key, value in wanted.items())
+
+    planned = tuple(unit for unit in comparison.planned if is_chosen(unit))
+    yield from part_reasons(log.run, replace(comparison, planned=planned))
+
+
+def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
     for log in (a, b):
         if log.problems:
             yield f"{log.path.name}: {len(log.problems)} lines were kept out; the first: {log.problems[0]}"
+        yield from _without(log, metric)
+    if a.path == b.path and a.rows.equals(b.rows):
+        yield "Both sides are the same file and the same cell: nothing was compared with anything else."
     for side, names in _unshared(a, b):
         yield f"Not compared: only the {side} file has {_some(names)}."
     tasks = [log.facts.get("task") for log in (a, b)]
@@ -130,9 +178,10 @@ def _log_notes(a: Log, b: Log) -> Iterator[str]:
 
 
 def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
-    """Files that hold one suite each are about the same one, whatever they call it."""
-    single = all(table["suite"].nunique() == 1 for table in tables)
-    name = str(tables[0]["suite"].iloc[0]) if single else ONE_SUITE
+    """Files that hold one suite each are about the same one, unless both name it and by other names."""
+    named = [set(table["suite"]) - {ONE_SUITE} for table in tables]
+    single = all(table["suite"].nunique() == 1 for table in tables) and len(named[0] | named[1]) < 2
+    name = str(min(named[0] | named[1], default=ONE_SUITE)) if single else ONE_SUITE
     name = name or a.facts.get("task", "") or UNNAMED_SUITE
     if single:
         return [table.assign(suite=name) for table in tables]

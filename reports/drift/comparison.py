@@ -16,7 +16,7 @@ import pandas as pd
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
-from kvaudit.core.provenance import INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
+from kvaudit.core.provenance import ENDPOINT, INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
@@ -232,10 +232,16 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
     if duplicates:
         yield Reason("DUPLICATE", f"{duplicates} records stand twice; the first of each was kept")
+    yield from part_reasons(data, comparison)
+
+
+def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
+    """Those of a part of a run, whatever it is compared with: it is not whole, or not what provenance lists."""
     yield from _incomplete(data, comparison)
-    yield from _conflicts(records)
+    yield from _conflicts(data.records)
     yield from _unlisted(data)
-    yield from _unpinned(data, comparison)
+    if ENDPOINT not in data.provenance:  # whose weights nobody has seen
+        yield from _unpinned(data, comparison)
     yield from _other_inputs(data)
 
 

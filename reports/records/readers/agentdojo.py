@@ -34,6 +34,7 @@ from kvaudit.reports.records.readers.base import (
 
 _KEYS = {"suite_name", "pipeline_name", "user_task_id", "injection_task_id", "attack_type", "messages", "error"}
 _FILES_LOOKED_AT = 20
+_ATTACKERS = "injection_task_"
 
 
 class AgentDojo(Reader):
@@ -41,6 +42,7 @@ class AgentDojo(Reader):
 
     name = "agentdojo"
     reads = "AgentDojo log or folder of logs"
+    oriented = True
 
     def recognises(self, path: Path) -> bool:
         """A file with a log's keys, or a folder with such a file among the first of its JSON files."""
@@ -107,7 +109,10 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     # the user's first message, and what was injected: what two files must have asked alike
     asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
     blank = Row(item, "", math.nan, cluster, fingerprint=fingerprint_of([asked, row.get("injections")]))
-    if row["injection_task_id"] is None:
+    if row["injection_task_id"] is None and str(row["user_task_id"]).startswith(_ATTACKERS):
+        # the attacker's goal, asked for outright: whether a model can do it at all, and no task of a user
+        yield blank._replace(metric="attacker_capable", score=_score(row, "utility", wanted=True))
+    elif row["injection_task_id"] is None:
         yield blank._replace(metric="capable", score=_score(row, "utility", wanted=True))
     else:
         yield blank._replace(metric="utility", score=_score(row, "utility", wanted=True))

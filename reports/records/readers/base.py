@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.registry import Registry
 from kvaudit.core.text import clip, inline, is_text
+
+if TYPE_CHECKING:
+    from kvaudit.reports.records.load import RunData
 
 ONE_SUITE = ""  # of a file that holds one task and need not say which
 ANY_METRIC = ""  # of a line that might have scored any of them
@@ -99,6 +102,8 @@ class Log:
     kept_out: Mapping[str, int] = field(default_factory=dict)
     scales: Mapping[str, Outside] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
     shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
+    run: RunData | None = None  # of the folder of a run: what of it was chosen
+    select: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def metrics(self) -> set[str]:
@@ -130,6 +135,7 @@ class Reader:
 
     name: ClassVar[str] = ""
     reads: ClassVar[str] = ""  # for people
+    oriented: ClassVar[bool] = False  # whether 1 is desired in every metric, by what the reader knows of it
 
     def recognises(self, path: Path) -> bool:
         """Whether the file looks like this kind; never raises for content."""

@@ -60,12 +60,18 @@ def _by_pattern(pattern: str) -> Cluster:
 def _by_table(path: Path) -> Cluster:
     try:
         with path.open(newline="", encoding="utf-8-sig") as handle:
-            rows = list(csv.DictReader(handle))
+            rows = list(csv.DictReader(handle, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"--cluster file:{path} cannot be read ({error})") from None
     if not rows or not {"item", "cluster"} <= set(rows[0]):
         raise DataError(f"--cluster file:{path} needs the columns item and cluster")
-    table = {str(row["item"]): str(row["cluster"]) for row in rows if row["cluster"]}
+    table: dict[str, str] = {}
+    for item, cluster in ((str(row["item"]), str(row["cluster"])) for row in rows if row["cluster"]):
+        if table.setdefault(item, cluster) != cluster:
+            raise DataError(
+                f"--cluster file:{path} has item {clip(item, 80)!r} in two clusters, {clip(table[item], 80)!r} and "
+                f"{clip(cluster, 80)!r}; keep one"
+            )
     return lambda _row, item: table.get(item)
 
 

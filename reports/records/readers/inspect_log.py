@@ -143,7 +143,13 @@ class TooLarge(DataError):
     """The zip unpacks to more than any log would."""
 
 
-SETTINGS = ("scorers", "model_generate_config")  # that two logs must share
+SETTINGS = ("scorers", "task_version", "task_args")  # that two logs must share
+# of what a model is called with: how often and how patiently, and what a draw is seeded with
+_PLUMBING = {
+    *("max_connections", "adaptive_connections", "max_retries", "timeout", "attempt_timeout", "cache", "cache_prompt"),
+    *("batch", "seed", "modalities"),
+}
+_DRAWN = {"id", "tool_call_id", "source", "model"}  # of a message: new in every run
 HEADER, START = "header.json", "_journal/start.json"
 _SAMPLE = re.compile(r"^samples/.+\.json$")
 _WORDS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
@@ -192,11 +198,41 @@ class Inspect(Reader):
             path,
             scores.rows + [row._replace(metric=metric) for row in failed for metric in metrics],
             problems,
-            settings={name: json.dumps(known.get(name), sort_keys=True) for name in SETTINGS},
+            settings=_settings(known, header.get("plan")),
             facts={name: str(known[name])[:200] for name in ("task", "model", "created") if name in known},
-            unfinished="" if status == "success" else f"Inspect's status is {status!r}",
+            unfinished=_unfinished(header, status),
             shared_fields=shared.names(),
         )
+
+
+def _settings(about: Mapping[str, Any], plan: Any) -> dict[str, str]:
+    """What two logs must share; a log that was not finished may have no plan."""
+    found = {name: json.dumps(about.get(name), sort_keys=True) for name in SETTINGS}
+    if isinstance(plan, dict):
+        every = plan.get("steps")
+        steps = [*every, plan.get("finish")] if isinstance(every, list) else [every]
+        told = [[step.get("solver"), step.get("params")] if isinstance(step, dict) else step for step in steps]
+        found["solvers"] = json.dumps(told, sort_keys=True)
+        # what the task sets stands in the plan, what the model was made with in the header
+        parts = [part for part in (about.get("model_generate_config"), plan.get("config")) if isinstance(part, dict)]
+        asked = {name: value for part in parts for name, value in part.items() if name not in _PLUMBING}
+        found["decoding"] = json.dumps({n: v for n, v in asked.items() if v is not None}, sort_keys=True)
+    return found
+
+
+def _unfinished(header: Mapping[str, Any], status: str) -> str:
+    if header.get("invalidated"):
+        return "it was invalidated"
+    return "" if status == "success" else f"Inspect's status is {status!r}"
+
+
+def _asked(messages: Any) -> Any:
+    """A sample's input without what is drawn anew for every message of every run."""
+    if isinstance(messages, list):
+        return [_asked(part) for part in messages]
+    if isinstance(messages, dict):
+        return {key: _asked(value) for key, value in messages.items() if key not in _DRAWN}
+    return messages
 
 
 def _starts_as_zip(path: Path) -> bool:
@@ -217,10 +253,10 @@ def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, f
         math.nan,
         cluster=request.cluster(fields, item) if request.cluster else None,
         sample=epoch,
-        fingerprint=fingerprint_of([sample.get("input"), sample.get("choices"), sample.get("target")]),
+        fingerprint=fingerprint_of([_asked(sample.get("input")), sample.get("choices"), sample.get("target")]),
     )
     found = sample.get("scores")
-    if sample.get("error") or not isinstance(found, dict) or not found:
+    if sample.get("error") or sample.get("invalidation") or not isinstance(found, dict) or not found:
         failed.append(row)
         return item
     for scorer, score in found.items():

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.text import inline
 from kvaudit.reports.records.readers.base import (
     CollectedScores,
     Log,
@@ -21,6 +20,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    fingerprint_of,
     first_objects,
     json_lines,
     log_of,
@@ -31,6 +31,7 @@ from kvaudit.reports.records.readers.clusters import SharedFields
 
 _FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
+_HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
 class LmEval(Reader):
@@ -79,16 +80,29 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     own = str(row.get("filter", "none"))[:80]
     fields = {**row["doc"], **row} if isinstance(row.get("doc"), dict) else row  # the line's own fields win
     cluster = request.cluster(fields, item) if request.cluster else None
-    # the harness's own hashes of what was asked
-    asked = inline(" ".join(str(row.get(name)) for name in ("doc_hash", "prompt_hash", "target_hash")))
+    # the harness's own hashes of what was asked, which know the first of the answers to choose from alone
+    hashes = [row.get(name) for name in _HASHES]
+    told = [row.get("doc"), row.get("target")] if None in hashes else hashes
+    asked = fingerprint_of([told, _texts(row.get("arguments"))])
     for metric in listed:
         name = metric_name(metric if own == "none" else f"{metric},{own}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=asked, line=line), row[metric], where)
     return item
 
 
+def _inside(arguments: Any) -> list[Any]:
+    """What a line's requests hold, one after the other: by name, or in lists as older versions have them."""
+    requests = arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ()
+    parts = [r.values() if isinstance(r, dict) else r if isinstance(r, list) else (r,) for r in requests]
+    return [value for part in parts for value in part]
+
+
+def _texts(arguments: Any) -> list[str]:
+    """Prompts, and the answers that a model chooses from."""
+    return [value for value in _inside(arguments) if isinstance(value, str)]
+
+
 def _decoding(arguments: Any) -> set[str]:
     """The generation settings of a line's requests; a request for log-probabilities has none."""
-    requests = [r for r in arguments.values() if isinstance(r, dict)] if isinstance(arguments, dict) else []
-    settings = [value for request in requests for value in request.values() if isinstance(value, dict)]
+    settings = [value for value in _inside(arguments) if isinstance(value, dict)]
     return {json.dumps(value, sort_keys=True)[:500] for value in settings}

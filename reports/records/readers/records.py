@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.provenance import ASKED, table_of
-from kvaudit.core.records import READABLE_FORMATS, Outcome
+from kvaudit.core.provenance import ASKED, INPUTS, ROWS, table_of
+from kvaudit.core.records import READABLE_FORMATS, Message, Outcome, Record, Role
 from kvaudit.core.text import inline, some
-from kvaudit.reports.records.load import check_seal, load_run
-from kvaudit.reports.records.readers.base import Cluster, Log, Outside, Problems, Reader, Request, Row, first_objects
+from kvaudit.reports.records.load import RunData, check_seal, load_run
+from kvaudit.reports.records.readers.base import (
+    Cluster,
+    Log,
+    Outside,
+    Problems,
+    Reader,
+    Request,
+    Row,
+    fingerprint_of,
+    first_objects,
+)
 from kvaudit.reports.records.rows import FACET_COLUMNS, Columns, Problem, read_unit
 
+Fingerprints = npt.NDArray[np.object_]  # [rows] of text
 METRIC = "score"
 SELECTORS = {"arm": "arm", "seed": "train_seed", "policy": "policy", "suite": "suite", "context": "context_tokens"}
 SINGLE = ("arm", "policy")  # two of these in one file would be two files
@@ -27,6 +41,7 @@ class Records(Reader):
 
     name = "kvaudit"
     reads = "kvaudit run folder or record file"
+    oriented = True
 
     def recognises(self, path: Path) -> bool:
         """A folder with records, or lines with a record's keys."""
@@ -37,23 +52,26 @@ class Records(Reader):
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of one arm under one policy."""
-        frame, problems, incomplete, asked = _folder(path) if path.is_dir() else _file(path)
+        data = load_run(path) if path.is_dir() else None
+        frame, problems = _file(path) if data is None else (data.records, data.problems)
         files = set(frame["file"].astype(str))
         frame = _selected(path, frame, request.select)
         units = set(frame["file"].astype(str))
-        unsealed = sorted(units & set(incomplete))
+        unsealed = sorted(units & set(() if data is None else data.incomplete))
         kept_out = list(_kept_out(files, units, problems))
         return Log(
             path,
             self.name,
-            _rows(frame, request.cluster),
+            _rows(frame, _questions(frame, path), request.cluster),
             tuple(f"{p.file}:{p.line}: {p.reason}" if p.line else f"{p.file}: {p.reason}" for p in problems),
-            settings={**_settings(frame), **asked},
+            settings=_settings(frame) | ({} if data is None else _decoding(data, set(frame["suite"].astype(str)))),
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
             duplicates=sum(p.file in units and _twice(p) for p in problems),
             kept_out={METRIC: len(kept_out)},
             scales=_scales(kept_out),
+            run=None if data is None else replace(data, records=frame, incomplete=()),
+            select=request.select,
         )
 
 
@@ -77,22 +95,44 @@ def _scales(problems: Iterable[Problem]) -> dict[str, Outside]:
     return found.scales
 
 
-_Read = tuple[pd.DataFrame, tuple[Problem, ...], tuple[str, ...], Mapping[str, str]]  # the last: asked by a probe
+def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
+    """How answers were drawn; a probe says besides what it asked of an endpoint."""
+    grid = data.spec.evaluate
+    found = {"temperature": str(grid.temperature), "top_p": str(grid.top_p), "think": str(grid.written().get("think"))}
+    parts = {suite: part for suite, part in grid.suites.items() if suite in suites}
+    longest = {f"max_new_tokens of suite {suite}": str(part.max_new_tokens) for suite, part in parts.items()}
+    rows = table_of(table_of(data.provenance, INPUTS), ROWS)
+    found |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
+    return {**found, **longest, **table_of(data.provenance, ASKED)}
 
 
-def _folder(path: Path) -> _Read:
-    data = load_run(path)
-    return data.records, data.problems, data.incomplete, table_of(data.provenance, ASKED)
+def _questions(frame: pd.DataFrame, path: Path) -> Fingerprints:
+    """What was asked in every row, up to the first answer, as a fingerprint; read from disk, file by file."""
+    found = np.full(len(frame), "", dtype=object)
+    files, lines = frame["file"].astype(str).to_numpy(), frame["line"].to_numpy()
+    for name in np.unique(files):
+        at = {int(lines[place]): int(place) for place in np.flatnonzero(files == name)}
+        file = path / "records" / name if path.is_dir() else path
+        with file.open("rb") as handle:
+            for number, raw in enumerate(handle, start=1):
+                if number in at:
+                    said = itertools.takewhile(lambda one: one.role is not Role.ASSISTANT, _transcript(raw))
+                    found[at[number]] = fingerprint_of([[one.role.value, one.content] for one in said])
+    return found
 
 
-def _file(path: Path) -> _Read:
+def _transcript(raw: bytes) -> tuple[Message, ...]:
+    return Record.from_json(raw.decode()).transcript
+
+
+def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...]]:
     columns, problems = Columns(), list[Problem]()
     check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
         for scale in _scales(problems).values():
             raise scale.refused(path, METRIC)
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
-    return columns.frame(), tuple(problems), (), {}
+    return columns.frame(), tuple(problems)
 
 
 def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
@@ -119,7 +159,7 @@ def _listed(names: list[str]) -> str:
     return some(map(inline, names), 12, between="; ", last="; and ")
 
 
-def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:
+def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: Cluster | None) -> pd.DataFrame:
     items = frame["item_id"].astype(str).to_numpy(dtype=object)
     clusters = frame["cluster_id"].astype(str).to_numpy(dtype=object)
     if cluster is not None:
@@ -135,7 +175,7 @@ def _rows(frame: pd.DataFrame, cluster: Cluster | None) -> pd.DataFrame:
         "suite": frame["suite"].astype(str).to_numpy(dtype=object),
         "context": frame["context_tokens"].to_numpy(),
         "seed": frame["train_seed"].to_numpy(),
-        "fingerprint": "",
+        "fingerprint": questions,
         "line": frame["line"].to_numpy(),
     }
     facets = {name: frame[name].to_numpy() for name in FACET_COLUMNS.values() if frame[name].notna().any()}

@@ -55,13 +55,16 @@ class CsvTable(Reader):
         try:
             rows = list(self._rows(path, request, problems, shared))
         except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{str(path)!r} cannot be read as CSV ({error}); save it as UTF-8") from None
+            raise DataError(
+                f"{str(path)!r} cannot be read as CSV ({error}); save it as UTF-8, with every quote of a field doubled"
+            ) from None
         return log_of(self, path, rows, problems, shared_fields=shared.names())
 
     @staticmethod
     def _rows(path: Path, request: Request, problems: Problems, shared: SharedFields) -> Iterator[Row]:
         with path.open(newline="", encoding="utf-8-sig") as handle:
-            reader = csv.reader(handle)
+            # strict: a quote that is never closed would take in all that follows as one field
+            reader = csv.reader(handle, strict=True)
             header = [name.strip() for name in next(reader)]
             twice = sorted({name for name in header if name and header.count(name) > 1})
             if twice:
