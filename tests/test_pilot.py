@@ -233,6 +233,7 @@ def test_a_run_that_was_begun_without_a_pilot_goes_on_without(without: RunFolder
     assert not (folder / PILOT_FOLDER).exists()
 
 
+@pytest.mark.slow  # test_cli has two processes without a pilot
 def test_two_processes_at_once_write_what_one_does(with_pilot: RunFolder, tmp_path: Path) -> None:
     """Another process, and this one once that has its model and begins to answer."""
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)

@@ -394,7 +394,7 @@ def test_conversations_go_on_turn_after_turn_and_the_dense_pass_finds_every_draw
         assert int(one.rollout.sampled.sum()) == one.new_tokens
 
 
-@pytest.mark.parametrize("arm", ["smd", "tis"])
+@pytest.mark.parametrize("arm", ["smd", pytest.param("tis", marks=pytest.mark.slow)])
 def test_every_turn_is_replayed_as_the_engine_read_it(here: World, tmp_path: Path, arm: str) -> None:
     agents: dict[str, Any] = {"suites": ["agent", "refusal"], "rollouts": f"{U4},cache_size=0.05", "steps": 2}
     told = settings(arm=arm, context_tokens=300, **agents)
