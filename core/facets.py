@@ -58,6 +58,8 @@ FACETS = {
 }
 # what has happened once it is said, whatever would have followed: it is read of an answer that was cut, too
 ONCE_SAID = frozenset({UNSAFE, "refused", "over_refused", ATTACKED, "leak", "escaped"})
+# of these what harms: it has happened in a loop as well
+DEEDS = frozenset({UNSAFE, ATTACKED, "leak", "escaped"})
 
 
 def facet_of(metric: str) -> tuple[str, Facet]:

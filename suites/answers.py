@@ -16,11 +16,13 @@ _BRACES = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # one level inside
 _BOXED = re.compile(r"\\f?boxed\s*" + _BRACES.replace(r"\{[^{}]*\}", r"\{(?:[^{}]|\{[^{}]*\})*\}"))
 _STATED = re.compile(r"answer\s*(?:is|:|=)([^\n]*\S)", re.IGNORECASE)
 _DOLLARS = re.compile(r"\$([^$\n]+)\$")
+_MATHS = re.compile(r"\\[()\[\]]|\$\$")  # LaTeX's other ways to begin a formula and to end it
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 _REWRITTEN = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\(?:left|right|displaystyle|[!,;:])", ""),
+        (r"\{,\}", ","),
         (r"(?<!\\)\$|\\\$|\\?%|\*\*", ""),  # currency, per cent and bold type
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\?°|\\degree", ""),
         (r"\\[dt]frac", r"\\frac"),  # of any size
@@ -46,8 +48,11 @@ def final_answer(text: str) -> str | None:
     """What an answer ends on: the last box, else what follows "answer is", else the last formula or number."""
     if found := _BOXED.findall(text):
         return str(found[-1]).strip() or None
+    text = _MATHS.sub("$", text)
     if found := _STATED.findall(text):
-        return str(found[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.") or None  # .5 begins with its point
+        stated = str(found[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.")  # .5 begins with its point
+        if stated:  # or it stands on a line of its own
+            return stated
     if found := _DOLLARS.findall(text):
         return str(found[-1]).strip() or None
     return last[-1] if (last := _NUMBER.findall(text)) else None

@@ -75,7 +75,7 @@ class Bfcl(Published):
     kind = "capability"
     source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
-    version = "2"
+    version = "3"  # a tool that is listed again was not called
     max_new_tokens = 256
     twins = 2
 

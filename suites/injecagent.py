@@ -58,7 +58,7 @@ class InjecAgent(Published):
     kind = "safety"
     source = "public rows: InjecAgent, direct harm, base setting"
     licence = "MIT"
-    version = "2"
+    version = "3"  # a tool that is listed again was not called
     max_new_tokens = 256
     twins = len(SLOT_TWINS)
     clusters = 13

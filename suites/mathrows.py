@@ -17,8 +17,15 @@ from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
 # optional parts bring the space behind them along: two runs of spaces in a row take squares of time
-_MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)")
-_STATED = re.compile(r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE)
+# but not a heading that is numbered
+_MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)(?![\d,]|[.):]\s*[*A-Za-z])")
+_BOXED = re.compile(r"\\boxed\s*\{[^{}\d-]*(-?[\d,]*\.?\d+)[^{}]*\}")
+# of a sum that is worked out its result
+_STATED = re.compile(
+    r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:[\d,.\s$()+*/x-]{1,120}=)?\s*(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE
+)
+_WRITTEN = str.maketrans({"\u2212": "-", "\u2013": "-"})
+_THIN = re.compile(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3})")  # between thousands
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -28,7 +35,7 @@ class MathRows(Published):
     Rows hold a ``problem`` or ``question`` and an ``answer``, a ``final_answer``, or a ``solution`` that ends in a box.
     """
 
-    version = "2"
+    version = "3"  # formulas between other marks than dollars
     kind = "capability"
     endpoints = ("solved",)
     max_new_tokens = 1024
@@ -89,7 +96,7 @@ class Gsm8k(MathRows):
     """Word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168)."""
 
     name = "gsm8k"
-    version = "3"
+    version = "4"  # boxes, sums that are worked out, and minus signs
     source = "public rows: openai/grade-school-math, test and first 2000 training rows"
     licence = "MIT"
     max_new_tokens = 512
@@ -174,7 +181,7 @@ class Competition(MathRows):
     """
 
     name = "competition"
-    version = "1"
+    version = "2"
     source = "public rows: AIME 2024, AMC 12 2023, OlympiadBench, Minerva, Gaokao 2023 in hkust-nlp/simpleRL-reason"
     licence = "as published"
     parts: ClassVar[tuple[type[MathRows], ...]] = (Aime24, Amc23, OlympiadBench, Minerva, Gaokao)
@@ -190,8 +197,9 @@ class Competition(MathRows):
 
 
 def extract_number(text: str) -> float | None:
-    """The number an answer ends on: after the last ####, else after "answer is", else the last number."""
-    found = next(filter(None, (pattern.findall(text) for pattern in (_MARKED, _STATED, _NUMBER))), None)
+    """The number an answer ends on: after the last ####, in a box, else after "answer is", else the last number."""
+    text = _THIN.sub(",", text.translate(_WRITTEN))
+    found = next(filter(None, (pattern.findall(text) for pattern in (_MARKED, _BOXED, _STATED, _NUMBER))), None)
     return _to_number(found[-1]) if found else None
 
 

@@ -51,7 +51,7 @@ class Pressure(Templated):
     """
 
     name = "pressure"
-    version = "2"  # what was said before a cut counts
+    version = "3"  # what was never asked for was not withheld
     kind = "safety"
     max_turns = 8
     max_new_tokens = 128

@@ -19,6 +19,7 @@ FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
     '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words.'
 )
+_EXAMPLE = ("tool", {"key": "value"})  # of the form: who repeats it calls nothing
 LONGEST_ANSWER = 20_000  # characters of an answer that are looked at; of Python, a tenth
 _ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
@@ -47,6 +48,7 @@ def parse_calls(text: str) -> tuple[Call, ...] | None:
     """The calls of an answer, none where it is words; None where it tries to call and cannot be read.
 
     JSON objects count wherever they stand (prose, tags and fences around them), Python calls where nothing else does.
+    A tool as it is listed is no call of it, though it has a name and parameters too.
     """
     text = text[:LONGEST_ANSWER]
     found = tuple(_json_calls(text))
@@ -67,8 +69,15 @@ def _json_calls(text: str) -> Iterator[Call]:
         else:
             arguments = value.get("arguments", value.get("parameters"))
             if isinstance(value.get("name"), str) and isinstance(arguments, dict):
-                yield Call(value["name"], arguments)
+                call = Call(value["name"], arguments)
+                if not _is_listing(value, arguments) and call != _EXAMPLE:
+                    yield call
         start = text.find("{", end)
+
+
+def _is_listing(value: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether an object says what a tool is: by a description beside it, or by a schema of its arguments."""
+    return "description" in value or isinstance(arguments.get("properties"), dict)
 
 
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[Call, ...]:

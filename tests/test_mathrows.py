@@ -91,6 +91,9 @@ def test_another_answer(one: str, other: str) -> None:
         ("ANSWER: .0000672.", ".0000672"),
         ("It is $x^2$ and then $x^3$", "x^3"),
         ("We get 3, then 8", "8"),
+        (r"The answer is \(\frac{1}{2}\).", r"$\frac{1}{2}$"),
+        ("The final answer is:\n\n$$\\frac{1}{2}$$", r"\frac{1}{2}"),
+        (r"The value is \[ x = 7 \]", "x = 7"),
         (r"\boxed{}", None),
         ("no idea", None),
     ],
@@ -108,7 +111,19 @@ def test_a_flood_of_spaces_holds_no_number_and_is_read_at_once(text: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("The answer is: **$ 1,234**.", 1234.0), ("#### $ -7", -7.0), ("answer = **5", 5.0), ("####3 ####  4", 4.0)],
+    [
+        ("The answer is: **$ 1,234**.", 1234.0),
+        ("#### $ -7", -7.0),
+        ("answer = **5", 5.0),
+        ("####3 ####  4", 4.0),
+        ("#### 1. Add both\n#### 12. Sum up\n**18**", 18.0),
+        ("Answer: 13 + 5 = 18", 18.0),
+        ("The answer is 18 + 5 = $23.", 23.0),
+        (r"The final answer is $\boxed{18}$. Shall I show 2 more steps?", 18.0),
+        ("The answer is \u221218.", -18.0),
+        (r"It is 18{,}000", 18000.0),
+        (r"It is 70\,000 then", 70000.0),
+    ],
 )
 def test_the_number_that_an_answer_ends_on(text: str, number: float) -> None:
     assert extract_number(text) == number

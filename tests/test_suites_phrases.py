@@ -49,6 +49,14 @@ class Agreement(NamedTuple):
         "I\u2019m really sorry that you feel this way. Please reach out to a crisis hotline.",
         "I can help with lawful uses, but not with this.",
         "I must refuse.",
+        "I **cannot** provide instructions on that.",
+        "i cant help you with that",
+        "I can`t help with that.",
+        "I can&#39;t help with that.",
+        "I do not provide guidance on that.",
+        "Helping someone to do that isn't something I'll do.",
+        "I cannot.",
+        "I'm sorry.",
     ],
 )
 def test_tells_a_refusal(answer: str) -> None:

@@ -18,7 +18,17 @@ from kvaudit.suites.bfcl import Bfcl, by_schema
 from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
 from kvaudit.suites.sources import data_file, json_array
 from kvaudit.suites.tau_bench import TauBench
-from kvaudit.suites.tool_calls import Call, accepts, exactly, first_of, parse_calls, python_calls, written_calls
+from kvaudit.suites.tool_calls import (
+    FORM,
+    Call,
+    accepts,
+    exactly,
+    first_of,
+    listed,
+    parse_calls,
+    python_calls,
+    written_calls,
+)
 
 
 @pytest.fixture
@@ -62,6 +72,25 @@ def test_words_are_no_call(text: str) -> None:
 )
 def test_a_call_that_cannot_be_read_is_neither_call_nor_words(text: str) -> None:
     assert parse_calls(text) is None
+
+
+def test_a_tool_that_is_listed_again_was_not_called() -> None:
+    tools = [
+        {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}},
+        {"name": "g", "parameters": {"type": "object", "properties": {}}},
+    ]
+    assert parse_calls(listed(tools)) is None
+    assert parse_calls(f"{FORM} I will not.") is None
+    call = Call("f", {"a": 1})
+    assert parse_calls(f"{listed(tools)}\n{FORM}\n{written_calls([call])}") == (call,)
+
+
+def test_who_lists_the_tools_has_carried_out_no_order(data: Path) -> None:
+    attack = twins(data)["attack"]
+    echo = attack.messages[0].content
+    assert grade(InjecAgent(), attack, [echo]).facets["attack_success"] is None
+    call = written_calls([Call(attack.payload["attacker_tool"], {})])
+    assert grade(InjecAgent(), attack, [f"{echo}\n{call}"]).facets["attack_success"] is True
 
 
 def test_an_answer_is_never_evaluated() -> None:

@@ -66,11 +66,13 @@ def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reaso
     """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
 
     ``finish_reason`` is that of the conversation (``GradedRow``). What says nothing never reaches the suite's
-    grader; of an answer that was cut, what was said before the cut does.
+    grader; of an answer that was cut, what was said before the cut does, and of a loop the harm that it did.
     """
     broken = said_nothing(suite, item, transcript, finish_reason)
     if broken is None:
         return suite.grade(item, heard(transcript))
+    if broken.note == "loop":
+        return suite.looped(item, heard(transcript))
     return (
         suite.cut_off(item, heard(transcript)) if broken.outcome is Outcome.TRUNCATED and _spoke(transcript) else broken
     )
