@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
-from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies import parse_policy, quantiser_of
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 
@@ -164,3 +164,11 @@ def test_hostile_text_in_a_policy_stays_in_its_line(act: Any, message: str) -> N
         act()
     assert "\n" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("kivi:bits=4,group=7,residual=7", 7), ("kivi:bits=2,group=3,residual=6", 6)]
+)
+def test_codes_that_fill_no_whole_bytes_are_refused(text: str, size: int) -> None:
+    with pytest.raises(SpecError, match=f"of {size} channels fill no whole bytes"):
+        quantiser_of(parse_policy(text)).channels(size)

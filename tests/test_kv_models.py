@@ -176,11 +176,12 @@ def test_a_prepared_model_with_sinks_answers_dense_calls_as_before() -> None:
     torch.testing.assert_close(after[mask.bool()], before[mask.bool()], rtol=0, atol=1e-12)
 
 
-def test_soft_capping_is_refused_without_a_cache_too() -> None:
+def test_soft_capping_is_refused_before_the_model_is_changed() -> None:
     made = AutoModelForCausalLM.from_config(Gemma2Config(head_dim=8, sliding_window=10, **GQA)).eval()
-    CompressedCache.for_model(made, "none")
+    before = made(torch.tensor(prompts(9))).logits
     with pytest.raises(RunError, match="uses softcap"):
-        made(torch.tensor(prompts(9)))
+        CompressedCache.for_model(made, "none")
+    assert torch.equal(made(torch.tensor(prompts(9))).logits, before)
 
 
 REFUSED = {

@@ -204,7 +204,7 @@ def test_attention_dropout_is_refused_while_training() -> None:
     past = CompressedCache.for_model(model.eval(), "streaming:budget=12,sink=2")
     model(ids, past_key_values=past)
     model.train()
-    with shadow(model, past.ledger), pytest.raises(RunError, match=r"attention dropout of 0\.1"):
+    with shadow(model, past.ledger), pytest.raises(RunError, match=r"attention_dropout of 0\.1 in model\.layers\.0"):
         model(ids)
 
 
@@ -292,6 +292,77 @@ def test_rows_that_would_be_turned_by_the_longest_of_a_forward_are_refused(kind:
             model(torch.tensor([ids[:1]]), past_key_values=past)
         with shadow(model, past.ledger), pytest.raises(RunError, match="stay within 24"):
             model(torch.tensor([[*ids, 9]]))
+
+
+def _neftune(model: Any) -> None:
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+def _jitter(model: Any) -> None:
+    model.model.layers[0].mlp.jitter_noise = 0.1
+
+
+def _layerdrop(model: Any) -> None:
+    model.model.layers[1].dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "noisy", "what"),
+    [
+        ("llama-gqa", _neftune, r"neftune_noise_alpha of 5\.0 in model\.embed_tokens"),
+        ("llama-gqa", _jitter, r"jitter_noise of 0\.1 in model\.layers\.0\.mlp"),
+        ("llama-gqa", _layerdrop, r"dropout of 0\.1 in model\.layers\.1"),
+    ],
+)
+def test_noise_that_is_no_module_of_its_own_is_refused_under_shadow(name: str, noisy: Any, what: str) -> None:
+    model, ids = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=torch.float64).eval(), prompts(30)
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with torch.no_grad():
+        model(torch.tensor(ids), past_key_values=past)
+    noisy(model)
+    with shadow(model.train(), past.ledger), pytest.raises(RunError, match=what):
+        model(torch.tensor(ids))
+    model.eval()
+    with shadow(model, past.ledger):
+        model(torch.tensor(ids))
+
+
+def test_a_cache_of_another_model_is_refused_where_its_layers_differ() -> None:
+    ids = torch.tensor(prompts(20))
+    models = [AutoModelForCausalLM.from_config(deepcopy(CONFIGS[n])).eval() for n in ("llama-gqa", "gemma3")]
+    caches = [CompressedCache.for_model(model, "none") for model in models]
+    for model, past in zip(models, reversed(caches), strict=True):
+        with torch.no_grad(), pytest.raises(RunError, match="was not made for this model"):
+            model(ids, past_key_values=past)
+    twin = deepcopy(models[0])
+    with torch.no_grad():
+        twin(ids, past_key_values=caches[0])  # of one form
+
+
+def test_a_shadow_pass_takes_no_cache() -> None:
+    model, ids = random_model("llama-gqa"), torch.tensor(prompts(30))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+        with shadow(model, past.ledger), pytest.raises(RunError, match="leave past_key_values out"):
+            model(ids, past_key_values=DynamicCache())
+
+
+def test_a_decoder_that_looks_ahead_by_its_config_is_refused() -> None:
+    config = deepcopy(CONFIGS["llama-gqa"])
+    config.is_causal = False
+    with pytest.raises(RunError, match="is_causal=False"):
+        CompressedCache.for_model(AutoModelForCausalLM.from_config(config), "none")
+
+
+def test_tokens_of_a_picture_are_refused() -> None:
+    model, ids = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama-gqa"])).eval(), torch.tensor(prompts(20))
+    past = CompressedCache.for_model(model, "none")
+    model.config.vision_config = {}
+    kinds = torch.zeros_like(ids)
+    kinds[0, 3] = 1
+    with torch.no_grad(), pytest.raises(RunError, match="token_type_ids mark tokens of an image"):
+        model(ids, past_key_values=past, token_type_ids=kinds)
 
 
 def test_any_dropout_is_refused_under_shadow() -> None:

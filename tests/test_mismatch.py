@@ -264,6 +264,19 @@ def test_several_temperatures_need_one_to_be_said(loaded: LoadedModel, tmp_path:
     lines = [GOOD | {"temperature": 0.7}, GOOD | {"temperature": 1.0}]
     with pytest.raises(SpecError, match=r"several temperatures \(0.7, 1\)"):
         measure(loaded, survey(written(tmp_path / "two.jsonl", lines)))
+    with pytest.raises(SpecError, match=r"2 of 3 rollouts say no temperature, the others 0.7"):
+        measure(loaded, survey(written(tmp_path / "some.jsonl", [lines[0], GOOD, GOOD])))
+
+
+def test_lines_of_other_stacks_may_say_temperature_and_vocabulary(
+    loaded: LoadedModel, sampled: list[Line], tmp_path: Path
+) -> None:
+    for other in (verl, slime):
+        lines = [other(line) | {"temperature": 0.5} for line in sampled[:2]]
+        assert measure(loaded, survey(written(tmp_path / f"{other.__name__}.jsonl", lines))).temperature == 0.5
+        wrong = survey(written(tmp_path / "wrong.jsonl", [other(sampled[0]) | {"tokenizer_sha256": "0" * 64}]))
+        with pytest.raises(DataError, match=r"vocabulary|tokenizer"):
+            measure(loaded, wrong)
 
 
 @pytest.mark.parametrize("told", [{"advantage": 10**40}, {"reward": 1e300, "group": 1}, {"reward": 1.0}])

@@ -51,6 +51,7 @@ class Survey:
     highest: tuple[int, str] = (0, "")
     stacks: set[str] = field(default_factory=set)
     temperatures: set[float] = field(default_factory=set)
+    undeclared: int = 0  # rollouts that say no temperature
     tokenizers: dict[str, str] = field(default_factory=dict)  # hash -> place
     rewards: dict[str, tuple[float, int]] = field(default_factory=dict)  # group -> sum, count
     undrawn: list[str] = field(default_factory=list)  # places of rollouts without a drawn token, which are skipped
@@ -64,6 +65,8 @@ class Survey:
         self.stacks.add(row.stack)
         if row.temperature is not None:
             self.temperatures.add(row.temperature)
+        else:
+            self.undeclared += 1
         if row.tokenizer_sha256 is not None:
             self.tokenizers.setdefault(row.tokenizer_sha256, row.place)
         if row.group is not None and row.reward is not None:
@@ -205,6 +208,12 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         if len(found.temperatures) > 1:
             known = ", ".join(f"{value:g}" for value in sorted(found.temperatures))
             raise SpecError(f"{str(found.path)!r} was sampled at several temperatures ({known}); give a file of each")
+        if found.temperatures and found.undeclared:
+            [said] = found.temperatures
+            raise SpecError(
+                f"{str(found.path)!r}: {found.undeclared} of {found.rollouts} rollouts say no temperature, the others "
+                f"{said:g}; give --temperature, or a file of each"
+            )
         return next(iter(found.temperatures), 1.0)
 
 

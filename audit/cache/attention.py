@@ -221,6 +221,11 @@ def require_interface(model: Any) -> None:
             f"model {model.config.model_type!r} computes attention by code of its own, not through transformers' "
             "attention interface, so its cache cannot be compressed; use another model"
         )
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise RunError("this model's attention uses softcap, which the evicting cache does not support")
+    if getattr(text, "is_causal", True) is False:
+        raise RunError("this model's attention looks ahead: its config says is_causal=False")
     if "position_ids" not in signature(kind.forward).parameters:
         raise RunError(
             f"model {model.config.model_type!r} takes no position_ids, so a token would stand at its place in the "

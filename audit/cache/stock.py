@@ -6,7 +6,7 @@ hook changes nothing. Padding, wherever it stands, is read from the attention ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -17,12 +17,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvaudit.audit.cache.attention import NAME, require_interface, unwrapped
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.layers import layer_plans
+from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Ledger
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cache.routing import hooked_blocks
-from kvaudit.audit.policies import Policy, parse_policy, quantiser_of
+from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
 
@@ -82,6 +82,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         plans = layer_plans(model.config, policy)
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
+        self._served = model.config  # of the model that was served last, so that it is looked at once
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
         self._mask: Tensor | None = None  # the last mask, where it was on a device
         self._columns: list[Tensor] = []  # the same columns' ids, call after call
@@ -148,6 +149,16 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
+
+    def require_made_for(self, model: Any) -> None:
+        """Raise RunError for another model than the cache was made for, as far as it has other layers."""
+        if model.config is self._served:
+            return
+        if _form(model.config) != _form(self._config):
+            raise RunError(
+                "this CompressedCache was not made for this model; make one with CompressedCache.for_model(model, ...)"
+            )
+        self._served = model.config
 
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
@@ -284,15 +295,36 @@ def use_attention(model: Any) -> None:
         model.set_attn_implementation(NAME)
 
 
+def _form(config: Any) -> tuple[Any, ...]:
+    """What a cache has from a model: its layers, heads and positions."""
+    text = config.get_text_config(decoder=True)
+    return layer_plans(config, Dense()), kv_heads(config), getattr(text, "rope_parameters", None)
+
+
 def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = by_name(model, args, kwargs)
     cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
         return args, kwargs
+    require_causal(model, call)
+    cache.require_made_for(model)
     use_attention(model)
     evicting = cache.start(call.get("attention_mask"), call_ids(call), call.get("position_ids"))
     # masks are the cache's own; padding stands at position 0, and nobody reads its output
     return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
+
+
+def require_causal(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise RunError where tokens of an image attend to those behind them, as a model with pictures may have it."""
+    if getattr(model.config, "vision_config", None) is None:
+        return
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        kinds = call.get(name)
+        if isinstance(kinds, Tensor) and bool(kinds.any()):
+            raise RunError(
+                f"{name} mark tokens of an image, which may attend to what comes behind them; a compressed cache takes "
+                "text alone"
+            )
 
 
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:

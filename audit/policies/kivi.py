@@ -50,6 +50,8 @@ class Kivi(Quantiser):
         group = min(self.group, size)
         if size % group:
             raise SpecError(f"policy kivi: heads of {size} channels do not split into groups of {group}; change group")
+        if size * self.bits % 8:
+            raise SpecError(f"policy kivi: codes of {self.bits} bits of {size} channels fill no whole bytes; take int8")
         return group
 
     def keys_until(self, before: int, seen: int) -> int:

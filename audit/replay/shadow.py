@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,15 @@ from kvaudit.audit.cache.quantised.hints import HintTable
 from kvaudit.audit.cache.rotary import require_steady
 from kvaudit.audit.cache.routing import NOBODY, check_experts
 from kvaudit.audit.cache.selection import choices_of
-from kvaudit.audit.cache.stock import by_name, call_ids, prepare, require_positions, row_positions, use_attention
+from kvaudit.audit.cache.stock import (
+    by_name,
+    call_ids,
+    prepare,
+    require_causal,
+    require_positions,
+    row_positions,
+    use_attention,
+)
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince
@@ -42,13 +50,16 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = by_name(model, args, kwargs)
         ids = call_ids(call)
+        if call.get("past_key_values") is not None:
+            raise RunError("inside shadow(...) a text is passed whole, with no cache; leave past_key_values out")
+        require_causal(model, call)
         if len(ids) != len(ledger.evicted_at):
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
         zeros = torch.zeros(len(ids), dtype=torch.int64)
         positions = row_positions(call.get("attention_mask"), zeros, ids.shape[1])
         require_positions(call.get("position_ids"), positions)
         require_steady(model.config, int(positions.max()) + 1)
-        _refuse_dropout(model)
+        _refuse_noise(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
         at = positions.to(ids.device)  # [B, columns]
@@ -77,14 +88,32 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
             handle.remove()
 
 
-def _refuse_dropout(model: Any) -> None:
-    """Raise RunError where some layer would drop activations that the sampler had."""
+def _refuse_noise(model: Any) -> None:
+    """Raise RunError where some layer would drop activations that the sampler had, or add noise to them.
+
+    Of modules of torch, and of numbers that a module keeps for a function of its own: ``dropout``, ``layerdrop``,
+    ``jitter_noise`` of a router, ``neftune_noise_alpha`` of embeddings.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, Dropout) and module.training and module.p > 0:
-            raise RunError(
-                f"dropout of {module.p} in {name} would make the pass another policy than the sampler's; call "
-                "model.eval(), or set it to 0"
-            )
+        if not module.training:
+            continue
+        named = {"dropout": module.p} if isinstance(module, Dropout) else _noises(vars(module))
+        for what, value in named.items():
+            if value > 0:
+                raise RunError(
+                    f"{what} of {value} in {name} would make the pass another policy than the sampler's; call "
+                    "model.eval(), or set it to 0"
+                )
+
+
+def _noises(kept: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        what: value
+        for what, value in kept.items()
+        if ("drop" in what or "noise" in what or "jitter" in what)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }
 
 
 def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:

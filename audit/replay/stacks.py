@@ -59,8 +59,6 @@ class RolloutLists(NamedTuple):
     advantage: float | Sequence[float] | None = None
     reward: float | None = None
     group: str | None = None
-    temperature: float | None = None
-    tokenizer_sha256: str | None = None
 
 
 class OwnLine(Form):
@@ -82,8 +80,7 @@ class OwnLine(Form):
     def parts(self) -> list[RolloutLists]:
         """The one rollout of the line."""
         ids, start, mask = self._tokens()
-        more = (self.advantage, self.reward, _named(self.group), self.temperature, self.tokenizer_sha256)
-        return [RolloutLists(ids, start, self.logprobs, mask, *more)]
+        return [RolloutLists(ids, start, self.logprobs, mask, self.advantage, self.reward, _named(self.group))]
 
     def _tokens(self) -> tuple[list[int], int, list[int] | None]:
         if self.prompt_ids is not None and self.completion_ids is not None:
@@ -104,9 +101,15 @@ class OwnLine(Form):
 
 
 class ForeignLine(BaseModel):
-    """A line of another stack; what is not asked of it is passed over."""
+    """A line of another stack; what is not asked of it is passed over.
+
+    ``temperature`` and ``tokenizer_sha256`` are ours, for whoever writes such lines.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+    temperature: TemperatureOrGreedy | None = None
+    tokenizer_sha256: str | None = None
 
 
 class SlimeLine(ForeignLine):
@@ -293,7 +296,7 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
         if fault := unsound(rollout):
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
-        origin = (part.reward, part.group, part.temperature, part.tokenizer_sha256)
+        origin = (part.reward, part.group, line.temperature, line.tokenizer_sha256)
         yield ImportedRollout(where, stack, rollout, _advantages(part.advantage, length), *origin)
 
 
