@@ -2,7 +2,8 @@
 
     KVAUDIT_REAL_MODEL=FOLDER KVAUDIT_DATA=FOLDER python -m bench.replay_gap [--items 48] [--new 32] [--threads 1]
     python -m bench.replay_gap --python vllm=.venv-vllm/bin/python --settings vllm:kv_cache_dtype=fp8_e5m2
-    python -m bench.replay_gap --run RUN          what a run with train.rollouts noted of the same while it trained
+    python -m bench.replay_gap --run RUN          what a run with train.rollouts noted of the same while it trained, and
+                                                  its facets by arm, seed and way of serving
 
 Rows of XSTest as published (of the embedded model its own suite), one completion each, drawn by the engine. Root mean
 square over tokens of the engine's log-prob less that of a view of the learner, in nats: ``dense``; ``own codes``, the
@@ -21,6 +22,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +165,26 @@ def of_a_run(path: Path) -> None:
         print(f"| {arm.name} | {len(seeds)}, {'/'.join(str(len(seed)) for seed in seeds)} | {' | '.join(cells)} |")
 
 
+def facets_of_a_run(path: Path) -> None:
+    """Print how often each facet of each suite is yes, of the answers in which it could be read, seed by seed."""
+    counts = Counter[tuple[str, str, str, str, int, bool]]()
+    for file in sorted((path / "records").glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            for facet, value in record["facets"].items():
+                if value is not None:
+                    where = (record["suite"], record["policy"], record["arm"], facet, record["train_seed"])
+                    counts[*where, value] += 1
+    places = sorted({place[:4] for place in counts})
+    seeds = sorted({place[4] for place in counts})
+    print(f"\n| suite | served under | arm | facet | yes, of readable answers, seeds {', '.join(map(str, seeds))} |")
+    print("|---|---|---|---|---|")
+    for place in places:
+        yes, no = ([counts[*place, seed, value] for seed in seeds] for value in (True, False))
+        told = ", ".join(f"{one}/{one + other}" for one, other in zip(yes, no, strict=True))
+        print(f"| {' | '.join(place)} | {told} |")
+
+
 def _range(values: Iterable[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{min(known):.2g} to {max(known):.2g}" if known else "-"
@@ -181,6 +203,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.run:
         of_a_run(asked.run)
+        facets_of_a_run(asked.run)
         return
     torch.set_num_threads(asked.threads)
     model = load_model(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
