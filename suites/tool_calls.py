@@ -57,7 +57,8 @@ def parse_calls(text: str) -> tuple[Call, ...] | None:
     return None if _ATTEMPT.search(text) else python_calls(_FENCE.sub("", text.strip()))
 
 
-def _json_calls(text: str) -> Iterator[Call]:
+def json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Every JSON object of a text, wherever it stands; none behind one that is too deep to be read."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
         try:
@@ -67,12 +68,17 @@ def _json_calls(text: str) -> Iterator[Call]:
         except RecursionError:
             return
         else:
-            arguments = value.get("arguments", value.get("parameters"))
-            if isinstance(value.get("name"), str) and isinstance(arguments, dict):
-                call = Call(value["name"], arguments)
-                if not _is_listing(value, arguments) and call != _EXAMPLE:
-                    yield call
+            yield value
         start = text.find("{", end)
+
+
+def _json_calls(text: str) -> Iterator[Call]:
+    for value in json_objects(text):
+        arguments = value.get("arguments", value.get("parameters"))
+        if isinstance(value.get("name"), str) and isinstance(arguments, dict):
+            call = Call(value["name"], arguments)
+            if not _is_listing(value, arguments) and call != _EXAMPLE:
+                yield call
 
 
 def _is_listing(value: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
