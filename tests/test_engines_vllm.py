@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvaudit.audit.engines.base import Work
-from kvaudit.audit.engines.vllm import _own_gpu
+from kvaudit.audit.engines.vllm import _flags, _own_gpu
 from kvaudit.audit.engines.weights import served_folder
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -39,6 +39,19 @@ def test_an_engine_that_draws_is_put_on_the_learner_s_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     work: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
     assert _own_gpu(settings, work) == ({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted})
+
+
+def test_on_a_processor_prompts_are_read_whole_unless_the_settings_say_how() -> None:
+    def said(device: str, **settings: str) -> list[str]:
+        model = SimpleNamespace(device=torch.device(device), max_positions=8192)
+        return _flags(settings, Work(model, EngineSpec(), Path("log"), 1))  # type: ignore[arg-type]
+
+    whole = ["--no-enable-chunked-prefill", "--max-num-batched-tokens=8192"]
+    assert said("cpu", kv_cache_dtype="fp8")[-3:] == ["--kv-cache-dtype=fp8", *whole]
+    assert said("cpu", max_model_len="512")[-1] == "--max-num-batched-tokens=4096"
+    assert said("cuda") == said("cpu")[:-2]
+    assert said("cpu", max_num_batched_tokens="64")[-1] == "--max-num-batched-tokens=64"
+    assert said("cpu", enable_chunked_prefill="true")[-1] == "--enable-chunked-prefill"
 
 
 def test_a_folder_whose_weights_the_model_has_rounded_is_not_served_as_it_lies(

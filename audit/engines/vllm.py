@@ -30,6 +30,7 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[
 _CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching", "block_size")
 _SCALES = re.compile(r"scaling factor|\b[qkv]\w*_scales?\b")
 _GIB, _GPUS = 1 << 30, "CUDA_VISIBLE_DEVICES"
+_STEP = 4096  # tokens, its own default on a processor
 _LOG = 1 << 20  # bytes of its log that are searched for what it says it is
 # how keys and values are stored, by kv_cache_dtype; None as they are
 _ROUNDED: dict[str, str | None] = {
@@ -72,7 +73,7 @@ class Vllm(ServedEngine):
 
         weights = served_folder(work, cls.name)
         # the log-probs of what was drawn, at the temperature that it was drawn at
-        own = flags({**_own_flags(settings, work), "logprobs_mode": "processed_logprobs", **settings})
+        own = _flags(settings, work, logprobs_mode="processed_logprobs")
         environment = {**_own_gpu(settings, work), **_environment(settings, work)}
         setup = {"folder": str(weights.path), "flags": own, "environment": environment}
         python = python_of(work.part.python, cls.name)
@@ -100,7 +101,7 @@ class _VllmSession(ServedSession):
     path = "v1/completions"
 
     def __init__(self, folder: Path, settings: Settings, work: Work) -> None:
-        self._flags = flags({**_own_flags(settings, work), **settings})
+        self._flags = _flags(settings, work)
         python = python_of(work.part.python, Vllm.name)
         command = [python, "-m", _SERVER, f"--model={folder}", *self._flags, "--host=127.0.0.1"]
         super().__init__(Vllm.name, command, "--served-model-name", work, _environment(settings, work))
@@ -161,15 +162,26 @@ class _VllmSession(ServedSession):
             )
 
 
-def _own_flags(settings: Settings, work: Work) -> dict[str, str]:
-    return {
-        "max_model_len": str(_length(settings, work)),
+def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
+    """Its command line: what is ours to say unless the settings say it, and the settings."""
+    length = _length(settings, work)
+    ours = {
+        "max_model_len": str(length),
         "max_num_seqs": str(work.part.at_once),
         "seed": "0",
         "enforce_eager": "true",
         "enable_prefix_caching": "false",
         "generation_config": "vllm",
+        **more,
     }
+    parts = {"enable_chunked_prefill": "false", "max_num_batched_tokens": str(max(length, _STEP))}
+    # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes back a draw, which none can there
+    whole = {} if _on_gpu(work) or parts.keys() & settings.keys() else parts
+    return flags({**ours, **settings, **whole})
+
+
+def _on_gpu(work: Work) -> bool:
+    return work.model.device.type == "cuda"
 
 
 def _environment(settings: Settings, work: Work) -> dict[str, str]:
@@ -186,7 +198,7 @@ def _own_gpu(settings: Settings, work: Work) -> dict[str, str]:
     import torch
 
     device = work.model.device
-    if device.type != "cuda" or settings.get("tensor_parallel_size", "1") != "1":
+    if not _on_gpu(work) or settings.get("tensor_parallel_size", "1") != "1":
         return {}
     shown = [name for name in os.environ.get(_GPUS, "").split(",") if name]
     # a rank's device has no number: it is the one that the process has set
