@@ -175,7 +175,7 @@ def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
         **more,
     }
     parts = {"enable_chunked_prefill": "false", "max_num_batched_tokens": str(max(length, _STEP))}
-    # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes back a draw, which none can there
+    # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes a draw back, and cannot
     whole = {} if _on_gpu(work) or parts.keys() & settings.keys() else parts
     return flags({**ours, **settings, **whole})
 
