@@ -12,9 +12,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.diagnose import Case, CodedAttention, Diagnosis, Request, diagnosis_of, read_back
+from kvaudit.audit.again.diagnose import (
+    Case,
+    CodedAttention,
+    Codes,
+    Diagnosis,
+    Floats,
+    Request,
+    diagnosis_of,
+    read_back,
+)
 from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50
@@ -54,7 +63,7 @@ def asked(model: Any) -> list[Request]:
 
 
 def diagnosed(model: Any) -> Diagnosis:
-    return diagnosis_of(model, asked(model), bits=4, group=SIZE)
+    return diagnosis_of(model, asked(model), Codes(4, SIZE))
 
 
 @torch.no_grad()
@@ -122,6 +131,39 @@ def test_where_nothing_moves_nothing_is_advised() -> None:
     assert (found.mode, found.mending) == ("nothing", [])
 
 
+E4M3, E5M2 = (EngineStore(one, one) for one in (Rounded("float8_e4m3fn"), Rounded("float8_e5m2")))
+
+
+def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
+    loud = tiny((7,), by=12.0)
+    found = diagnosis_of(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
+    tried = {one.case.name: one for one in found.remedies}
+    assert next(iter(tried)) == "fp8_e4m3"
+    assert tried["fp8_e4m3"].nats < 0.5 * found.whole.nats
+    twelfth, quarter = (one for name, one in tried.items() if name.startswith("layers"))
+    assert twelfth.case.bits == pytest.approx(8 + 8 * 2 / LAYERS)
+    assert quarter.case.bits == pytest.approx(8 + 8 * 4 / LAYERS)
+    assert set(twelfth.case.stores) == set(range(LAYERS)) - set(found.worst)  # which are stored as they are
+    assert 7 in found.worst
+    assert len(quarter.case.stores) == LAYERS - 4
+    assert found.mode == "outlier-as-safety"
+    assert (found.fine, found.along_refusals) == (None, None)
+    better = diagnosis_of(loud, asked(loud), Floats("fp8_e4m3", E4M3))
+    assert better.whole.nats == tried["fp8_e4m3"].nats
+    assert "fp8_e4m3" not in [one.case.name for one in better.remedies]
+
+
+def test_the_command_takes_a_format_of_vllm(tmp_path: Path) -> None:
+    out = tmp_path / "d.json"
+    words = ["diagnose", "embedded", "--kv-cache-dtype", "fp8_e5m2", "--prompts", "6", "--threads", "1"]
+    result = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    table = json.loads(out.read_text())
+    assert table["kv_cache_dtype"] == "fp8_e5m2"
+    assert table["remedies"][0]["stored"] == "fp8_e4m3"
+    assert not {"bits", "eight_bits", "refusal_direction_reduction"} & set(table)
+
+
 def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
     out = tmp_path / "d.json"
     words = ["diagnose", "embedded", "--prompts", "6", "--threads", "1", "--out", str(out)]
@@ -140,6 +182,8 @@ def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
         (["--suite", "math"], "has 0 of 20 requests that must be refused"),
         (["--group", "24"], "heads have 32 channels, which do not split so"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--kv-cache-dtype", "fp8_e5m3"], "unknown kv_cache_dtype 'fp8_e5m3'. Did you mean 'fp8_e5m2'"),
+        (["--kv-cache-dtype", "fp8", "--bits", "4"], "leave --bits and --group out"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_one_line(words: list[str], line: str) -> None:

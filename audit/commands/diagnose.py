@@ -14,11 +14,12 @@ from kvaudit.core.provenance import MOST_THREADS
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from kvaudit.audit.again.diagnose import Diagnosis, Harm
+    from kvaudit.audit.again.diagnose import Codes, Diagnosis, Floats, Harm
 
 _EMBEDDED_TOKENS = 192  # a length that the suites of the embedded model can be asked at
 _MOST_BITS, _MOST_PROMPTS = 6, 400
 _SHOWN = 5  # layers
+_FLOATS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _COLUMNS = ("stored", "bits a number", "nats a token", "of the harm", "in refusals", "refusals that begin otherwise")
 # in the engines' own words; whoever reads a name that is not here asks their engine for it
 _TRY = {
@@ -27,6 +28,7 @@ _TRY = {
     "keys in 8 bits": "llama.cpp type_k=q8_0 type_v=q4_0; openvino --kv u8/u4",
     "values in 8 bits": "llama.cpp type_k=q4_0 type_v=q8_0; openvino --kv u4/u8",
     "layers": "vllm kv_cache_dtype_skip_layers",
+    "fp8_e4m3": "vllm kv_cache_dtype=fp8_e4m3",
     "last": "kivi:residual={window} of our own; transformers' quantized cache, residual_length",
 }
 
@@ -34,8 +36,9 @@ _TRY = {
 def diagnose(
     model: Annotated[str, typer.Argument(help="A hub id, a folder, a .gguf file, or 'embedded'.")],
     *,
-    bits: Annotated[int, typer.Option(min=2, max=_MOST_BITS, help="Of every key and value.")] = 4,
-    group: Annotated[int, typer.Option(min=8, help="Channels that share a scale; 32 as in llama.cpp's q4_0.")] = 32,
+    bits: Annotated[int | None, option(min=2, max=_MOST_BITS, help="Of every key and value; default: 4.")] = None,
+    group: Annotated[int | None, option(min=8, help="Channels that share a scale; default: 32, as llama.cpp.")] = None,
+    kv_cache_dtype: Annotated[str | None, option(help="In their place: vLLM's fp8, fp8_e4m3 or fp8_e5m2.")] = None,
     suite: Annotated[str | None, option(help="What is asked; default: xstest, of the embedded model refusal.")] = None,
     prompts: Annotated[int, typer.Option(min=4, max=_MOST_PROMPTS, help="Requests, half of them for harm.")] = 20,
     context_tokens: Annotated[int | None, option(min=64, help="Of suites that are made to a length.")] = None,
@@ -59,6 +62,7 @@ def diagnose(
 
         if dtype not in get_args(DtypeName):
             raise UnknownName("dtype", dtype, get_args(DtypeName))
+        setting = _setting(bits, group, kv_cache_dtype)
         chosen = SUITES.get(suite or ("refusal" if model == EMBEDDED else "xstest"))()
         if chosen.lengths == "none" and context_tokens:
             raise SpecError(
@@ -71,7 +75,7 @@ def diagnose(
             torch.set_num_threads(threads)
         console = wide_console()
         loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
-        check_group(loaded, group)
+        check_group(loaded, setting)
         asked = answered_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
         say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
@@ -79,7 +83,7 @@ def diagnose(
         def heard(one: Harm) -> None:
             say(console, f"  {one.case.name:<28} {one.nats:.4f} nats a token")
 
-        found = diagnosis_of(loaded, asked, bits=bits, group=group, heard=heard)
+        found = diagnosis_of(loaded, asked, setting, heard)
         say(console, "")
         _show(found, console)
         if out is not None:
@@ -89,12 +93,29 @@ def diagnose(
             say(console, inline(f"written: {out}"))
 
 
+def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) -> Codes | Floats:
+    from kvaudit.audit.again.diagnose import Codes, Floats
+    from kvaudit.audit.engines import ENGINES
+
+    if kv_cache_dtype is None:
+        return Codes(bits or 4, group or 32)
+    if bits or group:
+        raise SpecError("--kv-cache-dtype is a format of its own; leave --bits and --group out")
+    if kv_cache_dtype not in _FLOATS:
+        raise UnknownName("kv_cache_dtype", kv_cache_dtype, _FLOATS)
+    known = {word: ENGINES.get("vllm").store({"kv_cache_dtype": word}) for word in _FLOATS}
+    store, better = known[kv_cache_dtype], known["fp8_e4m3"]
+    assert store is not None
+    return Floats(kv_cache_dtype, store, None if better == store else better)
+
+
 def _show(found: Diagnosis, console: Any) -> None:
     """The parts and the remedies beside the setting, the layers that carry most, and the words of it."""
     from kvaudit.reports.layout.tables import table_of
 
     rows = []
-    for one in (found.whole, *found.parts, found.fine, *found.remedies):
+    finer = () if found.fine is None else (found.fine,)
+    for one in (found.whole, *found.parts, *finer, *found.remedies):
         bits = f"{one.case.bits:.3g}" if one.case.bits else "-"  # of a part alone, which nobody serves
         turned = f"{one.turned} of {found.refused}"
         rows.append([one.case.name, bits, f"{one.nats:.4f}", _share(one, found), f"{one.refusals:.4f}", turned])
@@ -102,16 +123,21 @@ def _show(found: Diagnosis, console: Any) -> None:
     most = sorted(found.layers, key=lambda one: -one.nats)[:_SHOWN]
     # their numbers, without the word "layer"
     say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
-    ratio = found.along_refusals
-    say(console, f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)")
+    if (ratio := found.along_refusals) is not None:
+        say(
+            console,
+            f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)",
+        )
     say(console, f"mode: {found.mode}: {found.meaning}")
     for one in found.mending:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
         settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
-        how = f" ({settings.format(bits=found.bits, window=one.case.window)})" if settings else ""
+        how = (
+            f" ({settings.format(bits=getattr(found.setting, 'bits', ''), window=one.case.window)})" if settings else ""
+        )
         say(console, f"try: {one.case.name}, {least}{how}")
     if found.mode != "nothing" and not found.mending:
-        say(console, "try: nothing here takes away half of it at less than eight bits")
+        say(console, "try: nothing here takes away half of it")
     say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
 
 
@@ -121,6 +147,8 @@ def _share(one: Harm, found: Diagnosis) -> str:
 
 def _json(found: Diagnosis, model: str, sha256: str) -> str:
     import json
+
+    from kvaudit.audit.again.diagnose import Codes
 
     def one(harm: Harm) -> dict[str, Any]:
         return {
@@ -132,19 +160,22 @@ def _json(found: Diagnosis, model: str, sha256: str) -> str:
             "refusals_turned": harm.turned,
         }
 
+    if isinstance(found.setting, Codes):
+        setting: dict[str, Any] = {"bits": found.setting.bits, "group": found.setting.group}
+    else:
+        setting = {"kv_cache_dtype": found.setting.word}
     table = {
         "format": 1,
         "model": model,
         "base_sha256": sha256,
-        "bits": found.bits,
-        "group": found.group,
+        **setting,
         "requests": {"asked": found.asked, "to_be_refused": found.harmful, "refused": found.refused},
         "setting": one(found.whole),
         "parts": [one(part) for part in found.parts],
         "layers": [one(layer) for layer in found.layers],
         "remedies": [one(remedy) for remedy in found.remedies],
-        "eight_bits": one(found.fine),
-        "refusal_direction_reduction": found.along_refusals,
+        **({} if found.fine is None else {"eight_bits": one(found.fine)}),
+        **({} if found.along_refusals is None else {"refusal_direction_reduction": found.along_refusals}),
         "mode": found.mode,
     }
     return json.dumps(table, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
