@@ -118,7 +118,7 @@ def test_nothing_is_said_before_anything_was_timed() -> None:
     assert time_left(None) == "time left not known yet"
 
 
-def test_the_share_never_falls() -> None:
+def test_the_share_is_of_what_is_known_and_falls_where_the_rest_turns_out_to_be_slow() -> None:
     now = [0.0]
     forecast = Forecast(clock=lambda: now[0])
     forecast.expect("quick", Part(("evaluate", "a"), 10.0))
@@ -129,7 +129,9 @@ def test_the_share_never_falls() -> None:
             now[0] += seconds
             forecast.worked(name, float(step))
             shares.append(forecast.share())
-    assert shares == sorted(shares)
+    assert shares[9] == pytest.approx(0.5)
+    assert shares[10] < 0.2, "half of the work was a twentieth of the time"
+    assert shares[10:] == sorted(shares[10:])
     assert shares[-1] == 1.0
 
 

@@ -167,10 +167,10 @@ class Forecast:
         return self._seconds()[1]
 
     def share(self) -> float:
-        """What part of the whole is spent, 0 to 1, by time; it never falls."""
+        """What part of the whole is spent, 0 to 1, by time; it falls where what comes turns out to take longer."""
         spent, ahead = self._seconds()
         if ahead is not None and spent + ahead > 0:
-            self.last_share = max(self.last_share, spent / (spent + ahead))
+            self.last_share = spent / (spent + ahead)
         return self.last_share
 
     def _seconds(self) -> tuple[float, float | None]:
