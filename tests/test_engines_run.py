@@ -18,6 +18,7 @@ from kvaudit.audit.engines.base import Session
 from kvaudit.audit.engines.weights import check_room
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.audit.runs import evaluate
+from kvaudit.audit.runs.engine_slot import hold_engine
 from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
 from kvaudit.audit.runs.floor import engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder, open_run
@@ -283,6 +284,17 @@ def test_another_engine_does_not_go_on_with_a_run(
     path.write_text(path.read_text().replace("openvino_genai 20", "openvino_genai 19"))
     with pytest.raises(RunError, match=r"engine openvino said version 'openvino_genai 19.* when the run began"):
         worked(tmp_path / "run", spec_of())
+
+
+def test_of_two_long_texts_of_an_engine_that_part_is_shown_in_which_they_do(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run", spec_of(), resume=False)
+    hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
+    with pytest.raises(
+        RunError, match=r"vllm said flags '\.\.\..*--old' when the run began with it, now '\.\.\..*--new'"
+    ):
+        hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
+    with pytest.raises(RunError, match="said flags '--a=1 --a=1 "):
+        hold_engine(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
 
 
 @pytest.mark.parametrize(

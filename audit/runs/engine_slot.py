@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 
 _TRIES = 3  # of one batch
+_SHOWN, _BEFORE = 100, 30  # characters of what an engine says, and before where two such texts part
 FIRST_TOKENS = 24  # of an answer that is shown while the rest is being asked
 FirstHeard = Callable[[str, Item, str], None]  # way of serving, item, the beginning of its answer
 
@@ -114,10 +116,20 @@ def hold_engine(run: RunFolder, key: str, engine: str, described: Mapping[str, s
     then = run.keep(SERVED_BY, key, now)
     changed = sorted(name for name in {*then, *now} - {"weights", NOT_SHOWN} if then.get(name) != now.get(name))
     if changed:
+        name = changed[0]
+        before, after = _where_they_part(str(then.get(name)), str(now.get(name)))
         raise RunError(
-            f"engine {engine} said {changed[0]} {str(then.get(changed[0]))[:100]!r} when the run began with it, now "
-            f"{str(now.get(changed[0]))[:100]!r}; put back what it was, or give another --out"
+            f"engine {engine} said {name} {before!r} when the run began with it, now {after!r}; put back what it was, "
+            "or give another --out"
         )
+
+
+def _where_they_part(one: str, other: str) -> tuple[str, str]:
+    """The two texts, from a little before their first difference on where they are long, so that it is seen."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    start = max(0, alike - _BEFORE) if max(len(one), len(other)) > _SHOWN else 0
+    dots = "..." if start else ""
+    return dots + one[start:][:_SHOWN], dots + other[start:][:_SHOWN]
 
 
 def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
