@@ -29,7 +29,7 @@ _TRY = {
     "values in 8 bits": "llama.cpp type_k=q4_0 type_v=q8_0; openvino --kv u4/u8",
     "layers": "vllm kv_cache_dtype_skip_layers",
     "fp8_e4m3": "vllm kv_cache_dtype=fp8_e4m3",
-    "last": "kivi:residual={window} of our own; transformers' quantized cache, residual_length",
+    "last": "kivi or fp8 with residual={window} of our own; transformers' quantized cache, residual_length",
 }
 
 
