@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvaudit.core.alarms import ALARMS
+from kvaudit.core.conditions import ENGINE
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY, folder_names, match_policies
 from kvaudit.core.spec_parts import (
@@ -34,6 +35,7 @@ from kvaudit.core.spec_parts import (
     is_scalar,
     unique,
 )
+from kvaudit.core.text import shown
 
 BASE_ARM = "base"  # the model before any training
 DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed
@@ -256,7 +258,12 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         """
         if not isinstance(value, Mapping):
             return value
-        if value.get("rollouts") is not None:
+        if (rollouts := value.get("rollouts")) is not None:
+            if not isinstance(rollouts, str) and not (isinstance(rollouts, Mapping) and rollouts.get(ENGINE)):
+                raise SpecError(
+                    f"train.rollouts is {shown(rollouts)}, which names no engine; wanted {{engine: vllm, "
+                    "kv_cache_dtype: fp8}, or another engine with its settings"
+                )
             if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
                 raise SpecError("train has rollouts of an engine and a policy of our own cache; give one of the two")
         elif "policies" not in value:

@@ -138,9 +138,15 @@ def main() -> None:
     parser.add_argument("--served-model-name", default="standin")
     for name in ("model", "model-path", "dtype", "kv-cache-dtype", "max-model-len", "max-num-seqs", "seed"):
         parser.add_argument(f"--{name}")
-    for name in ("generation-config", "context-length", "max-running-requests", "random-seed"):
+    for name in (
+        "generation-config",
+        "context-length",
+        "max-running-requests",
+        "random-seed",
+        "max-num-batched-tokens",
+    ):
         parser.add_argument(f"--{name}")
-    for name in ("enforce-eager", "enable-prefix-caching", "disable-radix-cache"):
+    for name in ("enforce-eager", "enable-prefix-caching", "enable-chunked-prefill", "disable-radix-cache"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
     Handler.options = parser.parse_args(words)
     server = Server((Handler.options.host, Handler.options.port), Handler)

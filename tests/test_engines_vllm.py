@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from kvaudit.audit.engines.base import Work
-from kvaudit.audit.engines.vllm import _flags, _own_gpu
+from kvaudit.audit.engines.vllm import Vllm, _flags, _own_gpu
 from kvaudit.audit.engines.weights import served_folder
 from kvaudit.audit.sampling.model import load_model
+from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
 
@@ -50,8 +51,25 @@ def test_on_a_processor_prompts_are_read_whole_unless_the_settings_say_how() -> 
     assert said("cpu", kv_cache_dtype="fp8")[-3:] == ["--kv-cache-dtype=fp8", *whole]
     assert said("cpu", max_model_len="512")[-1] == "--max-num-batched-tokens=4096"
     assert said("cuda") == said("cpu")[:-2]
-    assert said("cpu", max_num_batched_tokens="64")[-1] == "--max-num-batched-tokens=64"
-    assert said("cpu", enable_chunked_prefill="true")[-1] == "--enable-chunked-prefill"
+    # each for itself: with one of them alone a row with a seed would end it again
+    assert "--no-enable-chunked-prefill" in said("cpu", max_num_batched_tokens="64")
+    assert "--max-num-batched-tokens=64" in said("cpu", max_num_batched_tokens="64")
+    assert "--enable-chunked-prefill" in said("cpu", enable_chunked_prefill="true")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("enable_prefix_caching", "true", "keeps keys and values of weights"),
+        ("tensor_parallel_size", "2", "tensor_parallel_size is 2, .* take train.ranks"),
+        ("pipeline_parallel_size", "2", "wanted 1"),
+        ("data_parallel_size", "4", "wanted 1"),
+    ],
+)
+def test_what_it_cannot_draw_by_is_refused_by_name(name: str, value: str, words: str) -> None:
+    Vllm.check_drawing({name: "false" if value == "true" else "1"})
+    with pytest.raises(SpecError, match=words):
+        Vllm.check_drawing({name: value})
 
 
 def test_a_folder_whose_weights_the_model_has_rounded_is_not_served_as_it_lies(

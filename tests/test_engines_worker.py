@@ -104,7 +104,9 @@ def test_what_goes_wrong_is_said(tmp_path: Path, does: str, words: str) -> None:
 
 
 def test_one_that_hangs_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
-    assert "it has said nothing for 1 s while it had 2 requests" in last_words(tmp_path, "hangs", answer=1.0)
+    assert "it has said nothing for 1 s (engines.stand-in.answer) while it had 2 requests" in last_words(
+        tmp_path, "hangs", answer=1.0
+    )
 
 
 def test_one_that_reads_no_more_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_line_without_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("kvaudit.audit.engines.life._LONGEST_LINE", 1 << 20)
     process = Process(["sh", "-c", "yes | tr -d '\\n'"], who="endless", log=tmp_path / "log")
     with pytest.raises(EngineFailed, match="engine endless: it says a line of more than 1 MiB"):
-        process.hear(20.0, "it was listened to")
+        process.hear(20.0, "it was listened to", "answer")
 
 
 def test_a_python_that_lacks_a_module_is_told_from_one_that_does_not_run(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline
-from kvaudit.core.errors import AuditError
+from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.core.errors import AuditError, RunError
 from kvaudit.core.files import read_json
 from kvaudit.core.spec import RunSpec, parse_spec
 
@@ -100,9 +100,18 @@ def test_a_spec_without_rollouts_is_written_as_before() -> None:
             "unknown engine 'openvimo'",
         ),
         ("engines: {openvino", "engines: {vllm", "unknown engine in engines 'vllm'"),
+        ("{engine: openvino, KV", "{KV", "train.rollouts is .*, which names no engine; wanted {engine: vllm"),
+        ("{engine: openvino, KV_CACHE_PRECISION: u4}\n  arms", "[openvino]\n  arms", "which names no engine"),
     ],
 )
 def test_what_a_spec_cannot_ask_for_is_one_line(old: str, new: str, words: str) -> None:
     with pytest.raises(AuditError, match=words) as error:
         spec_of(old, new)
     assert "\n" not in str(error.value)
+
+
+def test_a_setting_that_the_engine_refuses_is_said_before_the_dense_arm_is_trained() -> None:
+    old = "{engine: openvino, KV_CACHE_PRECISION: u4}\n  arms: [dense, smd]"
+    spec = spec_of(old, old.replace("u4", "u5").replace("smd", "naive"))
+    with pytest.raises(RunError, match=r"openvino refuses: .*train.rollouts openvino:.*u5"):
+        prepare_run(spec)

@@ -439,7 +439,8 @@ def test_weights_are_named_by_the_files_that_they_were_loaded_from(
         ("smd-distill", POLICY, {}, SpecError, "TRL's loss has the sampled tokens alone"),
         ("smd", None, {"use_vllm": True}, SpecError, "rollouts come from vLLM, which leaves none; take arm 'tis'"),
         ("tis", POLICY, {"use_vllm": True}, SpecError, "rollouts come from vLLM; say how that was started"),
-        ("tis", POLICY, {"top_p": 0.9}, SpecError, "top_p=0.9, and kvaudit's cache samples from the whole"),
+        ("tis", POLICY, {"top_p": 0.9}, SpecError, "top_p=0.9, and the learner's log-probs are of the whole"),
+        ("tis", POLICY, {"generation_kwargs": {"top_p": 0.9}}, SpecError, "kvaudit's cache then has to sample"),
         ("tis", POLICY, {"loss_type": "vespo"}, SpecError, "weighs rollouts by a ratio of its own"),
     ],
 )
@@ -458,6 +459,18 @@ def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
     given = config(Path("out"), use_vllm=True, vllm_importance_sampling_clip_max=9.0)
     with pytest.raises(SpecError, match=r"clip_max=9\.0, arm 'tis' means 2\.0; leave it out"):
         plan.settle(given)
+
+
+@pytest.mark.parametrize("outside", ["vLLM", "rollout_func"])
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_whoever_samples_does_so_from_the_whole_distribution(outside: str, cut: dict[str, Any]) -> None:
+    plan = HostedArm.of("tis", None, outside)
+    whole = config(Path("out"), use_vllm=outside == "vLLM")
+    plan.settle(whole)
+    (name,) = cut
+    setattr(whole, name, cut[name])
+    with pytest.raises(SpecError, match=f"has {name}=.* which {outside} then has to sample; leave {name} out"):
+        plan.settle(whole)
 
 
 def test_tools_are_refused(tmp_path: Path) -> None:

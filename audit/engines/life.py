@@ -84,13 +84,16 @@ class Process:
             except OSError:
                 raise self.failure("it ended") from None
 
-    def hear(self, seconds: float, doing: str) -> str:
-        """The engine's next line; raises EngineFailed where it ends before, or says none in so many seconds."""
+    def hear(self, seconds: float, doing: str, patience: str) -> str:
+        """The engine's next line; raises EngineFailed where it ends before, or says none in so many seconds.
+
+        ``patience`` is where a user says how many.
+        """
         out, until = self._pipes()[1], time.monotonic() + seconds
         while b"\n" not in self._heard:
             left = until - time.monotonic()
             if left <= 0:
-                raise self.failure(f"it has said nothing for {seconds:g} s while {doing}")
+                raise self.failure(f"it has said nothing for {seconds:g} s ({patience}) while {doing}")
             if not select.select([out], [], [], left)[0]:
                 continue
             part = os.read(out, 1 << 16)

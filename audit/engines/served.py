@@ -94,6 +94,7 @@ class ServedSession(Session):
         self, who: str, command: Sequence[str], named: str, work: Work, environment: Mapping[str, str]
     ) -> None:
         self.name, self._part, self._tokens = f"kvaudit-{secrets.token_hex(4)}", work.part, vocabulary_of(work)
+        self._who = who
         environment = {"OMP_NUM_THREADS": str(work.threads), **OFFLINE, **environment}
         for number in range(1, _PORTS + 1):
             port = free_port()
@@ -140,7 +141,7 @@ class ServedSession(Session):
             )
         except Unanswered as why:
             if self._process.is_running and time.monotonic() >= until:  # whichever of them noticed it first
-                limit = f"{self._part.answer:g} s"
+                limit = f"{self._part.answer:g} s (engines.{self._who}.answer)"
                 raise self._process.failure(f"it has not answered all of {len(asked)} requests in {limit}") from None
             raise self._failed(f"it had {len(asked)} requests", why) from None
         return [self._checked(row, one) for row, one in zip(said, asked, strict=True)]
@@ -154,7 +155,9 @@ class ServedSession(Session):
             if not self._process.is_running:
                 raise self._process.failure("it ended while it started")
             if time.monotonic() > until:
-                raise self._process.failure(f"it has not answered {self._part.start:g} s after its start")
+                raise self._process.failure(
+                    f"it has not answered {self._part.start:g} s (engines.{self._who}.start) after its start"
+                )
             try:
                 self._client.fetch_text(self.health, min(until, time.monotonic() + _KNOCK))
                 break

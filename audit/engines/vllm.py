@@ -64,7 +64,18 @@ class Vllm(ServedEngine):
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """See ``Engine.check_drawing``: whatever its server can be told."""
+        """See ``Engine.check_drawing``: what its server can be told, of one process that forgets what it has read."""
+        if settings.get("enable_prefix_caching", "false") != "false":
+            raise SpecError(
+                "engine vllm: enable_prefix_caching keeps keys and values of weights that the next step's are not, so "
+                "rollouts would be drawn by stale ones; leave it out of train.rollouts"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if settings.get(name, "1") != "1":
+                raise SpecError(
+                    f"engine vllm: {name} is {settings[name]}, and training draws by an engine of one process, wanted "
+                    "1; take train.ranks, each of which has an engine and a GPU of its own"
+                )
 
     @classmethod
     def drawer(cls, settings: Settings, work: Work) -> Drawer:
@@ -176,8 +187,8 @@ def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
     }
     parts = {"enable_chunked_prefill": "false", "max_num_batched_tokens": str(max(length, _STEP))}
     # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes a draw back, and cannot
-    whole = {} if _on_gpu(work) or parts.keys() & settings.keys() else parts
-    return flags({**ours, **settings, **whole})
+    whole = {} if _on_gpu(work) else parts
+    return flags({**ours, **settings, **whole, **settings})
 
 
 def _on_gpu(work: Work) -> bool:

@@ -47,7 +47,7 @@ class WorkedSession(Session):
         self._process = Process(command, who=who, log=work.log, environment=threads)
         try:
             line = {"start": {**setup, "threads": work.threads, "at_once": work.part.at_once}}
-            found = self._exchange(line, work.part.start, "it started", "about", dict)
+            found = self._exchange(line, "start", "it started", "about", dict)
             own = {str(name): inline(one_line(str(value)))[:300] for name, value in found.items()}
             self.described = own | (weights.described if weights else {})
         except BaseException:
@@ -62,7 +62,7 @@ class WorkedSession(Session):
 
     def ask(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
         """What the worker replies to each of some rows; raises EngineFailed."""
-        found = self._exchange({"ask": rows}, self._part.answer, doing, "replies", list)
+        found = self._exchange({"ask": rows}, "answer", doing, "replies", list)
         if len(found) != len(rows):
             raise self._process.failure(f"it gave another number of replies than the {len(rows)} that were asked for")
         return found
@@ -70,11 +70,15 @@ class WorkedSession(Session):
     def stop(self) -> None:
         self._process.stop()
 
-    def _exchange(self, row: Mapping[str, Any], seconds: float, doing: str, name: str, kind: type[T]) -> T:
-        """What the worker says under ``name`` to a row; raises EngineFailed for what is nothing of the kind."""
+    def _exchange(self, row: Mapping[str, Any], patience: str, doing: str, name: str, kind: type[T]) -> T:
+        """What the worker says under ``name`` to a row; raises EngineFailed for what is nothing of the kind.
+
+        ``patience`` is the field of the spec that says for how long it is waited for.
+        """
         self._lines += 1
+        seconds = float(getattr(self._part, patience))
         self._process.say(json.dumps(row), seconds)
-        line = self._process.hear(seconds, doing)
+        line = self._process.hear(seconds, doing, f"engines.{self._who}.{patience}")
         try:
             said = json.loads(line)
         except (ValueError, RecursionError):

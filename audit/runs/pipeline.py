@@ -61,7 +61,7 @@ from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
 from kvaudit.audit.training.early_stop import EarlyStop, mark_of
-from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn
+from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn, try_out_drawing
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
@@ -146,6 +146,8 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
+    if spec.train is not None and trains:
+        try_out_drawing(spec.train, model, spec.engine(spec.train.rollouts or ""))
     item = next((item for parts in batches.values() for part in parts for item in part), None)
     conditions = [way for way in served(spec) if isinstance(way, Condition)]
     if item is not None:

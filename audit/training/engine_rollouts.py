@@ -7,6 +7,8 @@ Of the engine come token ids and their log-probs; questions, seeds, rewards and 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +39,7 @@ from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.spec_train import TrainSpec
+from kvaudit.core.spec_train import DENSE_ARM, TrainSpec
 
 T = TypeVar("T")
 # between an engine and a replay of what it stored, nats a token, mean over a rollout: float32 comes to 1e-5
@@ -259,6 +261,20 @@ def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> Non
             f"arm {shadows[0]}: some layers of the model attend to a window or carry a state, and how an engine stores "
             "those is not known; take naive, tis or mis"
         )
+
+
+def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
+    """Start the engine of ``rollouts`` once; raises RunError for what would otherwise come up behind the dense arm."""
+    if section.rollouts is None or section.arms == (DENSE_ARM,):
+        return
+    condition = parse_condition(section.rollouts)
+    logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
+    work = Work(without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads())
+    try:
+        ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
+    except EngineFailed as error:
+        raise RunError(f"{error} (train.rollouts {condition.canonical})") from None
+    shutil.rmtree(logs)  # where an error names it, it stays
 
 
 def drawn_rollout(config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None) -> Rollout:

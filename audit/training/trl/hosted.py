@@ -19,12 +19,15 @@ TRL_CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "mis": {"mode": "token_mask", "clip_max": MIS_RANGE[1], "clip_min": MIS_RANGE[0]},
 }
 _CORRECTION = "vllm_importance_sampling_correction"
-# what cuts the distribution off, by the value at which it does not
+# what cuts the distribution off, whoever samples, by the value at which it does not
 _WHOLE: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
     "top_k": (0, None),
     "min_p": (None, 0.0),
     "repetition_penalty": (1.0,),
+}
+_OF_OUR_CACHE: Mapping[str, tuple[Any, ...]] = {
+    **_WHOLE,
     "generation_kwargs": (None, {}),
     "cache_implementation": (None,),
     "use_transformers_continuous_batching": (False,),
@@ -79,15 +82,15 @@ class HostedArm:
                 f"loss_type 'vespo' weighs rollouts by a ratio of its own, arm {self.arm.name!r} by another; take "
                 "another loss_type, or arm 'naive'"
             )
+        who = self.outside or "kvaudit's cache"
+        for name, whole in (_OF_OUR_CACHE if self.outside is None else _WHOLE).items():
+            if (value := getattr(config, name)) not in whole:
+                raise SpecError(
+                    f"GRPOConfig has {name}={value!r}, and the learner's log-probs are of the whole distribution, of "
+                    f"which {who} then has to sample; leave {name} out"
+                )
         if self.outside == VLLM:
             self._settle_vllm(config)
-        elif self.outside is None:
-            for name, whole in _WHOLE.items():
-                if (value := getattr(config, name)) not in whole:
-                    raise SpecError(
-                        f"GRPOConfig has {name}={value!r}, and kvaudit's cache samples from the whole distribution, "
-                        f"as the learner's log-probs are of it; leave {name} out"
-                    )
 
     def _settle_vllm(self, config: Any) -> None:
         """What TRL makes of vLLM's log-probs is the arm's to say."""
