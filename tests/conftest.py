@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,10 @@ from kvaudit.suites.base import CountTokens, Split
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# numpy's products are small here, and its threads would spin between them
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# with it OpenVINO, once imported, sends lines home, each by a process of its own: hundreds in one conversion
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 _DOORS: tuple[tuple[Any, str], ...] = (
     (socket.socket, "connect"),
@@ -56,12 +61,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected and imported stays to the end, so no search for garbage goes through it, then or in a test."""
+    """What is collected and imported stays to the end, so no search for garbage goes through it, then or in a test.
+
+    Searches are rare after it, because a test makes many objects and few cycles.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 
