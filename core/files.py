@@ -163,8 +163,10 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     lines: dict[KeyPath, int] = {}
     try:
         _refuse_monsters(text)
-        _number_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
-        table = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _number_lines(node, (), lines)
+        table = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         where = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SpecError(f"{name}{where}: not a usable {what}: {one_line(error.problem)}") from None
