@@ -8,6 +8,7 @@ often. The YAML forms are ``{name: snapkv, budget: 96}``, ``{compose: [...]}`` a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, get_type_hints
 
 from kvaudit.audit.policies.base import LARGEST_NUMBER, POLICIES, Policy
@@ -98,11 +99,16 @@ def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     if not issubclass(cls, _KINDS):
         kinds = ", ".join(kind.__name__ for kind in _KINDS)
         raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
-    known, types = cls.field_names(), get_type_hints(cls)  # hints: in some files annotations are texts
+    known, types = cls.field_names(), _types(cls)  # type: ignore[arg-type] # a class has a hash, whatever its objects
     for field in values:
         if field not in known:
             raise UnknownName(f"field of policy {name}", field, known)
     return cls(**{field: _value(text, field, value, types[field]) for field, value in values.items()})
+
+
+@cache  # reading them takes longer than all else about a policy
+def _types(cls: type[Policy]) -> dict[str, Any]:
+    return get_type_hints(cls)  # hints: in some files annotations are texts
 
 
 def _value(text: str, field: str, value: Any, kind: type) -> Any:
