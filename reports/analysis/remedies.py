@@ -22,7 +22,7 @@ import pandas as pd
 
 from kvaudit.core.policy_names import short_names
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import CELL, change, contrast, seed_pairs, share_of_none
+from kvaudit.reports.drift.drift import CELL, change, contrast, seed_pairs, shares_of_none
 from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.gate.decide import decide_beside
 from kvaudit.reports.gate.family import single_cell
@@ -226,7 +226,8 @@ def _cost(records: pd.DataFrame, arm: str, policy: str, plain: str, rules: Rules
     found = [index for index in means.index if index[:2] == (arm, policy)]
     if not found or means.loc[found, "kv_bytes_peak"].isna().any():
         return None
-    shares = [share_of_none(means, index, "kv_bytes_peak") for index in found]
+    every = shares_of_none(means, "kv_bytes_peak")
+    shares = [every[index] for index in found]
     known = [share for share in shares if share is not None]
     peak, seconds = means.loc[found, ["kv_bytes_peak", "seconds"]].mean().tolist()
     return Cost(peak, sum(known) / len(known) if len(known) == len(shares) else None, seconds)

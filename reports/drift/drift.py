@@ -511,11 +511,12 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     clusters = grouped["cluster_id"].nunique()
     unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
     order = sorted(means.index, key=lambda index: _position(comparison, index))
+    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE)
     for index in order:
         arm, policy, suite, context = cast(tuple[str, str, str, int], index)
         panel = tables[suite, int(context)]
         keys = sorted(key for key in panel.scores if (key.arm, key.policy) == (arm, policy))
-        row = means.loc[index]
+        row, seen = means.loc[index], counts.loc[index]
         rates = [float(np.nanmean(panel.scores[key])) for key in keys]
         # None for what nobody showed
         cache: dict[str, Any] = {n: None if math.isnan(row[n]) else float(row[n]) for n in ("retention", *BYTES)}
@@ -527,33 +528,36 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
             seeds=tuple(key.seed for key in keys),
             n_items=int(np.sum(~np.isnan(panel.scores[keys[0]]))),
             n_clusters=int(clusters.loc[index]),
-            n_samples=int(counts.loc[index].sum()),
+            n_samples=int(seen.sum()),
             rate=float(np.mean(rates)),
             rate_if_desired=float(np.mean([np.nanmean(panel.best[key]) for key in keys])),
             seed_rates=tuple(rates),
-            outcomes={o.value: int(counts.loc[index].get(o.value, 0)) for o in Outcome},
+            outcomes={o.value: int(seen.get(o.value, 0)) for o in Outcome},
             **cache,
-            kv_ratio=share_of_none(means, index, "kv_bytes_peak"),
-            kv_live_ratio=share_of_none(means, index, LIVE),
+            kv_ratio=peaks[index],
+            kv_live_ratio=live[index],
             survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
             new_tokens=float(row["new_tokens"]),
             unsure=int(unsure.loc[index]),
         )
 
 
-def share_of_none(means: pd.DataFrame, index: Any, column: str) -> float | None:
-    """Bytes of a cell per byte of its tokens uncompressed, over the same under ``none``; None where that is not known.
+def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
+    """Bytes of every cell per byte of its tokens uncompressed, over the same under ``none``; None where not known.
 
     ``means`` by ``CELL``. Slack and bookkeeping are on both sides, or on none. An arm that was not served uncompressed
     is held against those that were.
     """
-    arm, _, suite, context = index
     shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
-    plain = shares[[place[1:] == (DENSE_POLICY, suite, context) for place in means.index]]
-    own = (arm, DENSE_POLICY, suite, context)
-    against = float(plain[own]) if own in plain.index else float(plain.mean())
-    share = float(shares[index]) / against if against > 0 else math.nan
-    return None if math.isnan(share) else share
+    own, plain, found = {index: float(share) for index, share in shares.items()}, {}, {}
+    for arm, policy, suite, context in means.index:
+        none = (DENSE_POLICY, suite, context)
+        if none not in plain:
+            plain[none] = float(shares[[place[1:] == none for place in means.index]].mean())
+        against, index = own.get((arm, *none), plain[none]), (arm, policy, suite, context)
+        share = own[index] / against if against > 0 else math.nan
+        found[index] = None if math.isnan(share) else share
+    return found
 
 
 def _position(comparison: Comparison, index: Any) -> tuple[int, int, int, int]:
