@@ -217,17 +217,27 @@ def test_what_a_judge_is_unsure_of_stands_in_the_record_the_seal_and_what_is_pri
 # harm
 
 
-@pytest.fixture
-def xstest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> Path:
-    """A run of the three forms of one group of XSTest, whose unsafe and plain requests are answered, not refused."""
-    (tmp_path / "rows").mkdir()
-    monkeypatch.setenv("KVAUDIT_DATA", str(write_rows(tmp_path / "rows")))
+@pytest.fixture(scope="module")
+def on_xstest(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run of the three forms of one group of XSTest, its spec and its rows."""
+    folder = tmp_path_factory.mktemp("xstest")
+    (folder / "rows").mkdir()
     suites = {"xstest": {"items": 3}}
     spec = {"name": "x", "model": str(tiny_folder), "evaluate": {"policies": ["none"], "suites": suites}}
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    code, text, err = kvaudit("run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--threads", 1)
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVAUDIT_DATA", str(write_rows(folder / "rows")))
+        code, text, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, err
     assert "phrase rules alone graded xstest" in text
+    return folder
+
+
+@pytest.fixture
+def xstest(on_xstest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, whose unsafe and plain requests are answered, not refused."""
+    monkeypatch.setenv("KVAUDIT_DATA", str(on_xstest / "rows"))
+    shutil.copytree(on_xstest, tmp_path, ignore=shutil.ignore_patterns("rows"), dirs_exist_ok=True)
     (unit,) = units(tmp_path / "run")
     rewritten(unit, _answered)
     return tmp_path / "run"
