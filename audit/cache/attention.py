@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -202,10 +203,12 @@ def causal_attention(
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model that a peft model calls, or the model itself.
+    """The transformers model that a compiled or peft model calls, or the model itself.
 
     Raises RunError for adapters that put tokens of their own before the prompt.
     """
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
     if not hasattr(model, "get_base_model"):
         return model
     if model.active_peft_config.is_prompt_learning:

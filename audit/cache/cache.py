@@ -28,6 +28,7 @@ from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
 from kvaudit.audit.cache.schedule import Eviction, Schedule, arriving_of
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
+from kvaudit.audit.cache.untraced import untraced
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
@@ -135,6 +136,7 @@ class EvictingCache:
         """Row positions int32 [B, Q] of the forward under way, on the model's device."""
         return self._announced
 
+    @untraced
     def attend(self, call: AttentionCall) -> Tensor:
         """Append, attend, evict, quantise; attention output [B, G*H, Q, D]."""
         require_once(call.layer, self._attended, len(self.layers))
@@ -226,6 +228,7 @@ class EvictingCache:
                 schedule.victims = victims = victims.joined()
             layer.replace(victims, eviction, self._now)
 
+    @untraced
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
         states = self.layers[layer].states
@@ -250,6 +253,7 @@ class EvictingCache:
         attending, carrying = sum(plan.attends for plan in plans), sum(plan.carries for plan in plans)
         return len(self._attended) == attending and len(self._carried) == carrying
 
+    @untraced
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this cache."""
         if not self.is_settled:

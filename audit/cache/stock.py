@@ -22,6 +22,7 @@ from kvaudit.audit.cache.ledger import Ledger
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.untraced import untraced
 from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
@@ -37,6 +38,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
+    @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
             raise RunError(
@@ -160,6 +162,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             )
         self._served = model.config
 
+    @untraced
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
 
