@@ -8,8 +8,11 @@ import pytest
 import torch
 from conform.world import left_padded, prompts, random_model
 from torch import Tensor
+from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
 
 from kvaudit import CompressedCache, shadow
+from kvaudit.audit.replay.head import watched
+from kvaudit.core.errors import RunError
 
 SNAPKV = "snapkv:budget=14,window=4,interval=3"
 COMPILED = [
@@ -74,3 +77,41 @@ def test_a_compiled_model_is_replayed_inside_shadow_and_dense_outside() -> None:
             assert largest(compiled(ids).logits, replayed) < 1e-12
         assert largest(compiled(ids).logits, dense) < 1e-12
     assert largest(dense, replayed) > 1e-2
+
+
+# --- a decoder that is not the layer of that name -------------------------------------------------------------------
+
+
+def modernbert() -> Any:
+    """A ModernBERT decoder, whose layer ``decoder`` makes logits."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    own = dict(global_attn_every_n_layers=2, local_attention=10, sliding_window=10, initializer_range=0.3)
+    return ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes, **special, **own)).double().eval()
+
+
+@pytest.mark.parametrize("policy", ["none", SNAPKV, "streaming:budget=12,sink=2", "expected:budget=16", "int8"])
+def test_a_modernbert_decoder_is_replayed(policy: str) -> None:
+    """Its rotary positions are turned in float32, in a float64 model too: 1e-4 leaves room for that."""
+    model, (ids, mask) = modernbert(), batch()
+    past = CompressedCache.for_model(model, policy)
+    every, every_mask = torch.cat([ids, ids[:, -12:]], 1), torch.cat([mask, torch.ones(3, 12, dtype=mask.dtype)], 1)
+    with torch.no_grad():
+        parts = [model(ids, attention_mask=mask, past_key_values=past).logits]
+        for end in range(41, 53):
+            parts.append(
+                model(every[:, end - 1 : end], attention_mask=every_mask[:, :end], past_key_values=past).logits
+            )
+        with shadow(model, past.ledger):
+            replayed = model(every, attention_mask=every_mask).logits
+        with shadow(model, past.ledger), pytest.raises(RunError, match="call the model itself"):
+            model.model(every)
+    assert largest(torch.cat(parts, 1)[every_mask.bool()], replayed[every_mask.bool()]) < 1e-4
+
+
+def test_the_head_of_a_modernbert_decoder_makes_its_logits() -> None:
+    model, ids = modernbert(), torch.tensor(prompts(20))
+    with torch.no_grad(), watched(model) as head:
+        logits = model(ids).logits[0]
+        assert largest(head(head.states()[0]), logits) < 1e-12

@@ -216,6 +216,15 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model()
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a causal model that makes its last hidden states.
+
+    transformers takes a layer named ``decoder`` for it, which in ModernBERT's decoder makes the logits.
+    """
+    found = model.get_decoder()
+    return unwrapped(model).base_model if found is model.get_output_embeddings() else found
+
+
 def require_interface(model: Any) -> None:
     """Raise RunError for a model that computes attention by code of its own: nothing could be evicted there."""
     kind = type(model)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import AttentionCall
+from kvaudit.audit.cache.attention import AttentionCall, decoder_of
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, Policy, evictor_of
 from kvaudit.core.errors import RunError
@@ -134,7 +134,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDicti
 
 
 def _of(model: Any) -> Rotary | None:
-    table = next((m for name, m in model.get_decoder().named_modules() if name.endswith("rotary_emb")), None)
+    table = next((m for name, m in decoder_of(model).named_modules() if name.endswith("rotary_emb")), None)
     buffers = {} if table is None else dict(table.named_buffers())
     frequencies = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
     if not isinstance(frequencies, Tensor) or not _is_fixed(model.config):
@@ -149,7 +149,7 @@ def _turns_so(model: Any, rotary: Rotary) -> bool:
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
-    model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
+    decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
     plans = layer_plans(model.config, Dense())
     for layer, plan in enumerate(plans):
         if plan.governed:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.cache.attention import Routes, unwrapped
+from kvaudit.audit.cache.attention import Routes, decoder_of, unwrapped
 from kvaudit.core.errors import DataError, RunError
 
 NOBODY = -1  # in a table of experts: this token was never sent anywhere
@@ -199,7 +199,7 @@ def hooked_blocks(model: Any) -> int:
     model = unwrapped(model)
     found = [
         (layer, block)
-        for layers in model.get_decoder().children()
+        for layers in decoder_of(model).children()
         if isinstance(layers, torch.nn.ModuleList)
         for layer in layers
         for block in layer.modules()
@@ -227,7 +227,7 @@ def _require_all(model: Any, blocks: list[Any]) -> None:
     recorded = (type(model)._can_record_outputs or {}).get("router_logits", [])
     classes = [router.target_class for router in (recorded if isinstance(recorded, list) else [recorded])]
     inside = {part for block in blocks for part in block.modules()}
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         if type(module) in classes and module not in inside:
             raise RunError(
                 f"model {model.config.model_type!r} routes tokens by a {type(module).__name__} outside of any block of "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.attention import decoder_of
 from kvaudit.core.errors import RunError
 
 
@@ -41,7 +42,7 @@ class Head:
         answer = self._kind(last_hidden_state=states[None])
         # any ids will do: the decoder does not read them
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        decoder, asked = self._model.get_decoder(), list[bool]()
+        decoder, asked = decoder_of(self._model), list[bool]()
 
         def stand(*_: Any, **__: Any) -> Any:
             asked.append(True)
@@ -64,7 +65,7 @@ class Head:
 def watched(model: Any) -> Iterator[Head]:
     """Inside, the states of the last forward are those of the head that is given."""
     head = Head(model)
-    handle = model.get_decoder().register_forward_hook(lambda _, __, output: head.take(output))
+    handle = decoder_of(model).register_forward_hook(lambda _, __, output: head.take(output))
     try:
         yield head
     finally:

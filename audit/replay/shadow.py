@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout
 
-from kvaudit.audit.cache.attention import unwrapped
+from kvaudit.audit.cache.attention import decoder_of, unwrapped
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Ledger
 from kvaudit.audit.cache.quantised.hints import HintTable
@@ -79,7 +79,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
     handles = [
         model.register_forward_pre_hook(replay, with_kwargs=True),
-        model.get_decoder().register_forward_pre_hook(refuse, with_kwargs=True),
+        decoder_of(model).register_forward_pre_hook(refuse, with_kwargs=True),
     ]
     try:
         yield

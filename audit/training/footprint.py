@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear
 
+from kvaudit.audit.cache.attention import decoder_of
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.memory import free_bytes
@@ -93,7 +94,7 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     if section.adapter is None:
         # a copy and its gradients, both moments in float32, and masters where the copy is not float32
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
-    named = model.model.get_decoder().named_modules()
+    named = decoder_of(model.model).named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
     # A is [rank, in] and B [out, rank]
     widths = (
@@ -122,7 +123,7 @@ def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
     layers with full attention. Checkpointed layers keep their input, and one layer at a time the rest.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
-    outputs = sum(module.out_features for module in model.get_decoder().modules() if isinstance(module, Linear))
+    outputs = sum(module.out_features for module in decoder_of(model).modules() if isinstance(module, Linear))
     linear, weights = tokens * 2 * outputs // len(plans), seen * config.num_attention_heads
     if once:
         return int(len(plans) * tokens * config.hidden_size + linear + weights)

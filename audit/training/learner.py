@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.attention import decoder_of
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.training.batch import Batch
@@ -48,7 +49,7 @@ class Critic:
                 seen.append(output.last_hidden_state.detach())
 
         # where the decoder hands its states to the head: what the model returns are logits alone
-        handle = model.get_decoder().register_forward_hook(listen, with_kwargs=True)
+        handle = decoder_of(model).register_forward_hook(listen, with_kwargs=True)
         try:
             read = passed()
         finally:
