@@ -115,3 +115,47 @@ def test_the_head_of_a_modernbert_decoder_makes_its_logits() -> None:
     with torch.no_grad(), watched(model) as head:
         logits = model(ids).logits[0]
         assert largest(head(head.states()[0]), logits) < 1e-12
+
+
+# --- what is asked of a forward beside logits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["dense", "cached", "part", "config", "shadow", "generate"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gpt-oss"])
+def test_attention_weights_are_refused_not_left_out(name: str, how: str) -> None:
+    model, ids = random_model(name, attention="eager"), torch.tensor(prompts(12))
+    past = CompressedCache.for_model(model, "none")
+    if how == "config":
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        past = CompressedCache.for_model(model, "none")
+    asked = {
+        "dense": lambda: model(ids, output_attentions=True),
+        "cached": lambda: model(ids, past_key_values=past, output_attentions=True),
+        "part": lambda: model.get_decoder()(ids, output_attentions=True),
+        "config": lambda: model(ids),
+        "shadow": lambda: replayed(model, ids, output_attentions=True),
+        "generate": lambda: model.generate(
+            ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True, pad_token_id=0
+        ),
+    }
+    with torch.no_grad(), pytest.raises(RunError, match=r"output_attentions .* leave it out"):
+        asked[how]()
+
+
+def replayed(model: Any, ids: Tensor, **options: Any) -> Any:
+    past = CompressedCache.for_model(model, "none")
+    model(ids, past_key_values=past)
+    with shadow(model, past.ledger):
+        return model(ids, **options)
+
+
+def test_attention_weights_are_given_by_the_attention_that_the_refusal_names() -> None:
+    model, ids = random_model(attention="eager"), torch.tensor(prompts(12))
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions
+        CompressedCache.for_model(model, "none")
+        model.set_attn_implementation("eager")
+        got = model(ids, output_attentions=True).attentions
+    assert len(got) == 3
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvaudit.audit.cache.attention import NAME, require_interface, unwrapped
+from kvaudit.audit.cache.attention import NAME, decoder_of, require_interface, unwrapped
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Ledger
@@ -98,9 +98,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
     ) -> CompressedCache:
         """A fresh cache for one batch and one conversation; ``model``'s attention is switched to ``kvaudit``.
 
-        Dense calls are unchanged by that. ``pinned`` bool [B, P] says which tokens of the prompt never leave; a policy
-        with ``pin`` needs it, because token ids alone do not tell roles. Raises SpecError for what does not fit,
-        RunError for a model that cannot.
+        Dense calls are unchanged by that, but ``output_attentions`` is refused. ``pinned`` bool [B, P] says which
+        tokens of the prompt never leave; a policy with ``pin`` needs it, because token ids alone do not tell roles.
+        Raises SpecError for what does not fit, RunError for a model that cannot.
         """
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):
@@ -279,6 +279,7 @@ def prepare(model: Any) -> None:
     if _hand_over not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
+        decoder_of(model).register_forward_pre_hook(_refuse_weights, with_kwargs=True)
 
 
 def require_one_device(model: Any) -> None:
@@ -296,6 +297,16 @@ def use_attention(model: Any) -> None:
     """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
+
+
+def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
+    """Raise RunError where a call, or else the config, asks for attention weights: transformers would give ``()``."""
+    wanted = kwargs.get("output_attentions", decoder.config.output_attentions)
+    if wanted and decoder.config._attn_implementation == NAME:
+        raise RunError(
+            "output_attentions asks for weights that the kvaudit attention does not make; leave it out, or, for a pass "
+            "without a compressed cache, call model.set_attn_implementation('eager') before"
+        )
 
 
 def _form(config: Any) -> tuple[Any, ...]:
