@@ -8,9 +8,10 @@ import pytest
 import torch
 from conform.world import left_padded, prompts, random_model
 from torch import Tensor
-from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM, StaticCache
 
 from kvaudit import CompressedCache, shadow
+from kvaudit.audit.cache.attention import NAME
 from kvaudit.audit.replay.head import watched
 from kvaudit.core.errors import RunError
 
@@ -159,3 +160,37 @@ def test_attention_weights_are_given_by_the_attention_that_the_refusal_names() -
         got = model(ids, output_attentions=True).attentions
     assert len(got) == 3
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# --- masks and positions in other forms -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
+def test_a_prepared_model_with_sinks_takes_a_mask_of_numbers(dtype: torch.dtype) -> None:
+    model, (ids, mask) = random_model("gpt-oss"), batch()
+    seen = torch.ones(40, 40, dtype=torch.bool).tril()[None, None] & mask.bool()[:, None, None]
+    seen = seen | torch.eye(40, dtype=torch.bool)  # padding sees itself
+    numbers = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float32).min)
+    numbers = numbers - 0.25 * (torch.arange(40)[:, None] - torch.arange(40)).abs() * seen  # a bias of its own
+    numbers = numbers if dtype.is_floating_point else numbers.masked_fill(seen, 0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=numbers.to(torch.float64 if dtype == torch.bool else dtype)).logits
+        CompressedCache.for_model(model, "none")
+        got = model(ids, attention_mask=seen if dtype == torch.bool else numbers.to(dtype)).logits
+    assert model.config._attn_implementation == NAME
+    # the model's own takes a softmax in float32
+    assert largest(got[mask.bool()], expected[mask.bool()]) < 1e-4
+
+
+def test_a_prepared_model_with_sinks_fills_a_cache_of_fixed_size() -> None:
+    model, ids = random_model("gpt-oss"), torch.tensor(prompts(12, 12))
+
+    def logits(past: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.cat(
+                [model(part, past_key_values=past).logits for part in (ids[:, :8], *ids[:, 8:].split(1, 1))], 1
+            )
+
+    expected = logits(DynamicCache(config=model.config))
+    CompressedCache.for_model(model, "none")
+    assert largest(logits(StaticCache(config=model.config, max_cache_len=30)), expected) < 1e-12

@@ -105,8 +105,11 @@ def attention(
         raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # 1 / sqrt(D)
     if kv is None:
-        visible = causal(query.shape[2], query.device) if attention_mask is None else attention_mask
-        out = grouped_attention(query, key, value, visible, scale, s_aux)
+        if attention_mask is None and query.shape[2] > 1:
+            # a cache of a fixed size is longer than the text that begins it
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            attention_mask = causal(query.shape[2], query.device)
+        out = grouped_attention(query, key, value, attention_mask, scale, s_aux)
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         out = kv.attend(AttentionCall(layer, query, key, value, scale, s_aux))
@@ -124,7 +127,7 @@ def grouped_attention(
     """Softmax attention with grouped queries, keys never repeated.
 
     query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B, H, Q, K] or None for all, with 1 for B
-    where rows are alike, and 1 or G*H for H.
+    where rows are alike, and 1 or G*H for H. Beside sinks ``visible`` may be numbers that are added to the logits.
     Every query must see something. Returns [B, G*H, Q, D].
     """
     if sink_logits is not None:
@@ -175,7 +178,8 @@ def _beside_sinks(
     for some in query_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]):
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], key) * scaling  # [B, H, G, q, K]
         if visible is not None:
-            logits = logits.masked_fill(~visible[:, :, :, some], float("-inf"))
+            seen = visible[:, :, :, some]
+            logits = logits.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else logits + seen
         parts.append(torch.einsum("bhgqk,bhkd->bhgqd", softmax(logits, sink_logits), value))  # [B, H, G, q, D]
     return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)  # [B, G*H, Q, D]
 
