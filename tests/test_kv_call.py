@@ -13,7 +13,7 @@ from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecode
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.attention import NAME
 from kvaudit.audit.replay.head import watched
-from kvaudit.core.errors import RunError
+from kvaudit.core.errors import RunError, SpecError
 
 SNAPKV = "snapkv:budget=14,window=4,interval=3"
 COMPILED = [
@@ -162,6 +162,57 @@ def test_attention_weights_are_given_by_the_attention_that_the_refusal_names() -
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_a_loss_over_routers_is_refused_where_it_would_count_padding() -> None:
+    model, (ids, mask) = random_model("qwen3-moe"), batch()
+    past = CompressedCache.for_model(model, "none")
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=past)
+        with pytest.raises(RunError, match=r"output_router_logits .* would count padding"):
+            model(
+                ids,
+                attention_mask=mask,
+                past_key_values=CompressedCache.for_model(model, "none"),
+                output_router_logits=True,
+            )
+        with shadow(model, past.ledger):
+            with pytest.raises(RunError, match="would count padding"):
+                model(ids, attention_mask=mask, output_router_logits=True)
+            model.config.output_router_logits = True
+            with pytest.raises(RunError, match="would count padding"):
+                model(ids, attention_mask=mask, labels=ids)
+            model(ids, attention_mask=mask)  # without labels nobody adds it to anything
+        whole = ids[:1]
+        expected = model(whole, output_router_logits=True).aux_loss
+        assert largest(replayed(model, whole, output_router_logits=True).aux_loss, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss"])
+def test_a_call_that_is_to_look_ahead_is_refused(name: str) -> None:
+    model, ids = random_model(name), torch.tensor(prompts(12))
+    past = CompressedCache.for_model(model, "none")
+    with torch.no_grad(), pytest.raises(RunError, match="is_causal=False"):
+        model(ids, past_key_values=past, is_causal=False)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gemma3", "qwen3-moe"])
+def test_hidden_states_and_some_logits_are_those_of_the_model(name: str) -> None:
+    model, (ids, mask) = random_model(name), batch()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    past = [CompressedCache.for_model(model, "none") for _ in range(2)]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
+        got = model(ids, attention_mask=mask, past_key_values=past[0], output_hidden_states=True, use_cache=False)
+        some = model(ids, attention_mask=mask, past_key_values=past[1], logits_to_keep=3).logits
+        with shadow(model, past[0].ledger):
+            again = model(ids, attention_mask=mask, output_hidden_states=True)
+    for out in (got, again):
+        assert len(out.hidden_states) == len(expected.hidden_states)
+        for own, other in zip(out.hidden_states, expected.hidden_states, strict=True):
+            assert largest(own[mask.bool()], other[mask.bool()]) < 1e-12
+    assert largest(some, expected.logits[:, -3:]) < 1e-12
+    assert past[0].get_seq_length() == 40, "use_cache=False keeps no entry from a cache that is given"
+
+
 # --- masks and positions in other forms -----------------------------------------------------------------------------
 
 
@@ -194,3 +245,47 @@ def test_a_prepared_model_with_sinks_fills_a_cache_of_fixed_size() -> None:
     expected = logits(DynamicCache(config=model.config))
     CompressedCache.for_model(model, "none")
     assert largest(logits(StaticCache(config=model.config, max_cache_len=30)), expected) < 1e-12
+
+
+@pytest.mark.parametrize("given", [{"full_attention": torch.ones(1, 12)}, [[1] * 12]])
+def test_a_mask_that_is_no_tensor_is_one_line(given: Any) -> None:
+    model, ids = random_model(), torch.tensor(prompts(12))
+    past = CompressedCache.for_model(model, "none")
+    with torch.no_grad():
+        with pytest.raises(RunError, match=f"attention_mask is a {type(given).__name__}, wanted the 2-D tensor"):
+            model(ids, attention_mask=given, past_key_values=CompressedCache.for_model(model, "none"))
+        model(ids, past_key_values=past)
+        with shadow(model, past.ledger), pytest.raises(RunError, match="wanted the 2-D tensor"):
+            model(ids, attention_mask=given)
+
+
+def test_a_mask_wider_than_the_text_is_refused_inside_shadow() -> None:
+    model, (ids, mask) = random_model(), batch()
+    past = CompressedCache.for_model(model, SNAPKV)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=past)
+        with shadow(model, past.ledger):
+            for wider in (torch.cat([mask, mask[:, :3]], 1), torch.cat([mask[:, :3], mask], 1)):
+                with pytest.raises(SpecError, match=r"has shape \(3, 43\), the text \(3, 40\)"):
+                    model(ids, attention_mask=wider)
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (3, 12), (1, 1)])
+def test_positions_of_another_shape_are_one_line(shape: tuple[int, ...]) -> None:
+    model, ids = random_model(), torch.tensor(prompts(12, 12))
+    past = CompressedCache.for_model(model, "none")
+    with torch.no_grad(), pytest.raises(RunError, match=r"position_ids have shape .* the new tokens"):
+        model(ids, position_ids=torch.zeros(shape, dtype=torch.int64), past_key_values=past)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-next"])
+def test_a_part_of_a_model_that_is_called_on_its_own_is_said_to_be_one(name: str) -> None:
+    model, ids = random_model(name), torch.tensor(prompts(12))
+    past = CompressedCache.for_model(model, "none")
+    with torch.no_grad():
+        with pytest.raises(RunError, match="a part of the model is called on its own"):
+            model.model(ids, past_key_values=past)
+        past = CompressedCache.for_model(model, "none")
+        model(ids, past_key_values=past)
+        with pytest.raises(RunError, match="a part of the model is called on its own"):
+            model.model(ids, past_key_values=past)

@@ -103,6 +103,8 @@ def attention(
         )
     if "is_causal" in vars(module) and not module.is_causal:
         raise RunError("this model's attention looks ahead: an encoder, or a decoder loaded without is_decoder=True")
+    if kv is not None and kwargs.get("is_causal") is False:
+        raise RunError("is_causal=False lets a token see those behind it, which no compressed cache does; leave it out")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # 1 / sqrt(D)
     if kv is None:
         if attention_mask is None and query.shape[2] > 1:

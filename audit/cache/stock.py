@@ -26,6 +26,11 @@ from kvaudit.audit.cache.untraced import untraced
 from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
+NOT_ANNOUNCED = (
+    "this CompressedCache was not made for this model, or a part of the model is called on its own; call the model "
+    "that for_model was given"
+)
+
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """Answers the model's questions about length; the entries themselves live in the evicting cache."""
@@ -41,10 +46,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
-            raise RunError(
-                "this CompressedCache was not made for this model, or a part of the model is called on its own; "
-                "call the model that for_model was given"
-            )
+            raise RunError(NOT_ANNOUNCED)
         self.is_initialized, self.announced = True, False
         self.seen += key_states.shape[-2]  # columns, padding too
         return key_states, value_states
@@ -150,6 +152,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return max(int(layer.seen) for layer in self.layers)
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
+        if self._evicting is None or self._evicting.is_settled:
+            raise RunError(NOT_ANNOUNCED)
         raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
 
     def require_made_for(self, model: Any) -> None:
@@ -253,6 +257,11 @@ def require_positions(asked: Tensor | None, own: Tensor) -> None:
     """
     if asked is None or _is_own_step(asked, own):
         return
+    rows, columns = (1, *asked.shape)[-2:]
+    if rows not in (1, len(own)) or columns != own.shape[1]:
+        raise RunError(
+            f"position_ids have shape {tuple(asked.shape)}, the new tokens {tuple(own.shape)}: leave position_ids out"
+        )
     wrong = ((asked.cpu() != own) & (own >= 0)).nonzero()
     if len(wrong):
         row, column = wrong[0, -2:].tolist()  # dimensions may stand in front of rows
@@ -321,9 +330,10 @@ def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if not isinstance(cache, CompressedCache):
         return args, kwargs
     require_causal(model, call)
+    require_no_padding_counted(model, call)
     cache.require_made_for(model)
     use_attention(model)
-    evicting = cache.start(call.get("attention_mask"), call_ids(call), call.get("position_ids"))
+    evicting = cache.start(call_mask(call), call_ids(call), call.get("position_ids"))
     # masks are the cache's own; padding stands at position 0, and nobody reads its output
     return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
 
@@ -341,6 +351,21 @@ def require_causal(model: Any, call: Mapping[str, Any]) -> None:
             )
 
 
+def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise RunError where a loss over the routers is asked for beside padding.
+
+    The model would leave padding out by the mask, which is not handed on to it.
+    """
+    mask, asked = call_mask(call), call.get("output_router_logits")
+    if asked is None:  # then the config decides, and its loss is for labels
+        asked = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")
+    if asked and mask is not None and not bool(mask[:, -call_ids(call).shape[1] :].all()):
+        raise RunError(
+            "output_router_logits makes a loss that would count padding here; set it to False, or give rows of one "
+            "length"
+        )
+
+
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
     context = kwargs.get("kv")
     if context is not None:
@@ -352,9 +377,17 @@ def by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
-def call_ids(call: dict[str, Any]) -> Tensor:
+def call_ids(call: Mapping[str, Any]) -> Tensor:
     """The token ids of a forward call; RunError where it has none."""
     ids = call.get("input_ids")
     if not isinstance(ids, Tensor):
         raise RunError("a compressed forward needs input_ids; inputs_embeds are not supported")
     return ids
+
+
+def call_mask(call: Mapping[str, Any]) -> Tensor | None:
+    """The attention mask of a forward call, where it has one; RunError where that is no tensor."""
+    mask = call.get("attention_mask")
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    raise RunError(f"attention_mask is a {type(mask).__name__}, wanted the 2-D tensor with 1 at every real token")

@@ -20,8 +20,10 @@ from kvaudit.audit.cache.selection import choices_of
 from kvaudit.audit.cache.stock import (
     by_name,
     call_ids,
+    call_mask,
     prepare,
     require_causal,
+    require_no_padding_counted,
     require_positions,
     row_positions,
     use_attention,
@@ -29,7 +31,7 @@ from kvaudit.audit.cache.stock import (
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.codes import CodedSince
-from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.errors import DataError, RunError, SpecError
 
 
 @contextmanager
@@ -53,10 +55,16 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         if call.get("past_key_values") is not None:
             raise RunError("inside shadow(...) a text is passed whole, with no cache; leave past_key_values out")
         require_causal(model, call)
+        require_no_padding_counted(model, call)
         if len(ids) != len(ledger.evicted_at):
             raise DataError(f"the ledger is of {len(ledger.evicted_at)} rows, got {len(ids)}")
-        zeros = torch.zeros(len(ids), dtype=torch.int64)
-        positions = row_positions(call.get("attention_mask"), zeros, ids.shape[1])
+        mask, zeros = call_mask(call), torch.zeros(len(ids), dtype=torch.int64)
+        positions = row_positions(mask, zeros, ids.shape[1])
+        if mask is not None and mask.shape != ids.shape:
+            raise SpecError(
+                f"the attention mask has shape {tuple(mask.shape)}, the text {tuple(ids.shape)}; inside shadow(...) "
+                "both are passed whole"
+            )
         require_positions(call.get("position_ids"), positions)
         require_steady(model.config, int(positions.max()) + 1)
         _refuse_noise(model)
