@@ -76,7 +76,7 @@ class Harm(NamedTuple):
     turned: int  # of the refusals, how many begin with another token somewhere in the first six
 
 
-class Way(NamedTuple):
+class Coding(NamedTuple):
     """A code for all layers, and the bits of a number under it, scales included; None: numbers as they are."""
 
     name: str
@@ -103,22 +103,22 @@ class Codes:
         return self.bits + SCALE_BITS / self.group
 
     @property
-    def finer(self) -> Way:
+    def finer(self) -> Coding:
         """What is taken for harmless, in every layer or in some."""
-        return Way(f"{FINE} bits", FINE + SCALE_BITS / self.group, _alike(ByToken(FINE, self.group)))
+        return Coding(f"{FINE} bits", FINE + SCALE_BITS / self.group, _alike(ByToken(FINE, self.group)))
 
     @property
-    def others(self) -> Iterator[Way]:
+    def others(self) -> Iterator[Coding]:
         """Other codes of about this size."""
         plain, fine = ByToken(self.bits, self.group), ByToken(FINE, self.group)
         between = (self.finer.bits + self.cost) / 2
         channel = (self.bits + SCALE_BITS / BLOCK + self.cost) / 2
-        yield Way(BY_CHANNEL, channel, EngineStore(ByChannel(self.bits), plain))
+        yield Coding(BY_CHANNEL, channel, EngineStore(ByChannel(self.bits), plain))
         if self.group >= 32:
             half = _alike(ByToken(self.bits, self.group // 2))
-            yield Way("groups half as large", self.bits + 2 * SCALE_BITS / self.group, half)
-        yield Way(f"keys in {FINE} bits", between, EngineStore(fine, plain))
-        yield Way(f"values in {FINE} bits", between, EngineStore(plain, fine))
+            yield Coding("groups half as large", self.bits + 2 * SCALE_BITS / self.group, half)
+        yield Coding(f"keys in {FINE} bits", between, EngineStore(fine, plain))
+        yield Coding(f"values in {FINE} bits", between, EngineStore(plain, fine))
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,15 @@ class Floats:
     shares: ClassVar = (12, 4)
 
     @property
-    def finer(self) -> Way:
+    def finer(self) -> Coding:
         """Numbers as they are, in 16 bits."""
-        return Way("uncompressed", 16.0, None)
+        return Coding("uncompressed", 16.0, None)
 
     @property
-    def others(self) -> Iterator[Way]:
+    def others(self) -> Iterator[Coding]:
         """The other float of this size."""
         if self.better is not None:
-            yield Way("fp8_e4m3", self.cost, self.better)
+            yield Coding("fp8_e4m3", self.cost, self.better)
 
 
 def _alike(kind: ByToken) -> EngineStore:
@@ -305,15 +305,15 @@ def diagnosis_of(
 
     attending = [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.attends]
 
-    def everywhere(way: Way, **exact: int) -> Harm:
+    def everywhere(way: Coding, **exact: int) -> Harm:
         stores = {} if way.store is None else dict.fromkeys(attending, way.store)
         return harm(Case(way.name, way.bits, stores, **exact))
 
     store, cost, finer = setting.store, setting.cost, setting.finer
-    whole = everywhere(Way("keys and values", cost, store))
+    whole = everywhere(Coding("keys and values", cost, store))
     least = None if finer.store is None else everywhere(finer)
     halves = {"keys alone": EngineStore(store.keys, None), "values alone": EngineStore(None, store.values)}
-    parts = tuple(everywhere(Way(name, 0.0, half)) for name, half in halves.items())
+    parts = tuple(everywhere(Coding(name, 0.0, half)) for name, half in halves.items())
     layers = tuple(harm(Case(f"layer {n}", 0.0, {n: store})) for n in attending)
     ranked = [n for _, n in sorted(zip(layers, attending, strict=True), key=lambda one: -one[0].nats)]
 
@@ -328,8 +328,8 @@ def diagnosis_of(
     others = tuple(map(everywhere, setting.others))
     few = [-(-len(ranked) // share) for share in setting.shares]
     by_layer = tuple(map(finer_in, dict.fromkeys(few)))  # of a model of four layers both are one
-    first = everywhere(Way(f"first {EXACT_FIRST} tokens exact", cost, store), sinks=EXACT_FIRST)
-    last = everywhere(Way(f"last {EXACT_LAST} tokens exact", cost, store), window=EXACT_LAST)
+    first = everywhere(Coding(f"first {EXACT_FIRST} tokens exact", cost, store), sinks=EXACT_FIRST)
+    last = everywhere(Coding(f"last {EXACT_LAST} tokens exact", cost, store), window=EXACT_LAST)
     by_channel = next((one.nats for one in others if one.case.name == BY_CHANNEL), None)
     return Diagnosis(
         setting=setting,
