@@ -128,7 +128,8 @@ class Floats:
     word: str  # fp8_e4m3 | fp8_e5m2
     store: EngineStore
     better: EngineStore | None = None  # under fp8_e4m3, where that is another
-    cost: ClassVar = 8.0
+    bits: ClassVar = 8
+    cost: ClassVar = 8.0  # they have no scales
     in_layers: ClassVar = "uncompressed"
     shares: ClassVar = (12, 4)
 

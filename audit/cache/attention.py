@@ -7,9 +7,9 @@ cache while sampling, the ledger while learning. Without it, attention is the st
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ from kvaudit.core.errors import RunError
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
 MANY = 256  # queries from which on a mask is larger than what it masks
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The same, which ``torch.compile`` leaves alone: a cache counts on the host, and its sizes change every step."""
+    whole: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def choose_kernels(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import AttentionCall, require_once
+from kvaudit.audit.cache.attention import AttentionCall, require_once, untraced
 from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
 from kvaudit.audit.cache.gather import gather_columns
 from kvaudit.audit.cache.layers import layer_plans
@@ -28,7 +28,6 @@ from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
 from kvaudit.audit.cache.schedule import Eviction, Schedule, arriving_of
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
-from kvaudit.audit.cache.untraced import untraced
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError

@@ -15,14 +15,13 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvaudit.audit.cache.attention import NAME, decoder_of, require_interface, unwrapped
+from kvaudit.audit.cache.attention import NAME, decoder_of, require_interface, untraced, unwrapped
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Ledger
 from kvaudit.audit.cache.linear import carry_states
 from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cache.routing import hooked_blocks
-from kvaudit.audit.cache.untraced import untraced
 from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 

@@ -132,9 +132,7 @@ def _show(found: Diagnosis, console: Any) -> None:
     for one in found.mending:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
         settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
-        how = (
-            f" ({settings.format(bits=getattr(found.setting, 'bits', ''), window=one.case.window)})" if settings else ""
-        )
+        how = f" ({settings.format(bits=found.setting.bits, window=one.case.window)})" if settings else ""
         say(console, f"try: {one.case.name}, {least}{how}")
     if found.mode != "nothing" and not found.mending:
         say(console, "try: nothing here takes away half of it")

@@ -188,6 +188,7 @@ def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
     parts = {"enable_chunked_prefill": "false", "max_num_batched_tokens": str(max(length, _STEP))}
     # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes a draw back, and cannot
     whole = {} if _on_gpu(work) else parts
+    # settings win over both, and stand before the longer: of what the engine says of itself the end may be cut off
     return flags({**ours, **settings, **whole, **settings})
 
 

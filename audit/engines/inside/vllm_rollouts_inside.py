@@ -81,7 +81,6 @@ class _Served:
         )
 
         self._engine.apply_model(_tie_again)
-        self._engine.reset_prefix_cache()  # keys and values of the weights before
 
         def others(model: Any) -> list[str]:
             """Weights that stand by themselves in the model, and are not those of the file."""
