@@ -269,3 +269,12 @@ def test_transformers_takes_backend_and_bits_as_its_kv_setting() -> None:
     for text in ("", "hqq-", "hqq-four", "-4"):
         with pytest.raises(SpecError, match="wanted BACKEND-BITS"):
             engine.kv(text)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_servers_kv_setting_is_one_word(name: str) -> None:
+    engine = ENGINES.get(name)
+    assert engine.kv("fp8_e5m2") == {"kv_cache_dtype": "fp8_e5m2"}
+    for text in ("", "kv_cache_dtype=fp8", "fp8/fp8", "--fp8", "fp8 fp4"):
+        with pytest.raises(SpecError, match=f"engine {name}: --kv is .*, wanted what stands behind kv_cache_dtype="):
+            engine.kv(text)

@@ -32,6 +32,7 @@ _TRIES = 2  # of one request: a server of ours has no reason to refuse one
 _LONGEST = 32 << 20  # bytes of a reply: a long prompt comes back with it
 _SETTLED = 3.0  # seconds in which a process whose line broke has ended, if it is to
 _FLAG, _VARIABLE = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Z][A-Z0-9_]*")
+_WORD = re.compile(r"\w[\w.-]*", re.ASCII)  # a cache's dtype, by whatever name
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 _Q = TypeVar("_Q")
@@ -59,6 +60,12 @@ class ServedEngine(Engine):
     @classmethod
     def kv(cls, text: str) -> Settings:
         """``kv_cache_dtype``, which the server's own parser knows."""
+        # the server would load for a minute before it says so
+        if not _WORD.fullmatch(text):
+            raise SpecError(
+                f"engine {cls.name}: --kv is {text[:80]!r}, wanted what stands behind kv_cache_dtype= alone, such as "
+                "fp8_e5m2; give other settings by --set NAME=VALUE"
+            )
         return {"kv_cache_dtype": text}
 
     @classmethod
