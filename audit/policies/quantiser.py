@@ -147,7 +147,8 @@ class Absmax(Quantiser):
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         import torch
 
-        return (torch.maximum(low.abs(), high.abs()) / self.largest)[..., None]  # [..., 1]: a scale alone, zero is 0
+        # the larger magnitude, since low is at most high; [..., 1]: a scale alone, zero is 0
+        return (torch.maximum(-low, high) / self.largest)[..., None]
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
         """``x`` in units of its scale, 0 where all of its group is 0."""

@@ -131,8 +131,9 @@ class QuantisedStore(Store):
         values = decode_tokens(codes, self._parameters(VALUES, rows), self._codec)
         return self._keys(rows), self._with_tail(values, VALUES, rows)
 
-    def _used(self, name: str, rows: Tensor | slice) -> Tensor:
-        return self._slots[name][rows, :, : self.length]
+    def _used(self, name: str, rows: Tensor | slice, until: int | None = None) -> Tensor:
+        """The slots of some rows, as far as there are entries or to ``until``."""
+        return self._slots[name][rows, :, : self.length if until is None else until]
 
     def _keys(self, rows: Tensor | slice) -> Tensor:
         codec = self._codec
@@ -171,72 +172,67 @@ class QuantisedStore(Store):
     ) -> Tensor:
         """Attention output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length] or None for all."""
         batch, heads, length, size = len(query), self._tail[0].shape[1], self.length, query.shape[3]
-        keys, values = (part.flatten(0, 1) for part in self._tail)  # [N, tail, D], of N = B * H
-        asked = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D]
-        logits = self._logits(asked)
-        self._put_exact(logits, torch.bmm(asked, keys.transpose(1, 2)))
+        asked = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D], of N = B * H
+        logits = self._joined_logits(asked)
         if visible is not None:
             logits = logits.view(batch, heads, -1, length).masked_fill(~visible, float("-inf")).flatten(0, 1)
         if sink_logits is None:
             shares = logits.softmax(-1)
         else:
             shares = softmax(logits.view(batch, heads, -1, 1, length), sink_logits).flatten(2, 3).flatten(0, 1)
-        exact = self._take_exact(shares)
-        return (self._mixed(shares) + torch.bmm(exact, values)).reshape(*query.shape[:3], -1)
+        return self._joined_mix(shares).reshape(*query.shape[:3], -1)
 
-    def _put_exact(self, logits: Tensor, tail: Tensor) -> None:
-        """Put the logits [N, X, tail] of keys that are no codes yet where they belong."""
-        done = self._done[KEYS].least
+    def _joined_logits(self, query: Tensor) -> Tensor:
+        """q k [N, X, length]: of keys that are codes by these, of the others by themselves."""
+        keys, done = self._tail[KEYS].flatten(0, 1), self._done[KEYS].least
         if self._aligned:  # as many in all rows
-            exact = tail if done == self._start else tail[..., done - self._start :]
-            logits[..., done:].copy_(exact)
-        else:
-            exact = self._is_exact(KEYS, slice(None)).flatten(0, 1)[:, None]
-            logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
+            exact = torch.bmm(query, _from(keys, done - self._start).transpose(1, 2))
+            return torch.cat([self._logits(query, done), exact], 2) if done else exact
+        logits, tail = self._logits(query, self.length), torch.bmm(query, keys.transpose(1, 2))
+        exact = self._is_exact(KEYS, slice(None)).flatten(0, 1)[:, None]
+        logits[..., self._start :] = torch.where(exact, tail, logits[..., self._start :])
+        return logits
 
-    def _take_exact(self, shares: Tensor) -> Tensor:
-        """Shares [N, X, tail] of values that are no codes yet, 0 for others; what is taken is 0 in ``shares``."""
-        tail, done = shares[..., self._start :], self._done[VALUES].least
-        if not self._aligned:
-            exact = tail * self._is_exact(VALUES, slice(None)).flatten(0, 1)[:, None]
-            tail -= exact
-            return exact
-        exact = tail.clone()
-        if done == self._start:
-            tail.zero_()
-        else:
-            exact[..., : done - self._start].zero_()
-            shares[..., done:].zero_()
-        return exact
+    def _joined_mix(self, shares: Tensor) -> Tensor:
+        """Values weighted by ``shares`` [N, X, length], which are spent: [N, X, D]."""
+        values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].least
+        if self._aligned:
+            exact = (shares[..., done:], _from(values, done - self._start))
+            return torch.baddbmm(self._mixed(shares[..., :done]), *exact) if done else torch.bmm(*exact)
+        tail = shares[..., self._start :]
+        exact = tail * self._is_exact(VALUES, slice(None)).flatten(0, 1)[:, None]
+        tail -= exact  # codes of what is exact count for nothing
+        return torch.baddbmm(self._mixed(shares), exact, values)
 
-    def _logits(self, query: Tensor) -> Tensor:
-        """q k [N, X, length] of the entries that are codes for ``query`` [N, X, D]; anything for the others."""
+    def _logits(self, query: Tensor, until: int) -> Tensor:
+        """q k [N, X, until] of the first entries for ``query`` [N, X, D]; anything for those that are no codes."""
         every = slice(None)
         if self._table is None:
-            return token_logits(query, self._used("key_codes", every), self._parameters(KEYS, every), self._products)
-        whole = self._table.shape[2] * self._codec.key_group
-        if not (self._aligned and whole):
-            by_row = query.view(len(self._tail[0]), -1, *query.shape[1:])  # [B, H, X, D]
-            return torch.cat([by_row[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]).flatten(0, 1)
-        codes = self._slots["key_codes"][:, :, :whole]
-        logits = run_logits(query, codes, self._of_channels(self._table), self._products)
-        return torch.nn.functional.pad(logits, (0, self.length - whole))
+            codes, parameters = self._used("key_codes", every, until), self._parameters(KEYS, every, until)
+            return token_logits(query, codes, parameters, self._products)
+        if self._aligned:  # whole runs, since keys become codes in these
+            return run_logits(
+                query, self._used("key_codes", every, until), self._of_channels(self._table), self._products
+            )
+        by_row = query.view(len(self._tail[0]), -1, *query.shape[1:])  # [B, H, X, D]
+        return torch.cat([by_row[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]).flatten(0, 1)
 
     def _mixed(self, shares: Tensor) -> Tensor:
-        """The values that are codes, weighted by shares [N, X, length]: [N, X, D]."""
-        every = slice(None)
-        return token_mix(shares, self._used("value_codes", every), self._parameters(VALUES, every), self._products)
+        """The first values by their codes, weighted by shares [N, X, n]: [N, X, D]."""
+        every, until = slice(None), shares.shape[2]
+        codes, parameters = self._used("value_codes", every, until), self._parameters(VALUES, every, until)
+        return token_mix(shares, codes, parameters, self._products)
 
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""
         return split(table, self._tail[0].shape[3]).transpose(-1, -2)
 
-    def _parameters(self, part: int, rows: Tensor | slice) -> Tensor:
+    def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
         """Parameters [b, H, length, n, P] of entries coded one by one."""
         scales = self._fixed[part]
         if scales is not None:
-            return spread_scales(scales, self._used(f"{PARTS[part]}_codes", rows))
-        return split(self._used(f"{PARTS[part]}_parameters", rows), self._numbers)
+            return spread_scales(scales, self._used(f"{PARTS[part]}_codes", rows, until))
+        return split(self._used(f"{PARTS[part]}_parameters", rows, until), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
         """Which entries of the tail are no codes yet: bool [b, H, tail]."""
@@ -341,7 +337,7 @@ class QuantisedStore(Store):
         """Keys and values of the same entries, with half the operators of a step."""
         exact = torch.stack([self._exact(part, leaving.slots) for part in (KEYS, VALUES)])  # [2, B, H, slots, D]
         codes, parameters = encode_tokens(exact, self._codec)
-        at = self.positions[:, :, leaving.slots].clone()
+        at = self._slots["positions"][:, :, leaving.slots].clone()
         assert self._hints is not None
         of_parts = (each.unbind(0) for each in (exact, codes, parameters))
         for part, x, own, fitted in zip((KEYS, VALUES), *of_parts, strict=True):
@@ -375,7 +371,7 @@ class QuantisedStore(Store):
     def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
         """Let the record have the codes that rounding could have decided."""
         assert self._hints is not None
-        at = self.positions[:, :, leaving.slots]
+        at = self._slots["positions"][:, :, leaving.slots]
         self._hints.add(part, exact, codes, parameters, leaving.which, at, leaving.places)
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
@@ -442,6 +438,11 @@ class QuantisedStore(Store):
         yield from self._tail
         if self._table is not None:
             yield self._table
+
+
+def _from(tail: Tensor, first: int) -> Tensor:
+    """What of the tail [N, tail, D] stands from a slot on; all of it costs no operator."""
+    return tail[:, first:] if first else tail
 
 
 def _behind(tail: Tensor, slots: int) -> Tensor:
