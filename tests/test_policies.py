@@ -68,6 +68,10 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("kivi:residual=33", "no multiple of group=32"),
         ("fp8:format=e3m4", "wanted one of e4m3, e5m2"),
         ("int8:budget=3", "field of policy int8"),
+        ("int8:skip_layers=first", "skip_layers=first, wanted numbers of layers, from 0, such as 0/1/23"),
+        ("int8:skip_layers=-1", "wanted numbers of layers"),
+        ("tova+int8:skip_layers=0", "skip_layers is for a policy alone"),
+        ("q4_0:write=true,residual=8", "leave residual at 0"),
         ("streaming|", "unknown policy ''"),
     ],
 )
@@ -86,6 +90,8 @@ def test_bad_policy_is_one_clear_line(text: str, message: str) -> None:
         ("rkv:weight=0.25", {"name": "rkv", "weight": 0.25}),
         ("streaming:reposition=true", {"name": "streaming", "reposition": True}),
         ("streaming:pin=system/tool", {"name": "streaming", "pin": ["system", "tool"]}),
+        ("q4_0:skip_layers=0/1", {"name": "q4_0", "skip_layers": [1, 0, 1]}),
+        ("int8:skip_layers=0", {"name": "int8", "skip_layers": 0}),
         ("tova+kivi:bits=2", {"compose": ["tova", {"name": "kivi", "bits": 2}]}),
         ("kivi+tova", {"compose": ["tova", "kivi"]}),
         ("tova:budget=64@3|none", {"mixture": [{"name": "tova", "budget": 64}, "none"], "weights": [3, 1]}),
@@ -115,6 +121,8 @@ def test_different_policies_have_different_hashes() -> None:
         "tova+int8",
         "tova:pin=system",
         "kivi:bits=2",
+        "kivi:skip_layers=0",
+        "q4_0",
     ]
     assert len({parse_policy(text).hash for text in texts}) == len(texts)
 

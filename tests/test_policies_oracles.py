@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from draws import draws
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
-from kvaudit.audit.policies import Policy, View, parse_policy
+from kvaudit.audit.cache.quantised.codes import decode_tokens, encode_tokens
+from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]
 SEEN = 41
@@ -284,3 +287,18 @@ def test_the_mass_of_many_queries_is_that_of_a_plain_softmax(before: int, padded
     shares = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()  # padding sees nothing here
     wanted = shares.sum((2, 3)).float()
     torch.testing.assert_close(attention_mass(query, at, keys, positions, 0.25), wanted, rtol=1e-4, atol=1e-5)
+
+
+# --- gguf: llama.cpp's block formats in numpy -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_q4_0(seed: int) -> None:
+    x = torch.randn(5, 2, 9, 64, generator=torch.Generator().manual_seed(seed)) * torch.linspace(0.01, 5, 64)
+    x[0, 0, 0] = 0
+    codec = parse_policy("q4_0")
+    assert isinstance(codec, Quantiser)
+    ours = decode_tokens(*encode_tokens(x, codec), codec)
+    theirs = dequantize(quantize(x.view(-1, 64).numpy(), GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0)
+    # scales of float16 there
+    np.testing.assert_allclose(ours.view(-1, 64), theirs, rtol=2**-11)

@@ -48,7 +48,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
     """A plan per layer: full-attention layers follow ``policy``, sliding-window layers only their own window.
 
     Layers of linear attention evict nothing. Raises RunError for a model with no full-attention layer or with layers
-    of another kind.
+    of another kind, and where ``skip_layers`` names layers that the policy would not govern, or all that it does.
     """
     text = config.get_text_config(decoder=True)
     if text.is_encoder_decoder:
@@ -58,11 +58,27 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
         found = ", ".join(dict.fromkeys(kinds)) or "none with attention"
         raise RunError(f"model {text.model_type!r} has no full-attention layer ({found}): there is nothing to compress")
     layers = sum(kind in GOVERNED for kind in kinds)
+    skipped = _skipped(policy, kinds)
     # counted among the governed ones alone, over which the budgets of layers have the policy's mean
     governed = iter(range(layers))
+    own = [policy.for_layer(next(governed), layers) if kind in GOVERNED else policy for kind in kinds]
     return [
-        _plan(kind, text, policy.for_layer(next(governed), layers) if kind in GOVERNED else policy) for kind in kinds
+        _plan(kind, text, Dense(chunk=policy.chunk) if n in skipped else each)
+        for n, (kind, each) in enumerate(zip(kinds, own, strict=True))
     ]
+
+
+def _skipped(policy: Policy, kinds: list[str]) -> frozenset[int]:
+    codec = quantiser_of(policy)
+    if codec is None or not codec.skipped:
+        return frozenset()
+    coded = {n for n, kind in enumerate(kinds) if kind in GOVERNED}
+    if not codec.skipped < coded:
+        raise RunError(
+            f"policy {codec.name}: skip_layers={codec.skip_layers}, wanted some of the {len(coded)} layers of this "
+            f"model that it quantises, {min(coded)} to {max(coded)}, and not all"
+        )
+    return codec.skipped
 
 
 def governed_text(config: Any) -> str:

@@ -27,7 +27,7 @@ _TRY = {
     "groups half as large": "openvino KEY_CACHE_GROUP_SIZE, VALUE_CACHE_GROUP_SIZE",
     "keys in 8 bits": "llama.cpp type_k=q8_0 type_v=q4_0; openvino --kv u8/u4",
     "values in 8 bits": "llama.cpp type_k=q4_0 type_v=q8_0; openvino --kv u4/u8",
-    "layers": "vllm kv_cache_dtype_skip_layers",
+    "layers": "vllm kv_cache_dtype_skip_layers; skip_layers of our own policies",
     "fp8_e4m3": "vllm kv_cache_dtype=fp8_e4m3",
     "last": "kivi or fp8 with residual={window} of our own; transformers' quantized cache, residual_length",
 }

@@ -28,8 +28,8 @@ def list_policies(plugin: Plugins = None) -> None:
         rows = [_policy(name, cls) for name, cls in POLICIES.all().items()]
         _print(["policy", "keeps", "fields and defaults", "phase", "replay", "paper"], rows)
         _say(
-            "int8, fp8 and kivi imitate codes of serving engines in our own cache; engines themselves: kvaudit list "
-            "engines"
+            "int8, fp8, kivi and q4_0 imitate codes of serving engines in our own cache; engines themselves: kvaudit "
+            "list engines"
         )
         _say(
             "a+b evicts by a and quantises by b; a|b lets every request draw one; pin=system never lets a role's "

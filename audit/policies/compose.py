@@ -35,6 +35,10 @@ class Composed(Policy):
         # a sink is turned from its exact first state, which codes no longer hold
         if evictors[0].repositions:
             raise SpecError(f"policy {evictors[0].name}: reposition=true turns exact keys and takes no quantiser")
+        if quantisers[0].skip_layers:
+            raise SpecError(
+                f"policy {quantisers[0].name}: skip_layers is for a policy alone, from which nothing leaves"
+            )
         # one form: the evictor first, and its chunk for both
         object.__setattr__(self, "parts", (evictors[0], replace(quantisers[0], chunk=evictors[0].chunk)))
 

@@ -29,7 +29,7 @@ class Float8(Absmax):
     name: ClassVar[str] = "fp8"
     paper: ClassVar[str] = "2209.05433"
     keeps: ClassVar[str] = "every entry, in 8-bit floats"
-    uses: ClassVar[tuple[str, ...] | None] = ("format", "residual", "scale", "scales", "write", "chunk")
+    uses: ClassVar[tuple[str, ...] | None] = ("format", "residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     format: str = "e4m3"
 

@@ -21,7 +21,7 @@ class Int8(Absmax):
 
     name: ClassVar[str] = "int8"
     keeps: ClassVar[str] = "every entry, in 8-bit integers"
-    uses: ClassVar[tuple[str, ...] | None] = ("residual", "scale", "scales", "write", "chunk")
+    uses: ClassVar[tuple[str, ...] | None] = ("residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     @property
     def largest(self) -> float:

@@ -26,7 +26,7 @@ class Kivi(Quantiser):
     name: ClassVar[str] = "kivi"
     paper: ClassVar[str] = "2402.02750"
     keeps: ClassVar[str] = "every entry, all but the last `residual` in `bits` bits"
-    uses: ClassVar[tuple[str, ...] | None] = ("bits", "group", "residual", "chunk")
+    uses: ClassVar[tuple[str, ...] | None] = ("bits", "group", "residual", "skip_layers", "chunk")
 
     residual: int = 32
     bits: int = 4

@@ -73,7 +73,7 @@ def _from_mapping(source: Mapping[str, Any]) -> Policy:
         )
     if kinds[0] == "name":
         # from YAML a number is one already; _value takes either
-        values = {str(key): _flat(value) for key, value in source.items() if key != "name"}
+        values = {str(key): value for key, value in source.items() if key != "name"}
         return _build(str(source["name"]), values, str(dict(source)))
     entries = source[kinds[0]]
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) < 2:
@@ -85,13 +85,6 @@ def _from_mapping(source: Mapping[str, Any]) -> Policy:
     if not isinstance(weights, Sequence) or isinstance(weights, str):
         raise SpecError(f"policy {dict(source)!r}: weights={weights!r}, wanted a whole number for each policy")
     return Mixture(parts=parts, weights=tuple(weights))
-
-
-def _flat(value: Any) -> Any:
-    """A list of words, as YAML users write ``pin: [system, tool]``, in the text form."""
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return "/".join(value)
-    return value
 
 
 def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
@@ -112,6 +105,8 @@ def _types(cls: type[Policy]) -> dict[str, Any]:
 
 
 def _value(text: str, field: str, value: Any, kind: type) -> Any:
+    if kind is str and isinstance(value, list) and all(type(entry) in (str, int) for entry in value):
+        return "/".join(map(str, value))  # as YAML users write pin: [system, tool] and skip_layers: [0, 1]
     if not isinstance(value, _PLAIN):
         raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}")
     if kind is bool:

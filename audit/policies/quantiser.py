@@ -18,19 +18,42 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_DIGITS = 7  # fewer than these name a layer
+
 
 @dataclass(frozen=True)
 class Quantiser(Policy):
-    """Entries are exact while among the last ``residual`` of their row and quantised for every later query."""
+    """Entries are exact while among the last ``residual`` of their row and quantised for every later query.
+
+    ``skip_layers``: numbers of the model's layers, from 0, that keep all of theirs exact, such as 0/1/23.
+    """
 
     quantises: ClassVar[bool] = True
 
     residual: int = 0
     chunk: int = 1024
+    skip_layers: str = ""
 
     def __post_init__(self) -> None:
         self._at_least("chunk", 1)
         self._at_least("residual", 0)
+        words = [word.strip() for word in self.skip_layers.split("/")] if self.skip_layers else []
+        if not all(word.isascii() and word.isdigit() and len(word) < _DIGITS for word in words):
+            raise SpecError(
+                f"policy {self.name}: skip_layers={self.skip_layers}, wanted numbers of layers, from 0, such as 0/1/23"
+            )
+        # one spelling, so that equal policies have one hash
+        object.__setattr__(self, "skip_layers", "/".join(map(str, sorted({int(word) for word in words}))))
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """The layers whose entries stay exact."""
+        return frozenset(map(int, self.skip_layers.split("/"))) if self.skip_layers else frozenset()
+
+    def _written_whole(self) -> None:
+        """Raise SpecError where entries are to be codes at once and to stay exact for a while."""
+        if self.on_write and self.residual:
+            raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
 
     @property
     def bits(self) -> int:
@@ -117,8 +140,7 @@ class Absmax(Quantiser):
             raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
         if self.scales:
             object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
-        if self.write and self.residual:
-            raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
+        self._written_whole()
 
     @property
     def usual_scale(self) -> str:

@@ -86,7 +86,8 @@ class Replay:
         call = self._behind_prefix(call)
         window = self._plans[layer].sliding_window
         chosen = self._choices is not None and layer in self._choices.slots
-        if self._codes and window is None:  # a layer with a window of its own is never quantised
+        # a layer with a window of its own is never quantised
+        if self._codes and window is None and layer not in self._codes.codec.skipped:
             return self._in_two_precisions(call, self._codes)
         query, key = call.query, call.key
         # within the first window columns a window of the layer's own hides nothing

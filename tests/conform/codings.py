@@ -31,6 +31,28 @@ def fp8(layer: Layer, policy: Fields) -> None:
     recode(layer, policy, numbers[-1], lambda x: nearest_float(x, numbers))
 
 
+@codes(
+    "q4_0",
+    fitting=lambda fields: {**fields, "residual": 0 if fields["write"] else fields["residual"]},
+    residual=(0, 0, 3, 8),
+    group=(2, 4, 32),
+    write=(False, True),
+)
+def q4_0(layer: Layer, policy: Fields) -> None:
+    """Each group of each token and head by itself: its number of largest magnitude is code 0, and -8 scales."""
+    until = max(layer.keys_coded, layer.seen - policy["residual"])
+    for entries in (*layer.keys, *layer.values):
+        for j in range(layer.keys_coded, until):
+            parts = np.split(entries[j], max(1, len(entries[j]) // policy["group"]))
+            entries[j] = np.concatenate([sixteen_steps(part) for part in parts])
+    layer.keys_coded = until
+
+
+def sixteen_steps(x: Array) -> Array:
+    scale = -float(x[np.argmax(abs(x))]) / 8
+    return x if scale == 0 else np.clip(np.floor(x / scale + 0.5), -8, 7) * scale
+
+
 @codes("kivi", residual=(4, 8), group=(2, 4), bits=(2, 4))
 def kivi(layer: Layer, policy: Fields) -> None:
     """Keys leave in whole residuals, per channel in runs of ``group``; values one by one, ``group`` channels each."""

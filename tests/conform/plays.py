@@ -231,7 +231,18 @@ def plays(draw: Draw, name: str) -> Play:
     parts = tuple(part(draw, own, composed=draw(st.sampled_from((False, False, True)))) for own in names)
     rotary = any(RULES[own.evictor["name"]].rotary or own.evictor.get("reposition") for own in parts)
     family = draw(st.sampled_from([name for name in FAMILIES if not (rotary and name in UNTURNED)]))
-    return kind(draw, family, parts)
+    return kind(draw, family, tuple(_skipping(draw, family, own) for own in parts))
+
+
+def _skipping(draw: Draw, family: str, own: Part) -> Part:
+    """A codec alone may leave some of the layers that it governs as they are."""
+    config = FAMILIES[family].to_dict()
+    kinds = config.get("layer_types") or ["full_attention"] * (config.get("num_hidden_layers") or config["n_layer"])
+    governed = [n for n, kind in enumerate(kinds) if kind == "full_attention"]
+    if own.codec is None or own.evictor["name"] != "none" or len(governed) < 2:
+        return own
+    skipped = draw(st.sampled_from(("", "", str(governed[0]), str(governed[-1]))))
+    return Part(own.evictor, {**own.codec, "skip_layers": skipped} if skipped else own.codec)
 
 
 def conversation(draw: Draw, family: str, parts: tuple[Part, ...]) -> Conversation:

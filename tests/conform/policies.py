@@ -29,8 +29,9 @@ SCHEDULES = {
 }
 
 
-# a policy whose codes have scales also plays with codes taken on write, and with fixed scales, as engines have them
+# what one that quantises also plays, if it has the fields: a layer left alone, codes taken on write, fixed scales
 CODINGS = {
+    "skip": {"skip_layers": "1"},
     "write": {"residual": 0, "write": True},
     "fixed": {"residual": 0, "scale": "tensor", "scales": "0.05/0.04", "write": True},
     "fixed-late": {"scale": "head", "scales": "0.04"},
@@ -60,7 +61,7 @@ def variants(policy: Policy) -> list[Policy]:
     switches = [name for name in policy.field_names() if isinstance(getattr(policy, name), bool)]
     others = [{name: not getattr(policy, name)} for name in switches]
     others += SCHEDULES.values() if policy.evicts else []
-    others += CODINGS.values() if "scales" in policy.field_names() else []
+    others += [fields for fields in CODINGS.values() if set(fields) <= set(policy.field_names())]
     others = [fields for fields in others if not refuses(policy, **fields)]
     return list(dict.fromkeys([policy, *(dataclasses.replace(policy, **fields) for fields in others)]))
 

@@ -171,7 +171,7 @@ class Row:
     def code(self, layer: Layer) -> None:
         """Quantise what is due now."""
         codec = self.request.codec
-        if codec is not None:
+        if codec is not None and str(layer.number) not in codec.get("skip_layers", "").split("/"):
             code = RULES[codec["name"]].code
             assert code is not None
             code(layer, codec)

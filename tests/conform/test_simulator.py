@@ -99,7 +99,8 @@ def require_rule(name: str) -> None:
         return
     if name not in RULES:
         pytest.fail(f"policy {name} has no simulator rule; write one in tests/conform/rules.py, whose head says how")
-    known = {*RULES[name].draws, *(SHARED_FIELDS if RULES[name].rank else {"chunk"})}
+    shared = SHARED_FIELDS if RULES[name].rank else {"chunk", "skip_layers"} if RULES[name].code else {"chunk"}
+    known = {*RULES[name].draws, *shared}
     unknown = sorted(set(POLICIES.get(name).field_names()) - known)
     if unknown:
         pytest.fail(f"the simulator rule of policy {name} draws no {', '.join(unknown)}; see tests/conform/rules.py")
@@ -129,6 +130,7 @@ def conversation(
 
 LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
 CODES = {"name": "int8", "residual": 3, "scale": "token", "chunk": 8}
+BLOCKS = {"name": "q4_0", "group": 4, "residual": 0, "write": True, "chunk": 8}
 SEES_ALL = LayerPlan(parse_policy("none"), None)
 NOTHING = {"name": "none"}
 PAGES = {"name": "quest", "budget": 12, "page": 3, "dense": 1, "chunk": 8}
@@ -143,6 +145,8 @@ OFF_BY_ONE = [
     (LOOKS, "kernel=3", "kernel=5"),
     (LOOKS, "pool=max", "pool=avg"),
     ({**NOTHING, "codec": CODES}, "residual=3", "residual=4"),
+    ({**NOTHING, "codec": {**CODES, "skip_layers": "0"}}, "skip_layers=0", "skip_layers=1"),
+    ({**NOTHING, "codec": BLOCKS}, "group=4", "group=8"),
     (PAGES, "page=3", "page=4"),
     (PAGES, "budget=12", "budget=15"),
     (PAGES, "dense=1", "dense=2"),

@@ -197,8 +197,8 @@ class QuantisedStore(Store):
         """Values weighted by ``shares`` [N, X, length], which are spent: [N, X, D]."""
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].least
         if self._aligned:
-            exact = (shares[..., done:], _from(values, done - self._start))
-            return torch.baddbmm(self._mixed(shares[..., :done]), *exact) if done else torch.bmm(*exact)
+            own, exact = shares[..., done:], _from(values, done - self._start)
+            return torch.baddbmm(self._mixed(shares[..., :done]), own, exact) if done else torch.bmm(own, exact)
         tail = shares[..., self._start :]
         exact = tail * self._is_exact(VALUES, slice(None)).flatten(0, 1)[:, None]
         tail -= exact  # codes of what is exact count for nothing
