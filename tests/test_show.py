@@ -200,6 +200,12 @@ def test_quantised_entries_have_their_own_shade() -> None:
     assert done.stdout.splitlines()[25].strip().startswith("▒▒▒▒")
 
 
+def test_a_layer_that_is_left_alone_is_drawn_as_it_is() -> None:
+    policy = "q4_0:write=true,skip_layers=0"
+    assert "layer 1, KV head 0" in shown(policy).stdout
+    assert "nothing was compressed" in shown(policy, "--layer", 0).stdout
+
+
 def test_pinned_roles_stay() -> None:
     done = shown("streaming:budget=32,sink=0,chunk=16,pin=system", "--length", 60)
     assert done.exit_code == 0, done.output

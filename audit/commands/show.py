@@ -78,7 +78,7 @@ def _print(drawn: Picture, console: Console) -> None:
 
 
 def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, layer: int | None, head: int) -> Picture:
-    """One head's triangle; without ``layer`` that of the first layer that the policy governs."""
+    """One head's triangle; without ``layer`` that of the first layer that the policy governs, or quantises."""
     from kvaudit.audit.cache.layers import layer_plans
     from kvaudit.audit.commands.picture import picture
 
@@ -86,7 +86,8 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, layer: int | No
     governed = [number for number, plan in enumerate(plans) if plan.governed]
     # without --layer one where a selector chooses, if any does
     choosing = [number for number in governed if plans[number].selector is not None]
-    layer = (choosing or governed)[0] if layer is None else layer
+    coded = [number for number in governed if plans[number].quantiser is not None]
+    layer = (choosing or coded or governed)[0] if layer is None else layer
     for name, value, count in (("layer", layer, len(plans)), ("head", head, rollout.evicted_at.shape[1])):
         if value >= count:
             raise SpecError(f"--{name} is {value}, the embedded model has {count}; wanted 0 to {count - 1}")
@@ -98,7 +99,7 @@ def _drawn(model: LoadedModel, policy: Policy, rollout: Rollout, layer: int | No
         f"layer {layer}, KV head {head}{own} of the embedded model",
         rollout.prompt_length,
         rollout.evicted_at[layer, head, :-1],  # the last drawn token asks nothing of the cache
-        (rollout.keys_quantised_at, rollout.values_quantised_at),
+        (rollout.keys_quantised_at, rollout.values_quantised_at) if layer in coded else (None, None),
         () if made is None else tuple(made.keys(layer, head, heads)),
     )
 
