@@ -1,4 +1,4 @@
-"""Four-bit integers by token, as llama.cpp's block format Q4_0."""
+"""Four-bit integers by token, in the blocks of llama.cpp's Q4_0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MIDDLE = 8  # the code of 0
 
 @dataclass(frozen=True)
 class Q4(Quantiser):
-    """Codes of 4 bits per token, ``group`` channels of a head to a scale, as llama.cpp stores keys and values in Q4_0.
+    """Codes of 4 bits per token, ``group`` channels of a head to a scale, as the blocks of llama.cpp's Q4_0.
 
     scale = the number of largest magnitude, with its sign, / -8: that number is code 0 and exact, 0 is code 8, and what
-    lies beyond seven scales on the other side is cut off. A smaller head is one group. As llama.cpp has it under
-    ``write``.
+    lies beyond seven scales on the other side is cut off. A smaller head is one group. llama.cpp codes under ``write``.
 
-    Departure: the scale is kept in the model's own precision, not in float16.
+    Departures: the scale is kept in the model's own precision, not in float16, and no Hadamard matrix turns a head
+    before it is coded, as llama.cpp's does since 2026.
     """
 
     name: ClassVar[str] = "q4_0"
