@@ -22,7 +22,7 @@ class Q4(Quantiser):
     lies beyond seven scales on the other side is cut off. A smaller head is one group. llama.cpp codes under ``write``.
 
     Departures: the scale is kept in the model's own precision, not in float16, and no Hadamard matrix turns a head
-    before it is coded, as llama.cpp's does since 2026.
+    before it is coded, as llama.cpp's does by now.
     """
 
     name: ClassVar[str] = "q4_0"
