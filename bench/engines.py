@@ -44,7 +44,7 @@ IMITATIONS = (
     ("int8:write=true", "openvino:KV_CACHE_PRECISION=u8"),
     ("kivi:bits=4", "openvino:KV_CACHE_PRECISION=u4"),
     ("int8", "llama.cpp:type_k=q8_0,type_v=q8_0"),
-    ("q4_0:write=true", "llama.cpp:type_k=q4_0,type_v=q4_0"),
+    ("q4_0:write=true,rotate=true", "llama.cpp:type_k=q4_0,type_v=q4_0"),
     ("fp8:format=e4m3", "vllm:kv_cache_dtype=fp8_e4m3"),
     ("fp8:format=e4m3,scale=tensor,write=true", "vllm:kv_cache_dtype=fp8_e4m3"),
     ("fp8:format=e5m2,scale=tensor,write=true", "vllm:kv_cache_dtype=fp8_e5m2"),

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor
 
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.engines.base import Drawn
-from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout, hadamard, read_state
+from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -319,7 +320,7 @@ def test_what_was_turned_before_it_was_coded_is_turned_back(size: int, keys_by: 
     keys, values = numbers(3, 2, size)
 
     def turned(x: Tensor, by: int) -> Tensor:
-        return (x.reshape(3, 2, -1, by) @ hadamard(by)).reshape(x.shape)
+        return (x.reshape(3, 2, -1, by) @ torch.tensor(hadamard(by) / by**0.5).float()).reshape(x.shape)
 
     found = read_state(
         state(turned(keys, keys_by), turned(values, values_by), "Q8_0"), HeadLayout(size, False, True, True)
@@ -328,11 +329,6 @@ def test_what_was_turned_before_it_was_coded_is_turned_back(size: int, keys_by: 
         assert 0 < float((own - wanted).abs().max()) < 0.06  # a step of eight bits
     straight = read_state(state(keys, values, "Q8_0"), HeadLayout(size, False, False, False))
     assert float((straight[0] - keys).abs().max()) < 0.06
-
-
-def test_the_matrix_is_its_own_inverse() -> None:
-    assert torch.equal(hadamard(2).sign(), torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    assert torch.allclose(hadamard(64) @ hadamard(64), torch.eye(64), atol=1e-6)
 
 
 def test_a_state_of_another_form_is_one_line() -> None:

@@ -14,6 +14,7 @@ import torch
 from draws import draws
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from scipy.linalg import hadamard
 
 from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
 from kvaudit.audit.cache.quantised.codes import decode_tokens, encode_tokens
@@ -302,3 +303,14 @@ def test_q4_0(seed: int) -> None:
     theirs = dequantize(quantize(x.view(-1, 64).numpy(), GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0)
     # scales of float16 there
     np.testing.assert_allclose(ours.view(-1, 64), theirs, rtol=2**-11)
+
+
+@pytest.mark.parametrize(("size", "keys_by", "values_by"), [(64, 64, 64), (96, 32, 32), (128, 128, 64)])
+def test_a_rotated_head_is_mixed_by_a_hadamard_matrix(size: int, keys_by: int, values_by: int) -> None:
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    codec = parse_policy("q4_0:rotate=true")
+    assert isinstance(codec, Quantiser)
+    for part, by in enumerate((keys_by, values_by)):
+        mixed = codec.turned(x, part)
+        assert np.allclose(mixed.view(3, -1, by), x.view(3, -1, by).numpy() @ hadamard(by) / by**0.5)
+        assert torch.allclose(codec.turned(mixed, part), x)

@@ -18,7 +18,15 @@ from kvaudit.core.registry import Registry
 
 LARGEST_NUMBER = 2**30  # of any whole number in a policy
 # fields that stand in the canonical form only where they are not what they are by default
-OPTIONAL = {"pin": "", "reposition": False, "scale": "token", "scales": "", "skip_layers": "", "write": False}
+OPTIONAL = {
+    "pin": "",
+    "reposition": False,
+    "rotate": False,
+    "scale": "token",
+    "scales": "",
+    "skip_layers": "",
+    "write": False,
+}
 
 
 @dataclass(frozen=True)

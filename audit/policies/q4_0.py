@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvaudit.audit.policies.quantiser import Quantiser
+from kvaudit.audit.policies.quantiser import Quantiser, working
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _MIDDLE = 8  # the code of 0
+_OF_VALUES = 64  # channels of a value that are mixed, at most
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,21 @@ class Q4(Quantiser):
     """Codes of 4 bits per token, ``group`` channels of a head to a scale, as the blocks of llama.cpp's Q4_0.
 
     scale = the number of largest magnitude, with its sign, / -8: that number is code 0 and exact, 0 is code 8, and what
-    lies beyond seven scales on the other side is cut off. A smaller head is one group. llama.cpp codes under ``write``.
+    lies beyond seven scales on the other side is cut off. A smaller head is one group. ``rotate``: a Hadamard matrix
+    mixes the channels of a head first, of values 64 at a time, so that one large channel is shared by all. llama.cpp of
+    2026-11 is ``write=true,rotate=true``.
 
-    Departures: the scale is kept in the model's own precision, not in float16, and no Hadamard matrix turns a head
-    before it is coded, as llama.cpp's does by now.
+    Departures: the scale is kept in the model's own precision, not in float16, and heads whose size is no multiple of
+    64 are rotated too, by the largest power of two in it.
     """
 
     name: ClassVar[str] = "q4_0"
     keeps: ClassVar[str] = "every entry, in 4-bit integers"
-    uses: ClassVar[tuple[str, ...] | None] = ("group", "residual", "write", "skip_layers", "chunk")
+    uses: ClassVar[tuple[str, ...] | None] = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
 
     group: int = 32
     write: bool = False
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +57,15 @@ class Q4(Quantiser):
             raise SpecError(f"policy q4_0: heads of {size} channels do not split into groups of {group}; change group")
         return group
 
+    def turned(self, x: Tensor, part: int) -> Tensor:
+        if not self.rotate:
+            return x
+        size = x.shape[-1]
+        together = size & -size  # the largest power of two in it
+        matrix = hadamard(together if part == 0 else min(together, _OF_VALUES), working(x.dtype), x.device)
+        mixed = x.to(matrix.dtype).reshape(*x.shape[:-1], -1, len(matrix)) @ matrix
+        return mixed.reshape(x.shape).to(x.dtype)
+
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         import torch
 
@@ -66,3 +81,15 @@ class Q4(Quantiser):
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
         return out.copy_(codes).sub_(_MIDDLE)
+
+
+@cache
+def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The matrix [size, size] of +1 and -1 over its root, of a power of two (Sylvester); it is its own inverse."""
+    import torch
+
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    found: Tensor = matrix / size**0.5
+    return found

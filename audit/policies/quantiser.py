@@ -91,6 +91,13 @@ class Quantiser(Policy):
         """The same for values."""
         return max(before, seen - self.residual)
 
+    def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002
+        """Keys (part 0) or values (1) [..., D] as they are coded, of those coded by token; twice turned they are back.
+
+        It keeps products of two vectors, so that a turned query meets turned keys.
+        """
+        return x
+
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         """Parameters [..., P] of groups with these extremes [...]."""
         raise NotImplementedError

@@ -91,10 +91,9 @@ def coded_keys(
 
 
 def _by_token(exact: Tensor, codes: CodedSince, place: CodePlace) -> Tensor:
-    own, parameters = encode_tokens(
-        exact, codes.codec, codes.codec.fixed_scales(place.layer, place.part, exact.shape[1])
-    )
-    return decode_tokens(codes.recorded(place, exact, own, parameters), parameters, codes.codec)
+    codec, turned = codes.codec, codes.codec.turned(exact, place.part)
+    own, parameters = encode_tokens(turned, codec, codec.fixed_scales(place.layer, place.part, exact.shape[1]))
+    return codec.turned(decode_tokens(codes.recorded(place, turned, own, parameters), parameters, codec), place.part)
 
 
 def key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy.linalg import hadamard
 
 from conform.rules import Array, Fields, Layer, codes
 
@@ -37,14 +38,17 @@ def fp8(layer: Layer, policy: Fields) -> None:
     residual=(0, 0, 3, 8),
     group=(2, 4, 32),
     write=(False, True),
+    rotate=(False, True),
 )
 def q4_0(layer: Layer, policy: Fields) -> None:
     """Each group of each token and head by itself: its number of largest magnitude is code 0, and -8 scales."""
     until = max(layer.keys_coded, layer.seen - policy["residual"])
     for entries in (*layer.keys, *layer.values):
         for j in range(layer.keys_coded, until):
-            parts = np.split(entries[j], max(1, len(entries[j]) // policy["group"]))
-            entries[j] = np.concatenate([sixteen_steps(part) for part in parts])
+            size = len(entries[j])
+            mixing = hadamard(size) / size**0.5 if policy["rotate"] else np.eye(size)
+            parts = np.split(mixing @ entries[j], max(1, size // policy["group"]))
+            entries[j] = mixing.T @ np.concatenate([sixteen_steps(part) for part in parts])
     layer.keys_coded = until
 
 

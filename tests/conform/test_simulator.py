@@ -130,7 +130,7 @@ def conversation(
 
 LOOKS = {"name": "snapkv", "window": 4, "kernel": 3, "pool": "max"}
 CODES = {"name": "int8", "residual": 3, "scale": "token", "chunk": 8}
-BLOCKS = {"name": "q4_0", "group": 4, "residual": 0, "write": True, "chunk": 8}
+BLOCKS = {"name": "q4_0", "group": 4, "residual": 0, "write": True, "rotate": False, "chunk": 8}
 SEES_ALL = LayerPlan(parse_policy("none"), None)
 NOTHING = {"name": "none"}
 PAGES = {"name": "quest", "budget": 12, "page": 3, "dense": 1, "chunk": 8}
@@ -147,6 +147,7 @@ OFF_BY_ONE = [
     ({**NOTHING, "codec": CODES}, "residual=3", "residual=4"),
     ({**NOTHING, "codec": {**CODES, "skip_layers": "0"}}, "skip_layers=0", "skip_layers=1"),
     ({**NOTHING, "codec": BLOCKS}, "group=4", "group=8"),
+    ({**NOTHING, "codec": BLOCKS}, "rotate=false", "rotate=true"),
     (PAGES, "page=3", "page=4"),
     (PAGES, "budget=12", "budget=15"),
     (PAGES, "dense=1", "dense=2"),

@@ -129,7 +129,7 @@ class QuantisedStore(Store):
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         codes = unpack(self._used("value_codes", rows), self._codec.bits)
         values = decode_tokens(codes, self._parameters(VALUES, rows), self._codec)
-        return self._keys(rows), self._with_tail(values, VALUES, rows)
+        return self._keys(rows), self._with_tail(self._codec.turned(values, VALUES), VALUES, rows)
 
     def _used(self, name: str, rows: Tensor | slice, until: int | None = None) -> Tensor:
         """The slots of some rows, as far as there are entries or to ``until``."""
@@ -140,7 +140,7 @@ class QuantisedStore(Store):
         codes = unpack(self._used("key_codes", rows), codec.bits)
         if self._table is None:
             keys = decode_tokens(codes, self._parameters(KEYS, rows), codec)
-            return self._with_tail(keys, KEYS, rows)
+            return self._with_tail(codec.turned(keys, KEYS), KEYS, rows)
         table = self._table[rows]
         if self._aligned and table.shape[2]:
             whole = min(table.shape[2] * codec.key_group, self.length)
@@ -209,7 +209,7 @@ class QuantisedStore(Store):
         every = slice(None)
         if self._table is None:
             codes, parameters = self._used("key_codes", every, until), self._parameters(KEYS, every, until)
-            return token_logits(query, codes, parameters, self._products)
+            return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
         if self._aligned:  # whole runs, since keys become codes in these
             return run_logits(
                 query, self._used("key_codes", every, until), self._of_channels(self._table), self._products
@@ -221,7 +221,7 @@ class QuantisedStore(Store):
         """The first values by their codes, weighted by shares [N, X, n]: [N, X, D]."""
         every, until = slice(None), shares.shape[2]
         codes, parameters = self._used("value_codes", every, until), self._parameters(VALUES, every, until)
-        return token_mix(shares, codes, parameters, self._products)
+        return self._codec.turned(token_mix(shares, codes, parameters, self._products), VALUES)
 
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""
@@ -318,7 +318,7 @@ class QuantisedStore(Store):
             self._store_groups(self._table, leaving, leaving.which)
 
     def _store_tokens(self, part: int, leaving: LeavingEntries) -> None:
-        exact, name = self._exact(part, leaving.slots), PARTS[part]
+        exact, name = self._codec.turned(self._exact(part, leaving.slots), part), PARTS[part]
         codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
         self._note(part, exact, codes, parameters, leaving)
         self._write(f"{name}_codes", pack(codes, self._codec.bits), leaving)
@@ -335,7 +335,8 @@ class QuantisedStore(Store):
 
     def _store_both(self, leaving: LeavingEntries) -> None:
         """Keys and values of the same entries, with half the operators of a step."""
-        exact = torch.stack([self._exact(part, leaving.slots) for part in (KEYS, VALUES)])  # [2, B, H, slots, D]
+        # [2, B, H, slots, D]
+        exact = torch.stack([self._codec.turned(self._exact(part, leaving.slots), part) for part in (KEYS, VALUES)])
         codes, parameters = encode_tokens(exact, self._codec)
         at = self._slots["positions"][:, :, leaving.slots].clone()
         assert self._hints is not None

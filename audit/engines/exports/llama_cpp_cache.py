@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.policies.q4_0 import hadamard
 from kvaudit.core.errors import RunError
 
 _MAGIC = 0xAF143CD8
@@ -109,21 +110,12 @@ class _State:
 
 def _turned(x: Tensor, part: int) -> Tensor:
     """Rows [tokens, H * D] of which every ``part`` numbers are turned back."""
-    return (x.reshape(len(x), -1, part) @ hadamard(part)).flatten(1)
+    return (x.reshape(len(x), -1, part) @ hadamard(part, x.dtype, x.device)).flatten(1)
 
 
 def _halves(x: Tensor, size: int) -> Tensor:
     """Rows [tokens, H * D] of heads whose pairs are taken apart into halves."""
     return x.reshape(len(x), -1, size // 2, 2).transpose(2, 3).flatten(1)
-
-
-def hadamard(size: int) -> Tensor:
-    """The matrix of +1 and -1 of a power of two, over its root; it is its own inverse."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    found: Tensor = matrix / size**0.5
-    return found
 
 
 def _unknown(why: str) -> RunError:
