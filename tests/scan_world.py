@@ -468,6 +468,129 @@ python -m sglang.launch_server --config engine.yaml
 """,
 }
 
+PLANTED |= {
+    "systemd/ollama.service.d/override.conf": """
+[Service]
+Environment="OLLAMA_FLASH_ATTENTION=1"
+Environment="OLLAMA_KV_CACHE_TYPE=q8_0" «ollama.kv-cache-type»
+""",
+    "systemd/llama.service": r"""
+[Service]
+Environment=LLAMA_ARG_CACHE_TYPE_V=q4_0 «llama.cpp.cache-type-v»
+ExecStart=/usr/bin/llama-server -m /models/m.gguf \
+  --cache-type-k=q8_0 «llama.cpp.cache-type-k»
+""",
+    "deploy/run.sh": """
+docker run -d --env=OLLAMA_KV_CACHE_TYPE=q8_0 ollama/ollama «ollama.kv-cache-type»
+docker run -d -e "OLLAMA_KV_CACHE_TYPE=q4_0" ollama/ollama «ollama.kv-cache-type»
+bash -c "OLLAMA_KV_CACHE_TYPE=q4_0 ollama serve" «ollama.kv-cache-type»
+launchctl setenv OLLAMA_KV_CACHE_TYPE q8_0 «ollama.kv-cache-type»
+EXTRA_ARGS="--kv-cache-dtype=fp8" «vllm.kv-cache-dtype»
+vllm serve x $EXTRA_ARGS
+""",
+    "deploy/.env.production": """
+OLLAMA_KV_CACHE_TYPE=q8_0 «ollama.kv-cache-type»
+""",
+    "deploy/Makefile": """
+serve:
+\tvllm serve x --kv-cache-dtype fp8 «vllm.kv-cache-dtype»
+""",
+    "deploy/entrypoint": """
+#!/usr/bin/env bash
+exec vllm serve x --kv-cache-dtype fp8 «vllm.kv-cache-dtype»
+""",
+    "deploy/Dockerfile.here": """
+FROM vllm/vllm-openai
+COPY <<EOF /start.sh
+#!/bin/sh
+vllm serve x --kv-cache-dtype fp8 «vllm.kv-cache-dtype»
+EOF
+CMD ["/start.sh"]
+""",
+    "charts/vllm/values.yaml": """
+vllm:
+  extraArgs: --kv-cache-dtype=fp8 «vllm.kv-cache-dtype»
+start:
+  run.sh: |
+    export LLAMA_ARG_CACHE_TYPE_K=q8_0 «llama.cpp.cache-type-k»
+    exec llama-server
+""",
+    "evaluate/lm_eval.sh": """
+lm_eval --model vllm --model_args pretrained=x,kv_cache_dtype=fp8,dtype=auto «vllm.kv-cache-dtype»
+lm_eval --model vllm --model_args pretrained=x,kv_cache_dtype=auto,dtype=auto
+""",
+    "serving/launch.py": """
+import os
+import subprocess
+
+os.environ.setdefault("OLLAMA_KV_CACHE_TYPE", "q8_0") «ollama.kv-cache-type»
+words = ["vllm", "serve", "x"]
+words.append("--kv-cache-dtype=fp8") «vllm.kv-cache-dtype»
+subprocess.run(["llama-server", "-m", "m.gguf", "-ctk", "q8_0"]) «llama.cpp.cache-type-k»
+""",
+    "serving/settings.py": """
+from dataclasses import dataclass
+import vllm
+
+@dataclass
+class Settings:
+    model: str = "x"
+    kv_cache_dtype: str = "fp8" «vllm.kv-cache-dtype»
+""",
+    "serving/openvino_chat.py": """
+import openvino.properties.hint as hints
+import openvino_genai
+
+scheduler = openvino_genai.SchedulerConfig()
+scheduler.use_cache_eviction = True «openvino.cache-eviction»
+scheduler.use_sparse_attention = True «openvino.sparse-attention»
+pipe = openvino_genai.LLMPipeline("m", "CPU", KV_CACHE_PRECISION="u8") «openvino.kv-cache-precision»
+other = openvino_genai.LLMPipeline("m", "CPU", **{hints.kv_cache_precision: "u4"}) «openvino.kv-cache-precision»
+plain = openvino_genai.LLMPipeline("m", "CPU", KV_CACHE_PRECISION="f16")
+""",
+    "serving/ovms.sh": """
+ovms --model_path m --plugin_config '{"KV_CACHE_PRECISION": "u8"}' «openvino.kv-cache-precision»
+""",
+    "serving/lmdeploy.py": """
+from lmdeploy import TurbomindEngineConfig
+small = TurbomindEngineConfig(quant_policy=4) «lmdeploy.quant-policy»
+dense = TurbomindEngineConfig(quant_policy=0)
+""",
+    "serving/lmdeploy.sh": """
+lmdeploy serve api_server x --quant-policy 8 «lmdeploy.quant-policy»
+""",
+    "serving/tgi.sh": """
+text-generation-launcher --model-id x --kv-cache-dtype fp8_e4m3fn «tgi.kv-cache-dtype»
+docker run -e KV_CACHE_DTYPE=fp8_e5m2 ghcr.io/huggingface/text-generation-inference «tgi.kv-cache-dtype»
+""",
+    "serving/exl2.py": """
+from exllamav2 import ExLlamaV2Cache_Q4
+cache = ExLlamaV2Cache_Q4(model) «exllama.quantised-cache»
+""",
+    "serving/tabby/config.yml": """
+model:
+  cache_mode: Q4 «exllama.cache-mode»
+""",
+    "serving/kobold.sh": """
+python koboldcpp.py --model m.gguf --flashattention --quantkv 1 «koboldcpp.quantkv»
+""",
+    "serving/mlx.sh": """
+mlx_lm.generate --model x --kv-bits 4 «mlx.kv-bits»
+mlx_lm.generate --model x --max-kv-size 512 «mlx.max-kv-size»
+""",
+    "serving/sinks.py": """
+from transformers import SinkCache
+cache = SinkCache(window_length=256, num_sink_tokens=4) «transformers.sink-cache»
+""",
+    "serving/sglang_double.sh": """
+python -m sglang.launch_server --model x --enable-double-sparsity «sglang.double-sparsity»
+""",
+    "serving/trtllm/convert.sh": """
+python tensorrt_llm/convert_checkpoint.py --model_dir x --int8_kv_cache «tensorrt-llm.int8-kv-cache»
+python tensorrt_llm/run.py --max_attention_window_size 512 «tensorrt-llm.attention-window»
+""",
+}
+
 CLEAN = {
     "serving/vllm.sh": """
 # --kv-cache-dtype fp8 cost two points of refusal: off
@@ -521,6 +644,19 @@ print("now without --kv-cache-dtype fp8")
 if args.kv_cache_dtype == "fp8":
     raise ValueError(f"{args.model} was never audited with --kv-cache-dtype fp8")
 ''',
+    "deploy/ollama.service": """
+[Service]
+Environment="OLLAMA_KV_CACHE_TYPE=f16" "OLLAMA_HOST=0.0.0.0"
+ExecStart=/usr/bin/ollama serve
+""",
+    "serving/choices.py": """
+import vllm
+
+LOSSLESS = {"kv_cache_dtype": ("auto", "bfloat16")}
+""",
+    "serving/lmdeploy.sh": """
+lmdeploy serve api_server x --quant-policy 0
+""",
     "agents/config.toml": """
 [condenser]
 type = "noop"

@@ -67,7 +67,7 @@ def test_nothing_is_found_in_clean_configurations(tmp_path: Path) -> None:
     write_clean(tmp_path)
     result = scanned(tmp_path)
     assert (result.found, result.corrections, result.not_readable) == ([], [], [])
-    assert len(result.not_found) == len(CLEAN) == 10
+    assert len(result.not_found) == len(CLEAN) == 13
 
 
 def test_at_least_forty_keys_of_ten_engines_are_known() -> None:
@@ -160,6 +160,13 @@ def test_broken_files_keep_what_stands_above_the_break(tmp_path: Path) -> None:
     assert ([finding.line for finding in result.found], result.not_readable[0].line) == ([1], 2)
 
 
+def test_a_notebook_that_is_named_is_not_said_to_be_clean(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    path.write_text('{"cells": [{"cell_type": "code", "source": ["LLM(kv_cache_dtype=1)"]}]}')
+    files, _ = files_below([path])
+    assert "a notebook" in scan(files).not_readable[0].reason
+
+
 def test_a_tag_builds_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
     text = f"kv_cache_dtype: !!python/object/apply:os.mkdir ['{made}']\nvllm: !include other.yaml\n"
@@ -180,6 +187,7 @@ def test_a_tag_builds_nothing(tmp_path: Path) -> None:
         ("a.py", "llm = LLM(kv_cache_dtype=choose())\n"),
         ("a.json", '{"kv_cache_dtype": "<dtype>"}'),
         ("a.toml", 'kv_cache_dtype = "{{ dtype }}"\n'),
+        ("a.py", 'words.append("--kv-cache-dtype")\nwords.append("fp8")\n'),
     ],
 )
 def test_a_value_that_only_running_would_tell_is_not_readable(name: str, text: str, tmp_path: Path) -> None:

@@ -22,18 +22,22 @@ MOST_FILES = 20_000
 _ENDINGS = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".sbatch": "shell", ".slurm": "shell", ".env": "shell",
-    ".args": "shell", ".flags": "shell", ".service": "shell", ".conf": "shell",
+    ".args": "shell", ".flags": "shell", ".service": "shell", ".conf": "shell", ".ini": "shell", ".container": "shell",
+    ".fish": "shell", ".mk": "shell",
 }  # fmt: skip
 _READERS: dict[str, Callable[[str, Sheet], list[HereDocument] | None]] = {
     "yaml": read_yaml_text, "json": read_json_text, "toml": read_toml_text, "python": read_python,
     "shell": read_shell, "dockerfile": read_dockerfile,
 }  # fmt: skip
+_NAMES = {"makefile": "shell", "gnumakefile": "shell", "justfile": "shell", "procfile": "shell", "env.list": "shell"}
 _TEMPLATES = {".j2", ".jinja", ".jinja2", ".tmpl", ".tpl"}
 _DATA = re.compile(
     r"tokenizer.*\.json|vocab\.json|.*\.index\.json|special_tokens_map\.json|.*[-.]lock(\.json)?|merges\..*"
 )
 _SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages", "venv"}  # and those whose names begin with a dot
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
+_PYTHON = re.compile(r"#!.*\bpython")
+_NOTEBOOK = re.compile(r'\s*\{\s*"(cells|metadata|nbformat)"')
 _JSON_VALUE = re.compile(r"\s*\{.*\}\s*", re.DOTALL)
 
 
@@ -62,7 +66,7 @@ def files_below(paths: Sequence[Path]) -> tuple[list[FoundFile], int]:
     for path in paths:
         if path.is_dir():
             for file in _walk(path):
-                if dialect_of(file.name) is None:
+                if dialect_of(file.name) is None and not _is_script(file):
                     skipped += 1
                 else:
                     found[_shown(file)] = file
@@ -86,7 +90,9 @@ def dialect_of(name: str) -> str | None:
         return "dockerfile"
     if _DATA.fullmatch(path.name):
         return None
-    return "shell" if path.name == ".env" else _ENDINGS.get(path.suffix)
+    if path.name == ".env" or path.name.startswith(".env."):  # .env.production
+        return "shell"
+    return _NAMES.get(path.name) or _ENDINGS.get(path.suffix)
 
 
 def read_file(path: Path) -> Contents:
@@ -157,11 +163,25 @@ def _guessed(text: str) -> str:
     """The dialect of a file that was named and whose name tells none; raises Unreadable."""
     if _SHEBANG.match(text):
         return "shell"
+    if _NOTEBOOK.match(text):
+        raise Unreadable("a notebook, which is not read; export it as a script")
     if re.match(r"\s*[{\[]", text):
         return "json"
-    if re.match(r"#!.*\bpython", text):
+    if _PYTHON.match(text):
         return "python"
     raise Unreadable("of no dialect that is known: YAML, JSON, TOML, shell, Dockerfile, Python, .args")
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file whose name has no ending begins as a shell or Python script does."""
+    try:
+        if path.suffix or not stat.S_ISREG(path.stat().st_mode):
+            return False
+        with path.open("rb") as file:
+            first = file.readline(200).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return _SHEBANG.match(first) is not None or _PYTHON.match(first) is not None
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -67,8 +67,9 @@ class Interpreter:
             met |= {rule.id for rule in wanted}
             engines = self._engines(wanted, setting)
             theirs = [rule for rule in wanted if rule.engine in engines]
-            if theirs and isinstance(setting.value, Unknown):
-                reason = f"{_spelt(setting)} has the value {setting.value.text!r}, which only running would tell"
+            if theirs and _only_running_tells(setting, theirs[0]):
+                value = setting.value.text if isinstance(setting.value, Unknown) else "another word"
+                reason = f"{_spelt(setting)} has the value {value!r}, which only running would tell"
                 unread[setting.line, theirs[0].id] = NotReadable(self.name, setting.line, clip(reason, _LONGEST))
             elif rule := next((rule for rule in theirs if rule.holds(setting.value)), None):
                 finding = self._finding(setting, rule, engines)
@@ -148,6 +149,13 @@ def _pattern(word: str) -> re.Pattern[str]:
 def _parts(text: str) -> set[str]:
     parts = set(re.split(r"[^a-z0-9_]+", text.lower()))
     return parts | {piece for part in parts for piece in part.split("_")}
+
+
+def _only_running_tells(setting: Setting, rule: ScanRule) -> bool:
+    """Whether the value is not known, or stands apart from a flag that needs one."""
+    if isinstance(setting.value, Unknown):
+        return True
+    return setting.kind == "flag" and setting.value is True and rule.named
 
 
 def _same(setting: Setting) -> tuple[int, str]:

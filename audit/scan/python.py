@@ -6,6 +6,7 @@ Nothing is imported and nothing is run. A name counts as its value where the fil
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 
 from kvaudit.audit.scan.sheet import (
@@ -23,6 +24,9 @@ from kvaudit.audit.scan.shell import read_line, read_words
 from kvaudit.audit.scan.shell_words import Word
 
 _FOR_PEOPLE = {"help", "description", "epilog", "usage"}  # texts that mention flags and set none
+_FLAG = re.compile(r"--?[A-Za-z]")
+_GROWING = {"append", "insert"}  # a list of words by one
+_SETTING = {"setdefault", "putenv", "setenv"}  # a variable of the environment
 _FAR = 500  # lines in which the next flag of a string is looked up
 _TALKING = {"print", "log", "debug", "info", "warning", "warn", "error", "exception", "critical", "fail", "exit"}
 
@@ -60,9 +64,17 @@ class _Reader(ast.NodeVisitor):
         name, group = _callee(node.func), self.sheet.group()
         self.sheet.add(Setting("call", (name,), True, node.lineno, group))
         self._declared_flag(name, node, group)
+        self._set_variable(name, node, group)
+        if name in _GROWING:
+            words = [Word(spelt(self._value(one)), one.lineno) for one in node.args]
+            if any(_FLAG.match(word.text) and " " not in word.text for word in words):
+                read_words(words, self.sheet)
+                return
         for keyword in node.keywords:
             if keyword.arg is not None:
                 self._setting((name, keyword.arg), keyword.value, keyword.lineno, group)
+            elif isinstance(keyword.value, ast.Dict):  # LLM(**{"kv_cache_dtype": "fp8"})
+                self._mapping(keyword.value, (name,))
         self.visit(node.func)
         if name not in _TALKING and not name.endswith(("Error", "Exception", "Warning")):
             for argument in node.args:
@@ -80,6 +92,16 @@ class _Reader(ast.NodeVisitor):
                     self.sheet.add(Setting("env", path[-1:], value, target.lineno, group))
                 else:
                     self.sheet.add(Setting("key", path, value, target.lineno, group))
+        self.visit(node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """A field of a class of settings: its default is what is used where nothing is said."""
+        if node.value is None:
+            return
+        path = (node.target.id,) if isinstance(node.target, ast.Name) else _place(node.target)
+        value = self._value(node.value)
+        if path and not isinstance(value, Unknown):
+            self.sheet.add(Setting("key", path, value, node.lineno, self.sheet.group()))
         self.visit(node.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -111,6 +133,14 @@ class _Reader(ast.NodeVisitor):
                     value = self._value(keyword.value)
                     self.sheet.add(Setting("flag", (flag.value,), value, keyword.lineno, group))
 
+    def _set_variable(self, name: str, node: ast.Call, group: int) -> None:
+        """``os.environ.setdefault("NAME", value)`` and its like."""
+        if name in _SETTING and len(node.args) == 2:
+            variable = node.args[0]
+            if isinstance(variable, ast.Constant) and isinstance(variable.value, str) and variable.value.isupper():
+                value = self._value(node.args[1])
+                self.sheet.add(Setting("env", (variable.value,), value, node.lineno, group))
+
     def _setting(self, path: tuple[str, ...], value: ast.expr, line: int, group: int) -> None:
         self.sheet.add(Setting("key", path, self._value(value), line, group))
         if isinstance(value, ast.Dict):
@@ -125,13 +155,15 @@ class _Reader(ast.NodeVisitor):
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 self._setting((*path, key.value), value, key.lineno, group)
+            elif isinstance(key, ast.Attribute):  # a constant of a library: hints.kv_cache_precision
+                self._setting((*path, key.attr), value, key.lineno, group)
             else:
                 self.visit(value)
 
     def _sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
         """A list of words is a command line, as ``subprocess`` takes it; mappings in a list belong to its key."""
         words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
-        if any(word.text.startswith("--") and " " not in word.text for word in words):
+        if any(_FLAG.match(word.text) and " " not in word.text for word in words):
             read_words(words, self.sheet)
             return
         for item in node.elts:
@@ -142,7 +174,7 @@ class _Reader(ast.NodeVisitor):
 
     def _command(self, text: str, node: ast.expr) -> None:
         """A command line in a string; each flag is looked up in the lines that the string covers."""
-        if " " not in text:
+        if " " not in text and "=" not in text:
             return  # the name of a flag
         found = Sheet(groups=self.sheet.groups, unread=self.sheet.unread)
         read_line(text, node.lineno, found)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.audit.scan.sheet import Mapping, Setting, Value, comparable
+from kvaudit.audit.scan.sheet import Mapping, Setting, Unknown, Value, comparable
 from kvaudit.core.files import parse_yaml
 
 ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
@@ -60,6 +60,11 @@ class ScanRule:
     overruled: str | None = None
     note: str = ""
 
+    @property
+    def named(self) -> bool:
+        """Whether the value is a name, which a flag by itself does not say."""
+        return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
+
     def holds(self, value: Value) -> bool:
         """Whether the mechanism is on with this value; the value is known."""
         if isinstance(value, str) and value.startswith("--"):
@@ -72,6 +77,8 @@ class ScanRule:
             return number is not None and number > wanted
         if test == "has":
             return isinstance(value, tuple) and any(str(entry).lower() in _lower(wanted) for entry in value)
+        if isinstance(value, tuple):  # what there is to choose from
+            return any(self.holds(entry) for entry in value if not isinstance(entry, Unknown))  # type: ignore[arg-type]
         return _is_set(value) and (str(value).lower() in _lower(wanted)) == (test == "in")
 
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:

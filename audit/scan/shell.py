@@ -14,7 +14,13 @@ from kvaudit.audit.scan.shell_words import HereDocument, ShellCommand, Word, par
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _FLAGS_INSIDE = re.compile(r"(?:\A|\s)--?[A-Za-z]")
+# a command that is given a variable of the environment
+_VARIABLE_SET = re.compile(r"(?:\A|[\n;&|(]|\b(?:export|env|setenv)\s)\s*[A-Z][A-Z0-9_]*=[^\s=]")
+_SEVERAL = re.compile(r",(?=[A-Za-z_][\w.\-]*=)")  # of `a=1,b=2`, as options hold arguments
+_PAIRS = re.compile(r"[A-Za-z_][\w.\-/]*=[^\s,]*(?:,[A-Za-z_][\w.\-/]*=[^\s,]*)+")
+_COMMAND_FOLLOWS = {"-c", "-lc", "-ic", "-ec"}  # of a shell
 _TALKING = {"echo", "printf", "log", "die", "warn", ":"}  # their words are for people
+_HERE = re.compile(r"<<-?[\"']?([A-Za-z_]\w*)")
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _DEEPEST = 3  # a command in a string of a command
 
@@ -39,7 +45,12 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
 def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
     """The settings of a Dockerfile: its instructions are rewritten as shell, line by line."""
     lines, continued, listed = [], False, False
+    ends: list[str] = []  # of here-documents, whose lines stand as they are
     for row in text.split("\n"):
+        if ends:
+            ends = ends[1:] if row.strip() == ends[0] else ends
+            lines.append(row)
+            continue
         if row.lstrip().startswith("#"):
             lines.append("\\" if continued else "")
             continue
@@ -48,6 +59,7 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
         words = re.sub(r'(?<!\\)"\s*[,\]]', '" ', re.sub(r"\A\s*\[", "", shell))  # of a list of words
         lines.append(words if listed else shell)
         continued = row.rstrip().endswith("\\")
+        ends = [] if listed or continued else _HERE.findall(row)
     return read_shell("\n".join(lines), sheet)
 
 
@@ -57,9 +69,14 @@ def read_words(words: Sequence[Word], sheet: Sheet) -> None:
 
 
 def read_line(text: str, line: int, sheet: Sheet) -> None:
-    """The settings of a command line that stands in a string; a string that is none sets nothing."""
-    if _FLAGS_INSIDE.search(text):
+    """The settings of a command line, or of pairs ``a=1,b=2``, that stands in a string; another string sets nothing."""
+    if holds_commands(text) or _PAIRS.fullmatch(text):
         _read_nested(text, line, {}, sheet, 0)
+
+
+def holds_commands(text: str) -> bool:
+    """Whether a text has flags, or sets variables as a command line does."""
+    return _FLAGS_INSIDE.search(text) is not None or _VARIABLE_SET.search(text) is not None
 
 
 def _as_shell(row: str) -> str:
@@ -67,6 +84,8 @@ def _as_shell(row: str) -> str:
     if match is None:
         return row
     word, rest = match[1].upper(), row[match.end() :]
+    if word == "ONBUILD":
+        return _as_shell(rest)
     if word == "ENV":
         name, _, value = rest.partition(" ")
         return rest if "=" in name else f"{name}={value}"
@@ -99,9 +118,16 @@ def _read_command(command: ShellCommand, known: dict[str, str], sheet: Sheet, de
             if "." in name:
                 path = tuple(name.lstrip("-").split("."))
                 sheet.add(Setting("key", path, value, word.line, group, block, near))
-        elif match := _ASSIGNMENT.fullmatch(word.text):
-            _read_assignment(match[1], match[2], word.line, known, sheet, (group, block, near), depth)
-        elif " " in word.text and _FLAGS_INSIDE.search(word.text):
+            held = word.text.partition("=")[2]  # --env=NAME=value, --model_args=a=1,b=2
+            _read_pairs(held, word.line, known, sheet, (group, block, near), depth)
+        elif " " in word.text and index and words[index - 1].text in _COMMAND_FOLLOWS:
+            _read_nested(word.text, word.line, known, sheet, depth)
+        elif _ASSIGNMENT.fullmatch(word.text):
+            _read_pairs(word.text, word.line, known, sheet, (group, block, near), depth)
+        elif word.text == "setenv" and len(words) > index + 2:
+            value = _value(words[index + 2].text, known)
+            sheet.add(Setting("env", (words[index + 1].text,), value, word.line, group, block, near))
+        elif " " in word.text and holds_commands(word.text):
             _read_nested(word.text, word.line, known, sheet, depth)
 
 
@@ -122,6 +148,18 @@ def _flag(words: list[Word], index: int, known: dict[str, str]) -> tuple[str, Va
 
 def _value(text: str, known: dict[str, str]) -> Value:
     return read_value(_VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), text))
+
+
+def _read_pairs(
+    text: str, line: int, known: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
+) -> None:
+    """``a=1``, or several with commas between; what a pair holds may be such pairs again (``Environment="NAME=x"``)."""
+    pieces = [text] if _FLAGS_INSIDE.search(text) else _SEVERAL.split(text)
+    for piece in pieces:
+        if match := _ASSIGNMENT.fullmatch(piece):
+            _read_assignment(match[1], match[2], line, known, sheet, where, depth)
+            if depth < _DEEPEST and not _FLAGS_INSIDE.search(match[2]):
+                _read_pairs(match[2], line, known, sheet, where, depth + 1)
 
 
 def _read_assignment(
@@ -147,7 +185,7 @@ def _read_nested(
     except Unreadable:
         return  # an apostrophe: a text that mentions a flag
     commands = [part for part in parts if isinstance(part, ShellCommand) and part.words]
-    if [word.text for command in commands for word in command.words] == [text]:
+    if [word.text for command in commands for word in command.words] == [text] and not _is_flag(text):
         return  # an expansion, which stays one word however often it is read
     for command in commands:
         _read_command(command._replace(array=command.array or shared), known, sheet, depth + 1)

@@ -24,7 +24,7 @@ from kvaudit.audit.scan.sheet import (
     read_value,
     spelt,
 )
-from kvaudit.audit.scan.shell import read_line, read_words
+from kvaudit.audit.scan.shell import read_line, read_shell, read_words
 from kvaudit.audit.scan.shell_words import Word
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
@@ -37,7 +37,10 @@ _OTHER_BREAKS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
 _YAML_TAG = "tag:yaml.org,2002:"
 _COMMENT_LINE = re.compile(r"(?m)^[ \t]*//.*$")
 _ASSIGNED = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
+_SEVERAL_WORDS = re.compile(r"\s|=")  # a command, or pairs of names and values
 _FLAG = re.compile(r"-[A-Za-z-]")
+_SCRIPTS = (".sh", ".bash", ".env", ".conf", ".service")
+_EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # names of files inside a file
 
 
 class Leaf(NamedTuple):
@@ -109,16 +112,17 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
         inner = path if key == "<<" else (*path, key)  # merged keys stand where they are merged into
         if key != "<<":
             sheet.add(Setting("key", inner, _summary(child), line, group))
-        if isinstance(child, Leaf) and child.source and key.endswith((".yaml", ".yml", ".json")):
-            _read_embedded(child, sheet)
+        if isinstance(child, Leaf) and child.source and key.endswith(_EMBEDDED):
+            _read_embedded(key, child, sheet)
         else:
             walk(child, inner, sheet)
 
 
-def _read_embedded(leaf: Leaf, sheet: Sheet) -> None:
+def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
     """A file inside a file, as a container's manifest holds it."""
+    read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
-        read_yaml_text(dedent(leaf.source), sheet, leaf.first)
+        read(dedent(leaf.source), sheet, leaf.first)
     except Unreadable as error:
         sheet.unread.append((error.line, error.reason))
 
@@ -173,7 +177,7 @@ class _Composed:
         if isinstance(node, yaml.SequenceNode):
             return Series([self.tree(item, depth + 1) for item in node.value], line)
         value = _scalar(node.tag, node.value)
-        if not isinstance(value, str | Unknown) or " " not in node.value:
+        if not isinstance(value, str | Unknown) or not _SEVERAL_WORDS.search(node.value):
             return Leaf(value, line)
         source, first = self._source(node)
         return Leaf(value, line, source, first + self.offset)
