@@ -339,6 +339,36 @@ def test_a_card_that_says_other_than_its_run_exits_with_3(run: Path, tmp_path: P
     assert "the run: **FAIL**" in " ".join(output.split())
 
 
+@pytest.mark.parametrize("other", ["\f", "\r", "\x85", "\u2028"])
+def test_a_card_whose_lines_are_run_together_says_other_than_its_run(run: Path, tmp_path: Path, other: str) -> None:
+    card = tmp_path / "README.md"
+    invoke("card", run, "--into", card)
+    card.write_bytes(card.read_text().replace("\n|", f"{other}|").encode())
+    assert invoke("card", run, "--check", card)[0] == 3
+
+
+def test_nothing_is_written_where_one_of_two_outputs_cannot_be(run: Path, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    card.write_text(BEGIN + "\nhalf")
+    hub = ("--hub", tmp_path / "hub", "--benchmark", "us/x", "--arm", "naive")
+    assert invoke("card", run, *hub, "--into", card)[0] == 2
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_benchmark_without_a_place_for_its_results_is_refused(run: Path) -> None:
+    code, output = invoke("card", run, "--benchmark", "us/x")
+    assert (code, "--hub" in output) == (2, True)
+
+
+def test_a_card_says_until_when_a_waiver_holds_whatever_its_signature(run: Path, tmp_path: Path) -> None:
+    path, today = tmp_path / "waivers.yaml", str(date.today())
+    row = {"who": "Dr. Ada Byron", "why": "known", "expires": today, "status": "FAIL", "cells": {"arm": "naive"}}
+    path.write_text(yaml.safe_dump({"waivers": [row]}))
+    code, card = invoke("card", run, "--waivers", path)
+    assert code == 0
+    assert f"WAIVER until {today}" in card
+
+
 @pytest.mark.parametrize(
     "text", [BEGIN + "\nhalf", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", f"{BEGIN} on a line{END}"]
 )

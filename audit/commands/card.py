@@ -80,6 +80,8 @@ def card(
                 raise SpecError("two runs are compared by --recipe, which stands alone; leave out the other options")
             print_recipe(run, other)
             return
+        if benchmark is not None and hub is None:
+            raise SpecError("--benchmark names what --hub writes results of; give --hub, too")
         from kvaudit.reports.page.formats.card import render
 
         page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
@@ -87,10 +89,14 @@ def card(
         if arm is not None and arm not in arms:
             raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")
         section = render(page, arm)
-        if hub is not None:
-            _write_results(page, hub, benchmark, arm, console)
-        if into is not None:
-            write_output(into, placed(read_card(into) if into.exists() else "", section, str(into)))
+        # whatever is wrong with one of them comes up before any is written
+        results = {} if hub is None else _results(page, hub, benchmark, arm)
+        whole = None if into is None else placed(read_card(into) if into.exists() else "", section, str(into))
+        for path, text in results.items():
+            write_output(path, text)
+            say(console, f"results: {path}")
+        if into is not None and whole is not None:
+            write_output(into, whole)
             say(console, f"card: {into}")
         if check is not None and not _agrees(check, section, console):
             raise typer.Exit(_DIFFERS)
@@ -111,20 +117,21 @@ def _page(run: Path, asked: Asked) -> Page:
     return page
 
 
-def _write_results(page: Page, hub: Path, benchmark: str | None, arm: str | None, console: Console) -> None:
+def _results(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
+    """The files of results that the hub reads, and their texts."""
     from kvaudit.reports.page.hub_results import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):
         raise SpecError("--hub wants --benchmark ORGANISATION/DATASET and, of several arms, --arm NAME")
-    for name, text in hub_results(page, arm or candidates[0], benchmark).items():
-        write_output(hub / HUB_FOLDER / name, text)
-        say(console, f"results: {hub / HUB_FOLDER / name}")
+    results = hub_results(page, arm or candidates[0], benchmark)
+    return {hub / HUB_FOLDER / name: text for name, text in results.items()}
 
 
 def _agrees(path: Path, section: str, console: Console) -> bool:
     """Whether a card says what its run says; prints the first line in which it does not."""
-    theirs, ours = section_of(read_card(path), str(path)).splitlines(), section.splitlines()
+    # by line feeds alone: to Markdown a form feed or a U+2028 in the place of one is no line break
+    theirs, ours = section_of(read_card(path), str(path)).split("\n"), section.split("\n")
     if theirs == ours:
         say(console, f"card: {path} says what its run says")
         return True

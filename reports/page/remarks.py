@@ -140,6 +140,7 @@ def _waivers(findings: Decided) -> Iterator[str]:
         let = f"lets {len(cells)} cells through ({places})" if cells else "fits no cell and does nothing"
         if len(cells) == 1:
             let = f"lets {cells[0].status.value} through ({places})"
-        yield f"WAIVER by {waiver.who}, until {waiver.expires}: {waiver.why}; it {let}."
+        # the date first: pages that name remarks by their first words cut names such as "Dr. A. Byron"
+        yield f"WAIVER until {waiver.expires} by {waiver.who}: {waiver.why}; it {let}."
     if findings.verdict.unwaived is not findings.verdict.status:
         yield f"Without waivers the verdict is {findings.verdict.unwaived.value}."
