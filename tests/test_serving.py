@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.serve import pairs
+from kvaudit.audit.commands.serve import alias_pairs, pairs
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.model import load_model
@@ -221,6 +221,8 @@ def test_a_log_line_holds_nothing_of_what_was_said(server: Server) -> None:
         ({"tools": [{"type": "function"}]}, "cannot do"),
         ({"top_k": 20}, "top_k is 20, which this server cannot do"),
         ({"repetition_penalty": 1.1}, "cannot do"),
+        ({"guided_json": {"type": "object"}}, "guided_json is"),
+        ({"truncate_prompt_tokens": 8}, "cannot do"),
         ({"messages": [{"role": [], "content": "x"}]}, "has role []"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a character"),
         ({"model": "\ud800"}, "wanted text"),
@@ -552,6 +554,14 @@ def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: 
 def test_an_alias_of_nothing_is_refused_at_the_start() -> None:
     with pytest.raises(UnknownName):
         OwnEngine({"embedded": load_model()}, {"release": "other@none"})
+
+
+@pytest.mark.parametrize(
+    "alias", [["small=small@int8"], ["a=small@int8", "a=small"], ["small@none=small@int8"]], ids=lambda one: one[0]
+)
+def test_an_alias_takes_the_place_of_no_other_name(alias: list[str]) -> None:
+    with pytest.raises(SpecError, match="give it another name"):
+        alias_pairs(alias, {"small": "embedded"})
 
 
 def test_models_are_named_by_their_folder_or_by_the_user() -> None:

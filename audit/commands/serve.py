@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -36,7 +37,8 @@ def serve(
     Checkpoints are served under any policy: a client asks for NAME@POLICY.
     """
     with user_errors("kvaudit", "serve", "MODEL"):
-        paths, aliases = pairs(models), dict(_pair(text, "--alias") for text in alias or ())
+        paths = pairs(models)
+        aliases = alias_pairs(alias or [], paths)
         try:
             import uvicorn
 
@@ -74,6 +76,17 @@ def pairs(models: list[str]) -> dict[str, str]:
         if name in found or "@" in name:
             raise SpecError(f"model name {name!r} is given twice or holds an @; name it by NAME=PATH")
         found[name] = path
+    return found
+
+
+def alias_pairs(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
+    """Alias -> NAME@POLICY; raises SpecError for one that a client would take for a checkpoint, or for a policy."""
+    found: dict[str, str] = {}
+    for text in aliases:
+        name, served = _pair(text, "--alias")
+        if name in found or name in models or "@" in name:
+            raise SpecError(f"alias {name!r} is given twice, names a model or holds an @; give it another name")
+        found[name] = served
     return found
 
 

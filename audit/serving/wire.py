@@ -35,6 +35,19 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None, []),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "grammar": (None, ""),
+    "json_schema": (None,),
+    "bad_words": (None, []),
+    "use_beam_search": (None, False),
+    "best_of": (None, 1),
+    "reasoning_effort": (None,),
 }
 
 
