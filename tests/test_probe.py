@@ -344,6 +344,7 @@ def test_a_probe_of_few_templates_gives_the_estimate_and_no_interval(world: Worl
     rows = [*body["noise"], *(row[key] for row in body["lengths"] for key in ("effect", "against"))]
     assert {(row["low"], row["high"]) for row in rows} == {(None, None)}
     assert not any(row["sign"] for row in body["lengths"])
+    assert all("length: not measured, no suite has enough templates" in " ".join(text.split()) for text in texts)
 
 
 def test_a_conversation_without_an_answer_is_judged_as_unscored(world: World) -> None:
@@ -374,6 +375,34 @@ def test_probes_of_other_items_are_not_compared(world: World) -> None:
     done = invoked("probe", world.folder / "now", "--baseline", world.folder / "before")
     assert done.exit_code == 2
     assert "was asked something else (items of refusal at 200)" in done.stderr
+
+
+def test_a_probe_of_which_nothing_was_answered_says_nothing_of_length(world: World) -> None:
+    right = gold(planned(SMALL))
+
+    def too_long(body: dict[str, Any]) -> Replied:
+        long = sum(len(row["content"]) for row in body["messages"]) > 4 * 250
+        return Replied(400, b"") if long else right(body)
+
+    world.probe(too_long, plan=SMALL)
+    shown = invoked("probe", world.folder / "run")
+    assert shown.exit_code == 0, shown.output
+    assert "length: not measured, no item was answered at two lengths" in " ".join(shown.output.split())
+
+
+def test_a_baseline_of_other_items_is_refused_before_a_call_is_paid_for(world: World) -> None:
+    right = gold(planned(SMALL))
+    world.probe(right, plan=SMALL, out="before")
+    other = SMALL.replace("items: 6", "items: 5")
+    done, wire = world.probe(right, "--baseline", str(world.folder / "before"), plan=other, out="now")
+    assert (done.exit_code, len(wire.asked)) == (2, 0)
+    assert "was asked something else" in done.stderr
+    assert not (world.folder / "now").exists()
+
+
+def test_the_folder_of_a_probe_takes_no_options_of_asking(world: World) -> None:
+    world.probe(gold(planned(SMALL)), plan=SMALL)
+    assert invoked("probe", world.folder / "run", "--limit", "2").exit_code == 2
 
 
 def test_noise_is_what_two_answers_to_one_item_differ_in(world: World) -> None:

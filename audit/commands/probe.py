@@ -57,9 +57,11 @@ def probe(
         if not plan.is_dir():
             asked = _asked(plan, limit, tuple(plugin or ()))
             folder = out or Path("runs") / asked.spec.name
+            if baseline is not None:
+                _check_baseline(asked, baseline)
             if not _ask(asked, folder, base_url, resume=resume, dry_run=dry_run):
                 return
-        elif base_url is not None or resume or dry_run:
+        elif base_url is not None or out is not None or limit is not None or resume or dry_run:
             raise SpecError(f"{str(plan)!r} is a folder, which is only shown; give the plan to ask an endpoint")
         _show(folder, baseline)
 
@@ -74,6 +76,14 @@ def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
     spec = load_spec(path, NAMES)
     set_data(spec)
     return make_plan(spec if limit is None else spec.limited(limit))
+
+
+def _check_baseline(plan: Plan, baseline: Path) -> None:
+    """Raise DataError for a baseline that was asked something else, before a call is paid for."""
+    from kvaudit.reports.page.probe import check_asked
+    from kvaudit.reports.records.load import load_run
+
+    check_asked(plan.asked, load_run(baseline))
 
 
 def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_run: bool) -> bool:

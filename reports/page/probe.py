@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -93,11 +93,9 @@ class ProbeFindings:
 
 def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindings:
     """The findings of a probe; raises DataError for a run that is none, or a baseline of other items."""
-    for run in filter(None, (data, baseline)):
-        if run.spec.probe is None:
-            raise DataError(f"{str(run.run)!r} is no probe; give the folder that kvaudit probe wrote")
+    _check_probe(data)
     if baseline is not None:
-        _check_same(data, baseline)
+        check_asked(recorded(data.provenance, ASKED), baseline)
     return ProbeFindings(
         run=data.run.name,
         baseline=None if baseline is None else baseline.run.name,
@@ -110,8 +108,15 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
     )
 
 
-def _check_same(data: RunData, baseline: RunData) -> None:
-    now, then = (recorded(run.provenance, ASKED) for run in (data, baseline))
+def _check_probe(run: RunData) -> None:
+    if run.spec.probe is None:
+        raise DataError(f"{str(run.run)!r} is no probe; give the folder that kvaudit probe wrote")
+
+
+def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
+    """Raise DataError for a baseline that is no probe, or was asked something else than ``now``."""
+    _check_probe(baseline)
+    then = recorded(baseline.provenance, ASKED)
     changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
     if changed:
         raise DataError(
@@ -309,6 +314,10 @@ def _meaning(found: ProbeFindings) -> str:
 
 def _said(found: ProbeFindings) -> str:
     signs = [f"{length.metric} at {length.long}" for length in found.lengths if length.sign]
+    deciding = [length.against or length.effect for length in found.lengths if length.decides]
+    if not any(isinstance(effect, Effect) for effect in deciding):
+        why = "no suite has enough templates for an interval" if deciding else "no item was answered at two lengths"
+        return f"length: not measured, {why}"
     if not signs:
         return "length: no suite is shown to lose with it"
     than = "more than at the baseline" if found.baseline else "; a baseline would tell a policy from a weak reader"
