@@ -273,6 +273,12 @@ def test_a_run_says_how_many_would_decide_each_of_its_cells(tmp_path):
     assert needed[1] >= 99  # at 3
 
 
+def test_options_of_a_design_are_refused_of_a_run(tmp_path):
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--margin", "2", "--items-per-cluster", "5"])
+    assert done.exit_code == 2
+    assert "leave out --margin, --items-per-cluster" in " ".join(done.stderr.split())
+
+
 def test_what_is_no_run_has_no_plan(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)

@@ -171,3 +171,11 @@ def test_the_schema_and_the_check_agree(row: Any, valid: bool, tmp_path: Path) -
     table = answered("serving.told", row)
     assert (faults(table, tmp_path) == []) is valid
     assert jsonschema.Draft202012Validator(schema()).is_valid(table) is valid
+
+
+def test_a_check_that_would_write_something_is_refused(tmp_path: Path) -> None:
+    answers = tmp_path / "answers.json"
+    answers.write_text(json.dumps(blank()))
+    done = CliRunner().invoke(app, ["questionnaire", "--check", str(answers), "--out", str(tmp_path / "q.md")])
+    assert done.exit_code == 2
+    assert "leave out --out and --blank" in done.stderr

@@ -26,6 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
 def plan(
+    context: typer.Context,
     run: Annotated[Path | None, argument(help="A run: how many templates would decide each of its cells.")] = None,
     *,
     margin: Annotated[
@@ -70,6 +71,8 @@ def plan(
     """
     with user_errors():
         if run is not None:
+            if given := _given(context):
+                raise SpecError(f"of a run the sizes are its own; leave out {', '.join(given)}")
             _plan_next(run)
             return
         from kvaudit.reports.gate.sizes import Design, held_to_ratio
@@ -95,6 +98,13 @@ def plan(
             remedies=remedies,
         )
         _plan(held_to_ratio(design, ratio, happens), suite, out)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options that were typed."""
+    sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def _plan_next(path: Path) -> None:

@@ -30,6 +30,8 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
         from kvaudit.core.files import write_output
 
         if check is not None:
+            if out is not None or blank is not None:
+                raise SpecError("--check writes nothing; leave out --out and --blank")
             faults, summary = asked.check_filled(check)
             for fault in faults:
                 typer.echo(f"{check}: {fault}", err=True)
