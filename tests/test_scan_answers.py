@@ -48,6 +48,18 @@ def test_a_declared_compressor_exits_with_0() -> None:
     assert "declared: run release-7" in result.stdout
 
 
+@pytest.mark.parametrize("other", ["b", "a-b"])
+def test_a_declaration_speaks_for_the_folder_that_it_stands_in_alone(other: str) -> None:
+    for name in ("a", other):
+        Path(name).mkdir()
+        Path(name, "serve.sh").write_text("vllm serve x --kv-cache-dtype fp8\n")
+    Path("a/kvaudit.yaml").write_text("format: 1\ndeclared:\n- {rule: vllm.kv-cache-dtype, why: evaluated}\n")
+    assert kvaudit("a").exit_code == 0
+    both = kvaudit("a", other)
+    assert both.exit_code == 3
+    assert "1 that nobody answers for" in both.output
+
+
 def test_a_declaration_elsewhere_is_named() -> None:
     Path("serve.sh").write_text(SERVE)
     Path("known.yaml").write_text(DECLARED)

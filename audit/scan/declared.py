@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from kvaudit.audit.scan.files import shown_path
 from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import CORRECTION, load_rules
 from kvaudit.core.errors import SpecError, UnknownName
@@ -22,7 +23,10 @@ _ROLES = ("rollout", "serving", "both", "unknown")
 
 @dataclass(frozen=True)
 class Declaration:
-    """One entry: every field that is given must agree with a finding; ``why`` is for the disclosure."""
+    """One entry: every field that is given must agree with a finding; ``why`` is for the disclosure.
+
+    ``below`` is the folder that its file stands in, for which alone it speaks; None: it was named for the whole scan.
+    """
 
     why: str
     rule: str | None = None
@@ -30,6 +34,7 @@ class Declaration:
     file: str = "*"
     role: str | None = None
     value: str | None = None
+    below: str | None = None
 
     def covers(self, finding: Finding) -> bool:
         """Whether it declares this finding. ``file`` is a pattern of the path as it is reported."""
@@ -38,6 +43,7 @@ class Declaration:
             and self.mechanism in (None, finding.rule.mechanism)
             and self.role in (None, finding.role)
             and self.value in (None, finding.value)
+            and (self.below is None or _stands_below(finding.file, self.below))
             and (fnmatchcase(finding.file, self.file) or fnmatchcase(finding.file, f"*/{self.file}"))
         )
 
@@ -46,8 +52,19 @@ def declared_in(paths: Sequence[Path], asked: Path | None) -> list[Declaration]:
     """The declarations of ``asked``, or of every scanned folder that has a ``kvaudit.yaml`` on top."""
     if asked is not None:
         return read_declared(asked)
-    files = [path / DECLARATIONS_FILE for path in paths if (path / DECLARATIONS_FILE).is_file()]
-    return [entry for file in dict.fromkeys(files) for entry in read_declared(file)]
+    folders = dict.fromkeys(path for path in paths if (path / DECLARATIONS_FILE).is_file())
+    return [
+        replace(entry, below=shown_path(folder))
+        for folder in folders
+        for entry in read_declared(folder / DECLARATIONS_FILE)
+    ]
+
+
+def _stands_below(file: str, folder: str) -> bool:
+    """Whether a file is in the folder or below it, both as they are reported."""
+    if folder == ".":
+        return not file.startswith(("/", "../"))
+    return file.startswith(folder.rstrip("/") + "/")
 
 
 def read_declared(path: Path) -> list[Declaration]:

@@ -69,9 +69,9 @@ def files_below(paths: Sequence[Path]) -> tuple[list[FoundFile], int]:
                 if dialect_of(file.name) is None and not _is_script(file):
                     skipped += 1
                 else:
-                    found[_shown(file)] = file
+                    found[shown_path(file)] = file
         elif path.exists() or path.is_symlink():
-            found[_shown(path)] = path
+            found[shown_path(path)] = path
         else:
             raise DataError(f"{str(path)!r} is missing; give files or folders of configurations")
         if len(found) > MOST_FILES:
@@ -193,7 +193,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """A path as it is reported: below the folder that the command runs in, where it is."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
