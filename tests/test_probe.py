@@ -443,6 +443,8 @@ def test_a_loss_with_length_is_told_from_one_that_the_baseline_had(world: World)
     world.probe(forgets, plan=plan, out="now")
     against.append(invoked("probe", world.folder / "now", "--baseline", world.folder / "before").stdout)
     assert ["more than at the baseline" in text for text in against] == [True, False]
+    now, before = world.folder / "now", world.folder / "before"
+    assert f"at any length: kvaudit compare {before} {now}" in " ".join(against[1].split())  # which this does not say
 
 
 # plans that cannot be

@@ -129,8 +129,9 @@ def _show(folder: Path, baseline: Path | None) -> None:
     for name, text in probe_files(found).items():
         write_output(folder / "report" / name, text)
     say(console, f"report: {folder / 'report' / 'probe.md'}")
-    if baseline is None:
-        say(console, f"compare two probes with: kvaudit compare EARLIER {folder}")
+    # with a baseline, too: a loss at every length is none with length
+    earlier = "EARLIER" if baseline is None else baseline
+    say(console, f"whether answers changed at any length: kvaudit compare {earlier} {folder}")
 
 
 COMMAND = Command("probe", group="Serve and ask", order=3, call=probe)
