@@ -515,6 +515,23 @@ start:
     export LLAMA_ARG_CACHE_TYPE_K=q8_0 «llama.cpp.cache-type-k»
     exec llama-server
 """,
+    "deploy/make/Makefile": """
+export OLLAMA_KV_CACHE_TYPE := q8_0 «ollama.kv-cache-type»
+serve:
+\tollama serve
+""",
+    "deploy/models.ini": """
+[small]
+cache-type-k = q8_0 «llama.cpp.cache-type-k»
+""",
+    "deploy/ansible.yml": """
+- lineinfile:
+    path: /etc/systemd/system/ollama.service.d/override.conf
+    line: 'Environment="OLLAMA_KV_CACHE_TYPE=q8_0"' «ollama.kv-cache-type»
+""",
+    "deploy/backticks.sh": """
+PID=`vllm serve x --kv-cache-dtype fp8` «vllm.kv-cache-dtype»
+""",
     "evaluate/lm_eval.sh": """
 lm_eval --model vllm --model_args pretrained=x,kv_cache_dtype=fp8,dtype=auto «vllm.kv-cache-dtype»
 lm_eval --model vllm --model_args pretrained=x,kv_cache_dtype=auto,dtype=auto
@@ -536,6 +553,10 @@ import vllm
 class Settings:
     model: str = "x"
     kv_cache_dtype: str = "fp8" «vllm.kv-cache-dtype»
+
+OTHER: str = "fp8_e5m2"
+setattr(settings, "kv_cache_dtype", OTHER) «vllm.kv-cache-dtype»
+create_subprocess_exec("vllm", "serve", "x", "--kv-cache-dtype", "fp8") «vllm.kv-cache-dtype»
 """,
     "serving/openvino_chat.py": """
 import openvino.properties.hint as hints
@@ -648,6 +669,13 @@ if args.kv_cache_dtype == "fp8":
 [Service]
 Environment="OLLAMA_KV_CACHE_TYPE=f16" "OLLAMA_HOST=0.0.0.0"
 ExecStart=/usr/bin/ollama serve
+""",
+    "serving/usage.sh": """
+usage() { echo "serve.sh MODEL, as in: vllm serve x --kv-cache-dtype fp8"; }
+""",
+    "data/cache.yaml": """
+model: {cache_mode: disk}
+quant_policy: per_channel
 """,
     "serving/choices.py": """
 import vllm

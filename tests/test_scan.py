@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_nothing_is_found_in_clean_configurations(tmp_path: Path) -> None:
     write_clean(tmp_path)
     result = scanned(tmp_path)
     assert (result.found, result.corrections, result.not_readable) == ([], [], [])
-    assert len(result.not_found) == len(CLEAN) == 13
+    assert len(result.not_found) == len(CLEAN) == 15
 
 
 def test_at_least_forty_keys_of_ten_engines_are_known() -> None:
@@ -278,6 +279,13 @@ def test_the_examples_call_the_command_as_it_is(name: str) -> None:
 def test_what_scripts_are_full_of_stops_no_scan(above: str, tmp_path: Path) -> None:
     result = one(tmp_path, "a.sh", f"{above}\nvllm serve x --kv-cache-dtype fp8\n")
     assert [finding.line for finding in result.found] == [above.count("\n") + 2]
+
+
+def test_a_text_of_blank_lines_is_read_in_no_time(tmp_path: Path) -> None:
+    blank = "x = '''a" + "\n" * 400_000 + "'''\nllm = LLM(kv_cache_dtype='fp8')\n"
+    started = time.perf_counter()
+    assert len(one(tmp_path, "a.py", blank).found) == 1
+    assert time.perf_counter() - started < 20  # seconds; hours where every line is looked at for every other
 
 
 def test_a_word_in_a_longer_one_names_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvaudit.audit.scan.python import read_python
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable
-from kvaudit.audit.scan.shell import read_dockerfile, read_shell
+from kvaudit.audit.scan.shell import read_dockerfile, read_settings, read_shell
 from kvaudit.audit.scan.shell_words import HereDocument
 from kvaudit.audit.scan.toml_text import read_toml_text
 from kvaudit.audit.scan.trees import read_json_text, read_yaml_text
@@ -22,14 +22,16 @@ MOST_FILES = 20_000
 _ENDINGS = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".sbatch": "shell", ".slurm": "shell", ".env": "shell",
-    ".args": "shell", ".flags": "shell", ".service": "shell", ".conf": "shell", ".ini": "shell", ".container": "shell",
-    ".fish": "shell", ".mk": "shell",
+    ".args": "shell", ".flags": "shell", ".fish": "shell",
+    ".service": "settings", ".conf": "settings", ".ini": "settings", ".container": "settings", ".mk": "settings",
 }  # fmt: skip
 _READERS: dict[str, Callable[[str, Sheet], list[HereDocument] | None]] = {
     "yaml": read_yaml_text, "json": read_json_text, "toml": read_toml_text, "python": read_python,
-    "shell": read_shell, "dockerfile": read_dockerfile,
+    "shell": read_shell, "settings": read_settings, "dockerfile": read_dockerfile,
 }  # fmt: skip
-_NAMES = {"makefile": "shell", "gnumakefile": "shell", "justfile": "shell", "procfile": "shell", "env.list": "shell"}
+_NAMES = {
+    "makefile": "settings", "gnumakefile": "settings", "justfile": "settings", "procfile": "shell", "env.list": "shell",
+}  # fmt: skip
 _TEMPLATES = {".j2", ".jinja", ".jinja2", ".tmpl", ".tpl"}
 _DATA = re.compile(
     r"tokenizer.*\.json|vocab\.json|.*\.index\.json|special_tokens_map\.json|.*[-.]lock(\.json)?|merges\..*"

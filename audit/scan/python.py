@@ -25,7 +25,8 @@ from kvaudit.audit.scan.shell_words import Word
 
 _FOR_PEOPLE = {"help", "description", "epilog", "usage"}  # texts that mention flags and set none
 _FLAG = re.compile(r"--?[A-Za-z]")
-_GROWING = {"append", "insert"}  # a list of words by one
+# take the words of a command one by one
+_OF_WORDS = {"append", "insert", "create_subprocess_exec", "execl", "execlp", "execlpe", "spawnl", "spawnlp"}
 _SETTING = {"setdefault", "putenv", "setenv"}  # a variable of the environment
 _FAR = 500  # lines in which the next flag of a string is looked up
 _TALKING = {"print", "log", "debug", "info", "warning", "warn", "error", "exception", "critical", "fail", "exit"}
@@ -65,7 +66,7 @@ class _Reader(ast.NodeVisitor):
         self.sheet.add(Setting("call", (name,), True, node.lineno, group))
         self._declared_flag(name, node, group)
         self._set_variable(name, node, group)
-        if name in _GROWING:
+        if name in _OF_WORDS:
             words = [Word(spelt(self._value(one)), one.lineno) for one in node.args]
             if any(_FLAG.match(word.text) and " " not in word.text for word in words):
                 read_words(words, self.sheet)
@@ -134,7 +135,12 @@ class _Reader(ast.NodeVisitor):
                     self.sheet.add(Setting("flag", (flag.value,), value, keyword.lineno, group))
 
     def _set_variable(self, name: str, node: ast.Call, group: int) -> None:
-        """``os.environ.setdefault("NAME", value)`` and its like."""
+        """``os.environ.setdefault("NAME", value)`` and its like, and ``setattr(settings, "name", value)``."""
+        if name == "setattr" and len(node.args) == 3:
+            attribute = node.args[1]
+            if isinstance(attribute, ast.Constant) and isinstance(attribute.value, str):
+                path = (_callee(node.args[0]), attribute.value)
+                self.sheet.add(Setting("key", path, self._value(node.args[2]), node.lineno, group))
         if name in _SETTING and len(node.args) == 2:
             variable = node.args[0]
             if isinstance(variable, ast.Constant) and isinstance(variable.value, str) and variable.value.isupper():
@@ -198,6 +204,8 @@ def _assigned_once(tree: ast.Module) -> dict[str, Value]:
             found.setdefault(node.id, []).append(Unknown(node.id))
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
             found.setdefault(node.targets[0].id, []).append(_literal(node.value))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found.setdefault(node.target.id, []).append(_literal(node.value))
     # an assignment is met twice: as itself, and as the name it stores
     return {
         name: next((value for value in values if value != Unknown(name)), None)

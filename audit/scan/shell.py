@@ -14,11 +14,15 @@ from kvaudit.audit.scan.shell_words import HereDocument, ShellCommand, Word, par
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _FLAGS_INSIDE = re.compile(r"(?:\A|\s)--?[A-Za-z]")
-# a command that is given a variable of the environment
-_VARIABLE_SET = re.compile(r"(?:\A|[\n;&|(]|\b(?:export|env|setenv)\s)\s*[A-Z][A-Z0-9_]*=[^\s=]")
+# a command that is given a variable of the environment, or a unit's line that does so
+_VARIABLE_SET = re.compile(
+    r"""(?:\A|[\n;&|(]|\b(?:export|env|setenv)\s)[ \t]*(?:Environment=["']?)?[A-Z][A-Z0-9_]*=[^\s=]"""
+)
 _SEVERAL = re.compile(r",(?=[A-Za-z_][\w.\-]*=)")  # of `a=1,b=2`, as options hold arguments
 _PAIRS = re.compile(r"[A-Za-z_][\w.\-/]*=[^\s,]*(?:,[A-Za-z_][\w.\-/]*=[^\s,]*)+")
 _COMMAND_FOLLOWS = {"-c", "-lc", "-ic", "-ec"}  # of a shell
+_OPENING = {"{", "then", "do", "else", "!"}  # stand before a command
+_SETTING = re.compile(r"(?m)^(?:export[ \t]+)?([A-Za-z][\w.\-]*)[ \t]*[:?+]?=[ \t]*")
 _TALKING = {"echo", "printf", "log", "die", "warn", ":"}  # their words are for people
 _HERE = re.compile(r"<<-?[\"']?([A-Za-z_]\w*)")
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
@@ -40,6 +44,11 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
         for command in commands:
             _read_command(command, known, sheet, 0)
     return texts
+
+
+def read_settings(text: str, sheet: Sheet) -> list[HereDocument]:
+    """The settings of a makefile or of sections with ``name = value``, which shells know without the blanks."""
+    return read_shell(_SETTING.sub(r"\1=", text), sheet)
 
 
 def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
@@ -106,7 +115,8 @@ def _assigned_once(commands: list[ShellCommand]) -> dict[str, str]:
 
 def _read_command(command: ShellCommand, known: dict[str, str], sheet: Sheet, depth: int) -> None:
     words = command.words
-    if not words or words[0].text in _TALKING:
+    first = next((word.text.lstrip("@") for word in words if word.text not in _OPENING), "")
+    if not words or first in _TALKING:
         return
     group = sheet.group()
     near = "" if command.array else " ".join(word.text for word in words[:50]).lower()[:2_000]
@@ -181,7 +191,7 @@ def _read_nested(
         sheet.unread.append((line, f"commands in strings of commands, more than {_DEEPEST} deep"))
         return
     try:
-        parts = list(parts_of(text.replace("$(", "("), line))
+        parts = list(parts_of(text.replace("$(", "(").replace("`", ";"), line))
     except Unreadable:
         return  # an apostrophe: a text that mentions a flag
     commands = [part for part in parts if isinstance(part, ShellCommand) and part.words]
