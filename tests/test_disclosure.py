@@ -394,6 +394,19 @@ def test_a_card_without_a_disclosure_cannot_be_checked(run: Path, tmp_path: Path
     assert "holds no disclosure" in output
 
 
+def test_a_card_without_room_for_every_setting_shows_the_worst_and_counts_the_others(tmp_path: Path) -> None:
+    bad = policy("snapkv", 89)
+    served = ("none", *(policy("snapkv", budget) for budget in range(60, 90)))
+    design = Design(
+        arms=("base",), seeds=(0,), train=False, policies=served, suites=("refusal",), clusters=20, items=40,
+        serving={bad: 0.5},
+    )  # fmt: skip
+    code, card = invoke("card", build(tmp_path / "run", design))
+    assert code == 0
+    assert "| serving | snapkv 89 | ✗ " in card
+    assert "7 more settings were served; all of them stand in disclosure.json." in card
+
+
 def test_text_around_the_section_stays() -> None:
     card = placed(f"a\n{BEGIN}\nold\n{END}\nb\n", "new\n", "card")
     assert card == f"a\n{BEGIN}\nnew\n{END}\nb\n"

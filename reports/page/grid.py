@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvaudit.core.estimands import SERVING
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.findings import Findings
@@ -97,10 +97,17 @@ def grid_of(findings: Findings) -> Grid:
 
 
 def grid_table(grid: Grid, most: int = MOST_GRID_ROWS) -> Table:
-    """The grid as plain text, its first ``most`` rows."""
+    """The grid as plain text; the ``most`` worst of its rows, in its own order."""
     headers = ["question", "before → after", *grid.columns]
-    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in grid.rows]
-    return table_of(headers, rows[:most], words=2)
+    worst_first = sorted(range(len(grid.rows)), key=lambda place: _grave(grid.rows[place]))
+    kept = [grid.rows[place] for place in sorted(worst_first[:most])]
+    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in kept]
+    return table_of(headers, rows, words=2)
+
+
+def _grave(row: GridRow) -> int:
+    """The place of its worst cell in the order of statuses, the gravest first."""
+    return min((PRECEDENCE.index(cell.status) for cell in row.cells if cell), default=len(PRECEDENCE))
 
 
 def _row_name(sides: Comparison, d: Decision) -> str:

@@ -56,6 +56,8 @@ def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
     if recipes := [recipe for recipe in told.recipes if recipe.role != "base"]:
         yield _recipes(recipes)
     yield _served(told)
+    if len(told.serving) > _ROWS:
+        yield f"{len(told.serving) - _ROWS} more settings were served; all of them stand in disclosure.json."
     if stack := [(name, fact) for name, fact in told.stack.items() if fact.state == "known"]:
         rows = [f"| {escape(name.replace('_', ' '))} | {_word(fact)} |" for name, fact in stack]
         yield "\n".join(("| declared of the stack, not verified | |", "| --- | --- |", *rows))
@@ -82,7 +84,7 @@ def _recipes(recipes: Iterable[ArmRecipe]) -> str:
 
 
 def _served(told: Disclosure) -> str:
-    """A row for each setting: what it is called in full, and what it leaves of the cache."""
+    """A row for each setting, as many as there is room for: its full name, and what it leaves of the cache."""
     rows = list(told.serving[:_ROWS])
     heads = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
     names = ["kv_allocated_of_none", "kv_live_of_none", "retention"]
