@@ -27,7 +27,7 @@ from kvaudit.audit.cache.quantised.hints import (
 from kvaudit.audit.policies import Quantiser, parse_policy, quantiser_of
 from kvaudit.audit.replay.learner_pass import suffix_logits
 
-CODECS = ["int8", "fp8", "fp8:format=e5m2", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
+CODECS = ["int8", "fp8", "fp8:format=e5m2", "q4_0:group=4", "kivi:bits=2,group=4,residual=4", "kivi:group=4,residual=4"]
 WIDE = dict(dtype=torch.float32, spread=0.2)
 
 
@@ -175,7 +175,8 @@ def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -
     assert (left != other).float().mean() < 1e-3
 
 
-SOME = ["int8", "fp8", "kivi:group=4,residual=8", "streaming:budget=12,sink=2,interval=3+int8"]
+LLAMA = "q4_0:write=true,rotate=true"
+SOME = ["int8", "fp8", LLAMA, "kivi:group=4,residual=8", "streaming:budget=12,sink=2,interval=3+int8"]
 
 
 @pytest.mark.parametrize("policy", SOME)
