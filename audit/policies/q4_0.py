@@ -41,7 +41,6 @@ class Q4(Quantiser):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("group", 1)
-        self._written_whole()
 
     @property
     def bits(self) -> int:

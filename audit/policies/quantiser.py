@@ -37,6 +37,8 @@ class Quantiser(Policy):
     def __post_init__(self) -> None:
         self._at_least("chunk", 1)
         self._at_least("residual", 0)
+        if self.on_write and self.residual:
+            raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
         words = [word.strip() for word in self.skip_layers.split("/")] if self.skip_layers else []
         if not all(word.isascii() and word.isdigit() and len(word) < _DIGITS for word in words):
             raise SpecError(
@@ -49,11 +51,6 @@ class Quantiser(Policy):
     def skipped(self) -> frozenset[int]:
         """The layers whose entries stay exact."""
         return frozenset(map(int, self.skip_layers.split("/"))) if self.skip_layers else frozenset()
-
-    def _written_whole(self) -> None:
-        """Raise SpecError where entries are to be codes at once and to stay exact for a while."""
-        if self.on_write and self.residual:
-            raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
 
     @property
     def bits(self) -> int:
@@ -147,7 +144,6 @@ class Absmax(Quantiser):
             raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
         if self.scales:
             object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
-        self._written_whole()
 
     @property
     def usual_scale(self) -> str:
