@@ -197,8 +197,12 @@ def test_a_job_that_ends_without_a_word_is_said(
     said: list[str] = []
     with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
         begun()
+        job = child_of(crew._left[1]._process.pid)
+        left = [job, child_of(job)]  # a cluster would end them with the job; here they would sleep on
         crew._left[1]._process.kill()
         crew.wait(lambda: False)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     assert len(said) == 2
     assert said[1].startswith("worker 1, slurm job ")
     assert "without a result; what it held goes back to the others; " in said[1]
