@@ -130,7 +130,7 @@ def main() -> None:
     bandwidth = measured_bandwidth(asked.device)
     where = f"{torch.get_num_threads()} thread(s)" if asked.device == "cpu" else torch.cuda.get_device_name()
     print(f"{where}, {asked.dtype}, {bandwidth / 1e9:.1f} GB/s, {asked.turns} turns of {asked.new} tokens\n")
-    for served, folder in models(asked):
+    for served, folder in models(asked.device, asked.dtype):
         peer = KVPress(folder, asked) if folder and Path(asked.peers).is_file() else None
         if peer is None:
             print(f"{served.name}: no rows of kvpress, which wants KVAUDIT_REAL_MODEL and make bench-peers")
@@ -154,15 +154,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def models(asked: argparse.Namespace) -> Iterator[tuple[Served, str]]:
+def models(device: str = "cpu", dtype: str = "float32") -> Iterator[tuple[Served, str]]:
     """What is decoded from, and its folder where it has one for kvpress."""
     folder = os.environ.get("KVAUDIT_REAL_MODEL", "")
     if not folder:
-        if (asked.device, asked.dtype) != ("cpu", "float32"):
+        if (device, dtype) != ("cpu", "float32"):
             raise SystemExit("--device and --dtype are of a model of one's own: set KVAUDIT_REAL_MODEL to its folder")
         yield from ((served, "") for served in (random_llama(512, 8), *embedded()))
         return
-    loaded = load_model(folder, dtype=asked.dtype, device=asked.device)
+    loaded = load_model(folder, dtype=dtype, device=device)
     loaded.model.generation_config.eos_token_id = None  # neither side stops early
     unstopped = SimpleNamespace(stop_ids=frozenset())
     yield Served(Path(folder).name, loaded.model, loaded.max_positions, loaded.device, unstopped), folder

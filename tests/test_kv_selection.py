@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.selection import Selection
+from kvaudit.audit.cache.selection import Selection, slots_seen, units_seen
 from kvaudit.audit.policies import View, parse_policy
 from kvaudit.audit.policies.quest import Quest
 from kvaudit.audit.replay.interchange import read_rollouts
@@ -83,6 +83,30 @@ def test_extremes_that_are_kept_are_those_of_the_keys(monkeypatch: pytest.Monkey
     feed(shared(), caches[0], [[9], [7]], decoding=True)
     assert len(compared) > 20
     assert max(compared) > 11
+
+
+@pytest.mark.parametrize(("length", "unit"), [(1, 4), (7, 4), (8, 4), (9, 4), (5, 1)])
+def test_slots_at_the_position_of_their_number_are_seen_as_those_at_any(length: int, unit: int) -> None:
+    most = length // unit + 1
+    lists = torch.randint(-1, -(-length // unit), (3, 4, 1, 2), generator=torch.Generator().manual_seed(length))
+    seen = slots_seen(lists, length, unit, most)
+    assert torch.equal(seen, units_seen(lists, torch.arange(length).expand(3, -1), unit, most))
+    wanted = [[p // unit in row for p in range(length)] for row in lists.flatten(0, 2).tolist()]
+    assert seen.flatten(0, 2).tolist() == wanted
+
+
+@pytest.mark.parametrize("lengths", [(8, 8), (40, 40), (9, 40), (8, 10, 9)])
+def test_rows_choose_alike_beside_others_and_alone(lengths: tuple[int, ...]) -> None:
+    """Rows of one length take the short way to what they see; one beside longer ones cannot, and may alone."""
+    together = two_turns(shared(), QUEST, lengths=lengths, short=True)
+    assert gap(shared(), together, "shadow") < 1e-12
+    for row, rollout in enumerate(together.rollouts):
+        (alone,) = two_turns(shared(), QUEST, lengths=lengths, short=True, only=row).rollouts
+        assert alone.selection is not None
+        assert rollout.selection is not None
+        assert torch.equal(alone.selection.queries, rollout.selection.queries)
+        count = alone.selection.chosen.shape[3]
+        assert torch.equal(alone.selection.chosen, rollout.selection.chosen[..., :count])
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

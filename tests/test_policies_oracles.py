@@ -290,6 +290,22 @@ def test_the_mass_of_many_queries_is_that_of_a_plain_softmax(before: int, padded
     torch.testing.assert_close(attention_mass(query, at, keys, positions, 0.25), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 5, 200, MANY_QUERIES + 30])
+@pytest.mark.parametrize("before", [0, 1, 300])
+def test_the_mass_is_the_same_where_the_host_knows_what_is_seen(before: int, queries: int) -> None:
+    """To the bit: what was held comes first, in any order, then the new entries in theirs; each row at its own."""
+    generator = torch.Generator().manual_seed(queries)
+    slots, evicted = before + queries, torch.tensor([40, 0])[:, None]
+    query, keys = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((4, queries), (2, slots)))
+    at = torch.arange(queries) + before + evicted
+    held = torch.stack([torch.randperm(before, generator=generator) for _ in range(4)]).view(2, 2, before)
+    positions = torch.cat([held, at[:, None].expand(-1, 2, -1)], 2)
+    wanted = attention_mass(query, at, keys, positions, 0.25)
+    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before), wanted)
+    if queries > 1:
+        assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), wanted)
+
+
 # --- gguf: llama.cpp's block formats in numpy -------------------------------------------------------------------------
 
 

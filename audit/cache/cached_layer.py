@@ -18,7 +18,7 @@ from kvaudit.audit.cache.quantised.store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.rows import Pins, RowKeys, join_parts
 from kvaudit.audit.cache.schedule import Counts, Eviction, Schedule, Victims
-from kvaudit.audit.cache.selection import units_seen
+from kvaudit.audit.cache.selection import slots_seen, units_seen
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Selector, View
 
@@ -105,12 +105,12 @@ class CachedLayer:
         if self._last:
             self._last.add(query, now.positions, self.schedule.places, real=now.real)
         if store.mass is not None:
-            # one query per row, none of padding, behind every entry: masks would hide nothing
-            sees_all = query.shape[2] == 1 and now.decoding and self._is_full and now.all_fed
+            # no padding and no empty slot: what was held comes before all new queries, and they stand in order
+            before = store.length - query.shape[2] if now.all_fed and self._is_full else None
             for rows, keys, _ in store.read():
                 at, positions = now.positions[rows], store.positions[rows]
                 store.mass[rows] += attention_mass(
-                    query[rows], at, keys, positions, self._scaling, self._sink_logits, sees_all=sees_all
+                    query[rows], at, keys, positions, self._scaling, self._sink_logits, before=before
                 )
         for statistics in (self._moments, self._centres):
             if statistics:
@@ -170,9 +170,13 @@ class CachedLayer:
         extremes = self._extremes.now if self._extremes else None
         units = selector.choose(view._replace(queries=call.query, query_positions=at, extremes=extremes))
         most = now.longest // selector.unit + 1  # units there are by now
-        chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
-        # a row that is fed nothing sees everything: its output is never used, but must stay finite
-        visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
+        if store.ordered and now.even is not None and store.length == now.even + 1:
+            # every slot holds the position of its number, and all of them come before the query
+            visible = slots_seen(units[:, :, None], store.length, selector.unit, most)
+        else:
+            chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
+            # a row that is fed nothing sees everything: its output is never used, but must stay finite
+            visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
         out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
         return out, units
 

@@ -32,12 +32,13 @@ def attention_mass(
     scaling: float,
     sink_logits: Tensor | None = None,
     *,
-    sees_all: bool = False,
+    before: int | None = None,
 ) -> Tensor:
     """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
-    ``sees_all`` promises that every query sees every slot. Blocks of queries keep memory at O(block * K).
+    ``before`` promises that no query is padding and no slot empty, and that query n sees ``before`` + n + 1 slots, the
+    first ones. Blocks of queries keep memory at O(block * K).
     """
     keys = keys.float()
     groups = query.shape[1] // keys.shape[1]  # query heads of a KV head
@@ -45,24 +46,34 @@ def attention_mass(
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])  # [B, H, G, q, D]
-        reach = _reach(asked, positions) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
+        reach = _reach(asked, positions, start, before) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)  # [B, H, G, q, reach]
+        # what the first query of the block sees, all of them see: a mask of that would hide nothing
+        sure = 0 if before is None else before + start + 1
         # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
-        if not sees_all:
-            logits.masked_fill_(~visibility(asked, positions[:, :, :reach], None)[:, :, None], -_INF)
+        if sure < reach:
+            hidden = ~visibility(asked, positions[:, :, sure:reach], None)
+            logits[..., sure:].masked_fill_(hidden[:, :, None], -_INF)
         shares = softmax(logits, sink_logits)
         # padding saw everything above, so that its shares are finite; here they come to nothing
-        if not sees_all:
+        if before is None:
             shares *= (asked >= 0).float()[:, None, None, :, None]
         total[:, :, :reach] += shares.sum((2, 3))  # over group and queries
     return total
 
 
-def _reach(at: Tensor, positions: Tensor) -> int:
-    """How many slots [B, H, K] to look at for queries at ``at`` [B, Q]: behind them none is early enough for any."""
-    early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slots by number
+def _reach(at: Tensor, positions: Tensor, start: int, before: int | None) -> int:
+    """How many slots [B, H, K] to look at for queries at ``at`` [B, Q]: behind them none is early enough for any.
+
+    ``start`` is the number of the first query, and ``before`` as ``attention_mass`` has it: then nothing is read.
+    """
+    if before is None:
+        early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slots by number
+        needed = int(early[-1]) + 1 if len(early) else 0
+    else:
+        needed = before + start + at.shape[1]
     # in steps, so that a product has few shapes
-    return min(-(-(int(early[-1]) + 1) // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2]) if len(early) else 0
+    return min(-(-needed // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2])
 
 
 def retained(

@@ -53,12 +53,21 @@ class Selection:
 
 def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
     """Which keys lists of units name: bool [B, A, Q, K] from units [B, A, Q, k] below ``most`` and positions [B, K]."""
-    # [B, A, Q, most + 1], True where a unit is named
-    marks = torch.zeros(*units.shape[:3], most + 1, dtype=torch.bool, device=units.device)
-    marks = marks.scatter(3, torch.where(units < 0, most, units).long(), True)  # the last column takes NONE
     # padding counts to unit 0: callers hide it by its position
-    own = (keys.clamp(min=0) // unit).long()[:, None, None]  # [B, 1, 1, K]
-    return marks.gather(3, own.expand(*marks.shape[:3], -1))
+    own = (keys.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
+    return _named(units, most).gather(3, own.expand(*units.shape[:3], -1))
+
+
+def slots_seen(units: Tensor, length: int, unit: int, most: int) -> Tensor:
+    """The same for keys [B, length] that each stand at the position of their number."""
+    marks = _named(units, most)[..., 1:, None]  # [B, A, Q, most, 1]
+    return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
+
+
+def _named(units: Tensor, most: int) -> Tensor:
+    """Bool [B, A, Q, 1 + most], True where a unit below ``most`` is named; the first column is NONE's."""
+    marks = torch.zeros(*units.shape[:3], 1 + most, dtype=torch.bool, device=units.device)
+    return marks.scatter_(3, units.long().clamp(min=NONE) + 1, True)
 
 
 _Step = tuple[Tensor, dict[int, Tensor]]  # positions [B] of its queries, and per layer units [B, A, k]
@@ -76,10 +85,8 @@ class RecordedChoices:
         self._steps.append((positions, {}))
 
     def add(self, layer: int, units: Tensor) -> None:
-        """Note a layer's lists [B, A, k]."""
-        # rising with NONE at the end, as the record has them
-        ordered = torch.where(units < 0, _LATE, units).sort(-1).values
-        self._steps[-1][1][layer] = torch.where(ordered == _LATE, NONE, ordered).to(torch.int32)
+        """Note a layer's lists [B, A, k], in any order."""
+        self._steps[-1][1][layer] = units.to(torch.int32)
 
     def rows(self) -> list[Selection | None]:
         """Every row's record; None where no query has chosen yet."""
@@ -89,7 +96,7 @@ class RecordedChoices:
         widest = max(units.shape[-1] for _, step in self._steps for units in step.values())
         at = torch.stack([positions for positions, _ in self._steps], 1).cpu()  # [B, N]
         chosen = torch.stack(
-            [torch.stack([_widened(step[layer], widest) for _, step in self._steps], 2) for layer in layers], 1
+            [_rising(torch.stack([_widened(step[layer], widest) for _, step in self._steps], 2)) for layer in layers], 1
         ).cpu()  # [B, S, A, N, k]
         return [
             Selection(self._unit, layers, own[own >= 0].to(torch.int32), lists[:, :, own >= 0])
@@ -210,6 +217,12 @@ def blind(selection: Selection, evicted_at: Tensor) -> bool:
         if not bool((held.repeat_interleave(apart, 0) & chosen).any(-1).all()):
             return True
     return False
+
+
+def _rising(units: Tensor) -> Tensor:
+    """Lists [..., k] in order, with NONE at the end, as the record has them."""
+    ordered = torch.where(units < 0, _LATE, units).sort(-1).values
+    return torch.where(ordered == _LATE, NONE, ordered)
 
 
 def _widened(units: Tensor, width: int) -> Tensor:

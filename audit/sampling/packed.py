@@ -1,7 +1,8 @@
 """A model for answers alone: on a processor, the weights of its large products are laid out for few rows as well.
 
 Half and more of a decode step is products of a few rows with all weights. Stored row by row these are read at half the
-speed that memory has; in oneDNN's blocks a product of eight rows takes two thirds of the time (docs/results/bench.md).
+speed that memory has and less; in oneDNN's blocks a product of eight rows takes two thirds of the time, and two fifths
+where the processor has AVX-512, for which one row is enough, and smaller weights (docs/results/bench.md).
 They are a second copy, of weights that must not change any more: what learns is never packed. A product adds up in
 another order then, so that log-probs differ in their last bits, as they do between processors.
 """
@@ -21,8 +22,10 @@ from kvaudit.audit.sampling.episode import ServedModel
 from kvaudit.audit.sampling.memory import whole_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
-LARGE = 1 << 19  # weights: below, a call of oneDNN costs more than it saves
-_FEWEST = {torch.float32: 2, torch.bfloat16: 1}  # rows from which the packed product is the faster one, by dtype
+
+# by the processor's widest instructions: weights below which a call of oneDNN costs more than it saves, and rows of
+# float32 from which the packed product is the faster one; of bfloat16 it always is
+LARGE, _FEWEST = {"AVX2": 1 << 19, "AVX512": 1 << 17}, {"AVX2": 2, "AVX512": 1}
 _SHARE = 4  # of the machine's memory copies take a quarter at most, were there a process for every core
 
 
@@ -54,7 +57,7 @@ def _products(model: ServedModel) -> list[tuple[str, nn.Linear]]:
     products = [
         (name, module)
         for name, module in model.model.named_modules()
-        if _is_plain(module) and module.weight.numel() >= LARGE and is_able(module.weight.dtype)
+        if _is_plain(module) and is_able(module.weight.dtype) and module.weight.numel() >= LARGE[_widest()]
     ]
     size = sum(module.weight.nbytes for _, module in products)
     # all of the memory, not what is free: what a run computes must not depend on the hour
@@ -69,7 +72,12 @@ def is_able(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return dtype in _FEWEST and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return dtype in (torch.float32, torch.bfloat16) and _widest() in LARGE
+
+
+def _widest() -> str:
+    """The widest instructions that torch uses here, those of AMX beside AVX-512."""
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -85,7 +93,8 @@ class _Packed(nn.Linear):
         nn.Module.__init__(self)  # a linear layer's own would draw weights
         self.in_features, self.out_features = stored.in_features, stored.out_features
         self.weight, self.bias = stored.weight, stored.bias
-        self.training, self._fewest = stored.training, _FEWEST[stored.weight.dtype]
+        self.training = stored.training
+        self._fewest = _FEWEST[_widest()] if stored.weight.dtype == torch.float32 else 1
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:

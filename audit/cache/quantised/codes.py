@@ -81,7 +81,7 @@ def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> 
         return encode_as(x, parameters, codec), parameters
     parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
     # rounded to the type they are stored in first: codes are made under the parameters that decode them
-    parameters = codec.fit(parts.amin(-1), parts.amax(-1)).to(x.dtype)
+    parameters = codec.fit(*parts.aminmax(dim=-1)).to(x.dtype)
     return encode_as(x, parameters, codec), parameters
 
 
@@ -128,7 +128,7 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
 def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [B, H, K, D] in runs of ``key_group``: codes, group numbers [K] and parameters [B, H, G, D, P]."""
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working(keys.dtype))  # [B, H, G, g, D]
-    parameters = codec.fit(runs.amin(3), runs.amax(3)).to(keys.dtype)
+    parameters = codec.fit(*runs.aminmax(dim=3)).to(keys.dtype)
     codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
     return codes, torch.arange(keys.shape[2], device=keys.device) // codec.key_group, parameters
 

@@ -66,6 +66,7 @@ class QuantisedStore(Store):
         self._numbers = 0  # parameters of one group
         self._start = 0  # first slot of the tail
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
+        self._empty = self._tail  # one without entries
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
         self._done: tuple[Counts, ...] = ()  # keys and values at positions below are quantised
         self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
@@ -75,7 +76,7 @@ class QuantisedStore(Store):
         batch, heads, _, size = key.shape
         codec, bits = self._codec, self._codec.bits
         self._hints = HintRecorder(codec, batch)
-        self._tail = (key[:, :, :0].clone(), value[:, :, :0].clone())
+        self._tail = self._empty = (key[:, :, :0].clone(), value[:, :, :0].clone())
         self._done = (Counts([0] * batch),) * len(PARTS)
         nothing = key.new_zeros(1)
         self._numbers = codec.fit(nothing, nothing).shape[-1]
@@ -303,7 +304,16 @@ class QuantisedStore(Store):
             slots = int(exact.int().argmax()) if bool(exact.any()) else len(exact)
         if slots:
             self._start += slots
-            self._tail = (_behind(self._tail[0], slots), _behind(self._tail[1], slots))
+            self._tail = self._behind(slots)
+
+    def _behind(self, slots: int) -> tuple[Tensor, Tensor]:
+        """What of the tail is behind its first slots, in memory of its own."""
+        keys, values = self._tail
+        if slots < keys.shape[2]:
+            return keys[:, :, slots:].clone(), values[:, :, slots:].clone()
+        if len(self._empty[0]) != len(keys):  # made once: many codes leave no tail at any step
+            self._empty = (keys[:, :, :0].clone(), values[:, :, :0].clone())
+        return self._empty
 
     def _exact(self, part: int, slots: slice) -> Tensor:
         tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start
@@ -444,12 +454,6 @@ class QuantisedStore(Store):
 def _from(tail: Tensor, first: int) -> Tensor:
     """What of the tail [N, tail, D] stands from a slot on; all of it costs no operator."""
     return tail[:, first:] if first else tail
-
-
-def _behind(tail: Tensor, slots: int) -> Tensor:
-    """What is behind the first slots, in memory of its own."""
-    batch, heads, held, size = tail.shape
-    return tail.new_empty(batch, heads, 0, size) if slots == held else tail[:, :, slots:].clone()
 
 
 def _among(at: Tensor, done: Counts, until: Counts) -> Tensor:
