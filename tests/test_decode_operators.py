@@ -73,7 +73,7 @@ def test_a_step_under_eviction_reads_nothing_that_stock_does_not(
     assert step_of(model, policy)[1] == stock[1]
 
 
-@pytest.mark.parametrize(("policy", "most"), [("int8", 1.9), ("fp8", 2.0), ("kivi:bits=4,group=16,residual=16", 2.3)])
+@pytest.mark.parametrize(("policy", "most"), [("int8", 1.86), ("fp8", 1.97), ("kivi:bits=4,group=16,residual=16", 2.0)])
 def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
     model: Any, stock: tuple[float, float], policy: str, most: float
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
 
 
 # 8 of fp8's are a processor's way to read such a float
-@pytest.mark.parametrize(("policy", "most"), [("int8", 1.95), ("fp8", 2.05), ("kivi:bits=4,group=16,residual=16", 2.2)])
+@pytest.mark.parametrize(("policy", "most"), [("int8", 1.87), ("fp8", 1.97), ("kivi:bits=4,group=16,residual=16", 2.1)])
 def test_in_bfloat16_codes_become_numbers_first_for_few_operators_more(model: Any, policy: str, most: float) -> None:
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     assert step_of(narrow, policy)[0] <= most * step_of(narrow, None)[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.quantised import products
 from kvaudit.audit.cache.quantised.codes import Scratch, code_runs, decode_keys, decode_tokens, encode_tokens, pack
-from kvaudit.audit.cache.quantised.products import Block, CodeProducts, run_logits, token_logits, token_mix
+from kvaudit.audit.cache.quantised.products import Block, CodeProducts, token_logits, token_mix
 from kvaudit.audit.policies import Quantiser, parse_policy
 
 CODECS = ["int8", "fp8", "kivi:bits=4,group=4,residual=4", "kivi:bits=2,group=8,residual=8"]
@@ -65,9 +65,27 @@ def test_logits_of_runs_in_blocks_are_those_of_what_their_codes_stand_for(
     cut_into(block, monkeypatch)
     codec, query = codec_of(policy), drawn(2, 3, 5, 16)
     codes, group, table = code_runs(drawn(2, 3, 40, 16), codec)
-    logits = run_logits(query.flatten(0, 1), pack(codes, codec.bits), table, CodeProducts(codec, Scratch()))
+    held = table.transpose(-1, -2).flatten(-2)  # as a cache has it, scales of all channels first
+    logits = CodeProducts(codec, Scratch()).logits(query.flatten(0, 1), pack(codes, codec.bits), held)
     keys = decode_keys(codes, table[:, :, group], codec)
     torch.testing.assert_close(logits.unflatten(0, (2, 3)), query @ keys.transpose(2, 3), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("policy", CODECS)
+def test_what_is_no_number_stays_none(policy: str) -> None:
+    """A model that overflows is not mended by its codes; entries that are all alike are what they were."""
+    codec, held = codec_of(policy), drawn(2, 3, 40, 16)
+    held[0, 1, 5, 3] = torch.nan
+    held[1, 2, 8:16] = 0.375
+    found = decode_tokens(*encode_tokens(held, codec), codec)
+    assert found[0, 1, 5, 3].isnan()
+    assert found[0, 0].isfinite().all()
+    codes, group, table = code_runs(held, codec) if codec.key_group else (None, None, None)
+    if codes is None or table is None:
+        return
+    keys = decode_keys(codes, table[:, :, group], codec)
+    assert keys[0, 1, 5, 3].isnan()
+    assert torch.equal(keys[1, 2, 8:16], held[1, 2, 8:16])
 
 
 def test_a_scale_of_every_head_that_all_tokens_share_is_no_token_s_own() -> None:

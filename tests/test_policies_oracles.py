@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from scipy.linalg import hadamard
 
+from kvaudit.audit.cache import evict
 from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
 from kvaudit.audit.cache.quantised.codes import decode_tokens, encode_tokens
 from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
@@ -287,7 +288,21 @@ def test_the_mass_of_many_queries_is_that_of_a_plain_softmax(before: int, padded
     logits = torch.einsum("bhgqd,bhkd->bhgqk", query.unflatten(1, (2, 2)).double(), keys.double()) / 4
     shares = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()  # padding sees nothing here
     wanted = shares.sum((2, 3)).float()
-    torch.testing.assert_close(attention_mass(query, at, keys, positions, 0.25), wanted, rtol=1e-4, atol=1e-5)
+    found = attention_mass(query, at, keys, positions, 0.25)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    if not before:  # slots in order, padding behind: the mask is known, and what padding sees counts for nothing
+        assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=0), found)
+
+
+def test_the_mass_of_a_row_is_the_same_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(5, heads, 300, 16, generator=generator) for heads in (4, 2))
+    at = torch.arange(300).expand(5, -1)
+    asked = (query, at, keys, at[:, None].expand(-1, 2, -1), 0.25)
+    whole = attention_mass(*asked)
+    monkeypatch.setattr(evict, "HOST_MASS", 2 * 4 * 128 * 300)  # two rows at once, so that one is left over
+    assert torch.equal(attention_mass(*asked), whole)
+    assert torch.equal(attention_mass(*asked, before=0, all_fed=True), whole)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 200, MANY_QUERIES + 30])
@@ -301,7 +316,7 @@ def test_the_mass_is_the_same_where_the_host_knows_what_is_seen(before: int, que
     held = torch.stack([torch.randperm(before, generator=generator) for _ in range(4)]).view(2, 2, before)
     positions = torch.cat([held, at[:, None].expand(-1, 2, -1)], 2)
     wanted = attention_mass(query, at, keys, positions, 0.25)
-    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before), wanted)
+    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, all_fed=True), wanted)
     if queries > 1:
         assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), wanted)
 

@@ -105,12 +105,15 @@ class CachedLayer:
         if self._last:
             self._last.add(query, now.positions, self.schedule.places, real=now.real)
         if store.mass is not None:
-            # no padding and no empty slot: what was held comes before all new queries, and they stand in order
-            before = store.length - query.shape[2] if now.all_fed and self._is_full else None
+            # what was held comes before all new queries, which stand in order: where slots are empty, or padding is
+            # on the left, those that a query sees are not the first ones
+            before = store.length - query.shape[2] if now.starts or (now.all_fed and self._is_full) else None
             for rows, keys, _ in store.read():
                 at, positions = now.positions[rows], store.positions[rows]
                 store.mass[rows] += attention_mass(
-                    query[rows], at, keys, positions, self._scaling, self._sink_logits, before=before
+                    *(query[rows], at, keys, positions, self._scaling, self._sink_logits),
+                    before=before,
+                    all_fed=now.all_fed,
                 )
         for statistics in (self._moments, self._centres):
             if statistics:

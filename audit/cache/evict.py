@@ -9,6 +9,7 @@ from kvaudit.audit.policies import Evictor, softmax
 
 _INF = float("inf")
 QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
+HOST_MASS = 1 << 22  # attention probabilities that a processor holds at once, unless a row's block is more
 MANY_QUERIES = 1024  # from here on, what the first of them cannot see is most of what is computed
 
 
@@ -33,13 +34,22 @@ def attention_mass(
     sink_logits: Tensor | None = None,
     *,
     before: int | None = None,
+    all_fed: bool = False,
 ) -> Tensor:
     """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
-    ``before`` promises that no query is padding and no slot empty, and that query n sees ``before`` + n + 1 slots, the
-    first ones. Blocks of queries keep memory at O(block * K).
+    ``before`` promises that query n, unless it is padding, sees ``before`` + n + 1 slots, the first ones, and
+    ``all_fed`` that none is padding. Blocks of queries, and on a processor of rows, keep memory at O(block * K).
     """
+    rows = max(1, HOST_MASS // (query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]))
+    if query.device.type == "cpu" and rows < len(query):
+
+        def of(some: slice) -> Tensor:
+            own = (query[some], at[some], keys[some], positions[some])
+            return attention_mass(*own, scaling, sink_logits, before=before, all_fed=all_fed)
+
+        return torch.cat([of(slice(first, first + rows)) for first in range(0, len(query), rows)])
     keys = keys.float()
     groups = query.shape[1] // keys.shape[1]  # query heads of a KV head
     total = keys.new_zeros(keys.shape[:3])  # [B, H, K]
@@ -55,8 +65,8 @@ def attention_mass(
             hidden = ~visibility(asked, positions[:, :, sure:reach], None)
             logits[..., sure:].masked_fill_(hidden[:, :, None], -_INF)
         shares = softmax(logits, sink_logits)
-        # padding saw everything above, so that its shares are finite; here they come to nothing
-        if before is None:
+        # padding has shares that are finite; here they come to nothing
+        if not all_fed:
             shares *= (asked >= 0).float()[:, None, None, :, None]
         total[:, :, :reach] += shares.sum((2, 3))  # over group and queries
     return total

@@ -26,7 +26,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     first, *others = split(codes, 8 // bits).unbind(-1)
     for n, part in enumerate(others, 1):
-        first = first | (part << (bits * n))
+        first = torch.add(first, part, alpha=1 << (bits * n))  # moved up, where nothing stands yet
     return first
 
 
@@ -41,6 +41,7 @@ class Scratch:
         self._rooms: dict[tuple[torch.dtype, int], Tensor] = {}
         # what was asked for in it: layer after layer, keys and values each have one shape
         self._views: dict[tuple[torch.dtype, int], dict[torch.Size, Tensor]] = {}
+        self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, place: int = 0) -> Tensor:
         """A tensor of the shape of ``other`` with anything in it, until this dtype and place are asked for again."""
@@ -51,6 +52,7 @@ class Scratch:
         room = self._rooms.get((dtype, place))
         if room is None or room.numel() < other.numel() or room.device != other.device:
             views.clear()  # or the old room would stay
+            self._bytes.clear()
             size = other.numel() + other.numel() // 8  # a context grows by a slot a step
             room = self._rooms[dtype, place] = torch.empty(size, dtype=dtype, device=other.device)
         elif len(views) >= _VIEWS:
@@ -58,17 +60,27 @@ class Scratch:
         views[other.shape] = room[: other.numel()].view(other.shape)
         return views[other.shape]
 
+    def bytes_of(self, words: Tensor) -> Tensor:
+        """The bytes [..., n * W] of what ``like`` returned, [..., W] words of n bytes."""
+        known = self._bytes.get(words.shape)
+        if known is None or known[0] is not words:
+            if len(self._bytes) >= _VIEWS:
+                self._bytes.clear()
+            known = self._bytes[words.shape] = words, words.view(torch.uint8)
+        return known[1]
+
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
     """The inverse of ``pack``: a byte becomes a word of as many bytes as it holds codes, which then move apart."""
     if bits == 8:
         return packed
-    words, moved = ((scratch or Scratch()).like(packed, _WORDS[8 // bits], place) for place in range(2))
+    room = scratch or Scratch()
+    words, moved = (room.like(packed, _WORDS[8 // bits], place) for place in range(2))
     words.copy_(packed)
     for upper, shift in _APART[bits]:
         # moved by sums, for which a processor has faster operators: 2^shift times the upper codes, less themselves
         words.add_(torch.bitwise_and(words, upper, out=moved), alpha=(1 << shift) - 1)
-    return words.view(torch.uint8)
+    return room.bytes_of(words)
 
 
 def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:

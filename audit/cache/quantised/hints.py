@@ -12,7 +12,7 @@ being keys and D the wider of key and value heads; a word of distance 4,095 is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -80,12 +80,29 @@ def sound_hints(words: Tensor) -> bool:
 # --- the sampler's side ---------------------------------------------------------------------------------------------
 
 
+class _Waiting(NamedTuple):
+    """What ``HintRecorder.add`` was given of K entries, until it is looked at."""
+
+    part: int
+    x: Tensor
+    codes: Tensor
+    parameters: Tensor
+    at: Tensor | int
+    leaving: Tensor | None
+
+    @property
+    def numbers(self) -> range:
+        """The K positions of all rows and heads, where ``at`` is the first."""
+        assert isinstance(self.at, int)
+        return range(self.at, self.at + self.x.shape[2])
+
+
 class HintRecorder:
     """The hints of one layer, row by row."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
-        self._waiting: list[tuple[int, tuple[Tensor, ...], Tensor | None]] = []
+        self._waiting: list[_Waiting] = []
         self._slots = 0
         self._found: list[list[Tensor]] = [[] for _ in range(rows)]  # [n, 5] token, part, head, channel, rank
 
@@ -96,44 +113,48 @@ class HintRecorder:
         codes: Tensor,
         parameters: Tensor,
         leaving: Tensor | None,
-        at: Tensor,
+        at: Tensor | int,
         places: Tensor | None = None,
         *,
         own: bool = False,
     ) -> None:
         """Note what of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K], at positions ``at``; None: all.
 
-        Of K something leaves at these ``places`` only; None: perhaps at all. ``own``: ``x`` and ``at`` are copies that
-        stay as they are, and no more than that.
+        A number for ``at`` is the position of the first of K, which the others follow, in all rows and heads. Of K
+        something leaves at these ``places`` only; None: perhaps at all. ``own``: ``x`` is a copy that stays as it is,
+        and no more than that.
         """
         if x.dtype not in HINTED:
             return
         if places is not None:
+            assert not isinstance(at, int), "positions in a row have no places left out"
             there = uploaded(places, x.device)
             x, codes, parameters, at = (tensor.index_select(2, there) for tensor in (x, codes, parameters, at))
             leaving, own = None if leaving is None else leaving.index_select(2, there), True
+        waiting = _Waiting(part, x, codes, parameters, at, leaving)
         if x.shape[2] >= WAIT:  # a prompt
-            self._look_at(part, (x, codes, parameters, at), leaving)
+            self._look_at([waiting])
             return
         if not own:  # a view would hold all of what was exact until it is looked at
-            x, at = x.clone(), at.clone()
-        self._waiting.append((part, (x, codes, parameters, at), leaving))
+            waiting = waiting._replace(x=x.clone(), at=at if isinstance(at, int) else at.clone())
+        self._waiting.append(waiting)
         self._slots += x.shape[2]
         if self._slots >= WAIT:
             self._look()
 
     def _look(self) -> None:
         for part in (KEYS, VALUES):
-            waiting = [(tensors, which) for kind, tensors, which in self._waiting if kind == part]
+            waiting = [one for one in self._waiting if one.part == part]
             if waiting:
-                together = [torch.cat(tensors, 2) for tensors in zip(*(own for own, _ in waiting), strict=True)]
-                self._look_at(part, together, _joined([(which, tensors[-1]) for tensors, which in waiting]))
+                self._look_at(waiting)
         self._waiting, self._slots = [], 0
 
-    def _look_at(self, part: int, tensors: Sequence[Tensor], leaving: Tensor | None) -> None:
-        which = torch.ones_like(tensors[-1], dtype=torch.bool) if leaving is None else leaving
-        for first, piece in _pieces([*tensors, which]):
-            self._enter(part, first, *piece)
+    def _look_at(self, waiting: Sequence[_Waiting]) -> None:
+        """Of one part, one behind the other."""
+        parts = zip(*((one.x, one.codes, one.parameters) for one in waiting), strict=True)
+        together = [*map(_one_behind_another, parts), _positions(waiting), _leaving(waiting)]
+        for first, piece in _pieces(together):
+            self._enter(waiting[0].part, first, *piece)
 
     def _enter(
         self, part: int, first: int, x: Tensor, codes: Tensor, parameters: Tensor, at: Tensor, leaving: Tensor
@@ -172,11 +193,30 @@ class HintRecorder:
         self._found += other._found
 
 
-def _joined(masks: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
-    """Masks [B, H, K] one behind the other, None being all of a tensor of the shape beside it; None for all of all."""
-    if all(which is None for which, _ in masks):
-        return None
-    return torch.cat([torch.ones_like(at, dtype=torch.bool) if which is None else which for which, at in masks], 2)
+def _one_behind_another(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], 2)
+
+
+def _positions(waiting: Sequence[_Waiting]) -> Tensor:
+    """[B, H, K]"""
+    shape, device = waiting[0].x.shape[:2], waiting[0].x.device
+
+    def alike(numbers: Iterable[int]) -> Tensor:
+        return uploaded(torch.tensor([*numbers], dtype=torch.int32), device).expand(*shape, -1)
+
+    if all(isinstance(one.at, int) for one in waiting):
+        return alike(number for one in waiting for number in one.numbers)
+    return _one_behind_another([alike(one.numbers) if isinstance(one.at, int) else one.at for one in waiting])
+
+
+def _leaving(waiting: Sequence[_Waiting]) -> Tensor:
+    """Bool [B, H, K]."""
+    if all(one.leaving is None for one in waiting):
+        slots = sum(one.x.shape[2] for one in waiting)
+        return torch.ones(*waiting[0].x.shape[:2], slots, dtype=torch.bool, device=waiting[0].x.device)
+    return _one_behind_another(
+        [one.x.new_ones(one.x.shape[:3], dtype=torch.bool) if one.leaving is None else one.leaving for one in waiting]
+    )
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:

@@ -1,4 +1,4 @@
-"""Attention straight on codes: scales go to the logits and the shares, and numbers are made a block at a time.
+"""Attention straight on codes: a token's scales go to its logits and shares, and numbers are made a block at a time.
 
 A step reads the numbers of a code once, in the product that follows. All those of a long cache would leave the
 processor's own memory and be read back; a block of them stays there. A small cache is one block.
@@ -32,16 +32,21 @@ class CodeProducts:
     def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
         self._codec, self._scratch = codec, scratch
 
-    def logits(self, query: Tensor, codes: Tensor, scales: Tensor | None = None) -> Tensor:
-        """q k [N, X, C] of ``query`` [N, X, D], N = B * H; ``scales`` [B, H, G, D] are those of runs of C / G keys."""
+    def logits(self, query: Tensor, codes: Tensor, table: Tensor | None = None) -> Tensor:
+        """q k [N, X, C] of ``query`` [N, X, D], N = B * H.
+
+        ``table`` [B, H, G, P * D] has the parameters of keys coded per channel in runs of C / G; without it keys are
+        the plain numbers.
+        """
         block = self._block(codes, query.element_size())
         asked, by_tokens = _cut(query, block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
-        by_runs: Iterable[Tensor | None] = (
-            repeat(None) if scales is None else _cut(scales.flatten(0, 1), block.tokens // self._run, 1)
-        )
+        by_runs: Iterable[Tensor | None] = repeat(None)
+        if table is not None:
+            of_runs = table.view(len(query), table.shape[2], -1, 1, query.shape[2])  # [N, G, P, 1, D]
+            by_runs = _cut(of_runs, block.tokens // self._run, 1)
         parts = []
-        for some, scale in zip(by_tokens, by_runs, strict=False):
-            each = zip(asked, self._numbers(some, query.dtype, block.heads, scale), strict=True)
+        for some, own in zip(by_tokens, by_runs, strict=False):
+            each = zip(asked, self._numbers(some, query.dtype, block.heads, own), strict=True)
             parts.append(_joined([torch.bmm(q, keys.transpose(1, 2)) for q, keys in each], 0))
         return _joined(parts, 2)
 
@@ -66,17 +71,22 @@ class CodeProducts:
         tokens = max(1, most // token // self._run) * self._run  # never part of a run
         return Block(max(1, most // (token * max(1, codes.shape[2]))), tokens)
 
-    def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, scales: Tensor | None = None) -> Iterator[Tensor]:
+    def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
         """Those of ``codes`` [N, C, W] as [n, C, D], some heads at a time; to be read before the next are asked for.
 
-        In units of ``scales`` [N, G, D], where there are any.
+        With the parameters of ``runs`` [N, G, P, 1, D] they are the keys.
         """
-        by_head: Iterable[Tensor | None] = repeat(None) if scales is None else _cut(scales, heads, 0)
-        for some, scale in zip(_cut(codes, heads, 0), by_head, strict=False):
+        by_head: Iterable[Tensor | None] = repeat(None) if runs is None else _cut(runs, heads, 0)
+        for some, own in zip(_cut(codes, heads, 0), by_head, strict=False):
             apart = unpack(some, self._codec.bits, self._scratch)
             numbers = self._codec.numbers(apart, self._scratch.like(apart, dtype))
-            if scale is not None:
-                numbers.view(*scale.shape[:2], self._run, -1).mul_(scale[:, :, None])
+            if own is not None:
+                scale, *zeros = own.unbind(2)  # [n, G, 1, D]
+                by_run = numbers.view(*scale.shape[:2], self._run, -1)
+                if zeros:
+                    torch.addcmul(zeros[0], by_run, scale, out=by_run)
+                else:
+                    by_run.mul_(scale)
             yield numbers
 
 
@@ -93,15 +103,6 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
         logits = (by_group.view(len(query), groups, -1, codes.shape[2]) * scale[:, :, None]).sum(1)
     for zero in zeros:  # the zero of a key is added in every channel
         logits += torch.bmm(split(query, size).sum(-1), zero)
-    return logits
-
-
-def run_logits(query: Tensor, codes: Tensor, table: Tensor, products: CodeProducts) -> Tensor:
-    """q k [N, X, C] of ``query`` [N, X, D] for keys coded per channel in runs of C / G: table [B, H, G, D, P]."""
-    logits = products.logits(query, codes, table[..., 0])
-    if table.shape[-1] == 2:
-        zeros = torch.bmm(query, table[..., 1].flatten(0, 1).transpose(1, 2))  # [N, X, G]
-        logits.view(*logits.shape[:2], table.shape[2], -1).add_(zeros[..., None])
     return logits
 
 

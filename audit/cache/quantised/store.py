@@ -30,9 +30,9 @@ from kvaudit.audit.cache.quantised.codes import (
 )
 from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, WAIT, HintRecorder
 from kvaudit.audit.cache.quantised.layout import Layout, span_of
-from kvaudit.audit.cache.quantised.products import CodeProducts, run_logits, token_logits, token_mix
+from kvaudit.audit.cache.quantised.products import CodeProducts, token_logits, token_mix
 from kvaudit.audit.cache.schedule import Counts
-from kvaudit.audit.cache.store import Entries, Store
+from kvaudit.audit.cache.store import SLACK, Entries, Store
 from kvaudit.audit.policies import Quantiser, softmax
 
 PARTS = ("key", "value")
@@ -198,8 +198,11 @@ class QuantisedStore(Store):
         """Values weighted by ``shares`` [N, X, length], which are spent: [N, X, D]."""
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].least
         if self._aligned:
-            own, exact = shares[..., done:], _from(values, done - self._start)
-            return torch.baddbmm(self._mixed(shares[..., :done]), own, exact) if done else torch.bmm(own, exact)
+            exact = _from(values, done - self._start)
+            if not done:
+                return torch.bmm(shares, exact)
+            of_codes, own = torch.split(shares, [done, shares.shape[2] - done], 2)
+            return torch.baddbmm(self._mixed(of_codes), own, exact)
         tail = shares[..., self._start :]
         exact = tail * self._is_exact(VALUES, slice(None)).flatten(0, 1)[:, None]
         tail -= exact  # codes of what is exact count for nothing
@@ -212,9 +215,7 @@ class QuantisedStore(Store):
             codes, parameters = self._used("key_codes", every, until), self._parameters(KEYS, every, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
         if self._aligned:  # whole runs, since keys become codes in these
-            return run_logits(
-                query, self._used("key_codes", every, until), self._of_channels(self._table), self._products
-            )
+            return self._products.logits(query, self._used("key_codes", every, until), self._table)
         by_row = query.view(len(self._tail[0]), -1, *query.shape[1:])  # [B, H, X, D]
         return torch.cat([by_row[rows] @ self._keys(rows).transpose(2, 3) for rows in self._blocks()]).flatten(0, 1)
 
@@ -295,6 +296,8 @@ class QuantisedStore(Store):
         """Free the first slots of the tail, up to the first that is exact in some row or head."""
         if self._aligned:
             slots = min(done.least for done in self._done) - self._start
+            if slots < min(SLACK, self._tail[KEYS].shape[2]):  # a copy for a few entries now and then, not at each step
+                slots = 0
             if self._layout is not None:
                 self._layout.free(slots)
         elif self._layout is not None:
@@ -348,7 +351,8 @@ class QuantisedStore(Store):
         # [2, B, H, slots, D]
         exact = torch.stack([self._codec.turned(self._exact(part, leaving.slots), part) for part in (KEYS, VALUES)])
         codes, parameters = encode_tokens(exact, self._codec)
-        at = self._slots["positions"][:, :, leaving.slots].clone()
+        at = self._at(leaving)
+        at = at if isinstance(at, int) else at.clone()
         assert self._hints is not None
         of_parts = (each.unbind(0) for each in (exact, codes, parameters))
         for part, x, own, fitted in zip((KEYS, VALUES), *of_parts, strict=True):
@@ -382,8 +386,11 @@ class QuantisedStore(Store):
     def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
         """Let the record have the codes that rounding could have decided."""
         assert self._hints is not None
-        at = self._slots["positions"][:, :, leaving.slots]
-        self._hints.add(part, exact, codes, parameters, leaving.which, at, leaving.places)
+        self._hints.add(part, exact, codes, parameters, leaving.which, self._at(leaving), leaving.places)
+
+    def _at(self, leaving: LeavingEntries) -> Tensor | int:
+        """The positions [B, H, slots] of what leaves, or the first one's where slots are positions."""
+        return leaving.slots.start if self._aligned else self._slots["positions"][:, :, leaving.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
         """Element numbers and low bits of the row's hints (see ``hints``) in this store, layer ``layer``."""
