@@ -1,12 +1,12 @@
 """A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
 
-    KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]] [--device cuda]
+    KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]] [--device cuda] [--own-defaults]
 
 Without the variable, the embedded model; 1 step of 4 prompts of 512 tokens. A step samples, rewards, takes the gradient
 and updates; both sides take the gradient prompt by prompt, so fewer prompts take less time of both. Every side has a
 process of its own, so that its peak is its own. TRL's settings are its defaults but for bfloat16 weights, as the model
 has them, and microbatches of one group, since 32 rows at once would not fit a small machine. Both sides checkpoint
-gradients, as TRL does by default.
+gradients, as TRL does by default; with --own-defaults ours does not, as is its own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     prompts: int
     tokens: int
     device: str = "cpu"
+    checkpointing: bool = True  # of our side; TRL's always does
 
 
 class Found(NamedTuple):
@@ -65,10 +66,12 @@ def main() -> None:
         place = words.index("--device")
         device = words[place + 1]
         del words[place : place + 2]
-    asked = Asked(folder, *map(int, words), *GIVEN[len(words) :], device)
+    checkpointing = "--own-defaults" not in words
+    words = [word for word in words if word != "--own-defaults"]
+    asked = Asked(folder, *map(int, words), *GIVEN[len(words) :], device, checkpointing)
     sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
     lengths = f"{asked.tokens} + {NEW} tokens"
-    where = f"{DTYPE}, {asked.device}, one thread"
+    where = f"{DTYPE}, {asked.device}, one thread, gradients checkpointed by {'both' if checkpointing else 'TRL alone'}"
     print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {where}, {asked.steps} step(s)", flush=True)
     found = {}
     for name, side in sides.items():
@@ -148,7 +151,8 @@ def ours(asked: Asked, arm: str) -> Found:
     loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device=asked.device), asked.prompts * GROUP
     prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, asked)]
     loaded.chat = SimpleNamespace(stop_ids=frozenset())  # neither side stops early
-    checkpoint_layers(loaded.model)
+    if asked.checkpointing:
+        checkpoint_layers(loaded.model)
     config = TrainConfig(
         arm=arm,
         seed=1,
