@@ -46,6 +46,21 @@ def test_generate_with_left_padding_is_replayed_exactly(name: str, policy: str) 
     assert cache.retention[0] < 0.5
 
 
+@pytest.mark.parametrize("policy", ["none", "int8", "kivi:bits=4,group=8,residual=16", "quest:budget=16,page=4"])
+def test_steps_with_gradients_switched_on_are_those_without(policy: str) -> None:
+    """Whoever forgets no_grad still decodes."""
+    model, found = stock(), []
+    for switched_on in (True, False):
+        cache, seen = CompressedCache.for_model(model, policy), list[torch.Tensor]()
+        with torch.set_grad_enabled(switched_on):
+            logits = model(torch.tensor(prompts(40)), past_key_values=cache).logits
+            for _ in range(25):
+                logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
+                seen.append(logits.detach())
+        found.append(torch.cat(seen, 1))
+    assert torch.equal(*found)
+
+
 def test_generate_with_no_policy_equals_the_dynamic_cache() -> None:
     ids, positions = left_padded(prompts(40, 23, 9))
     mask = (positions >= 0).long()

@@ -42,7 +42,8 @@ def attention_mass(
     ``before`` promises that query n, unless it is padding, sees ``before`` + n + 1 slots, the first ones, and
     ``all_fed`` that none is padding. Blocks of queries, and on a processor of rows, keep memory at O(block * K).
     """
-    rows = max(1, HOST_MASS // (query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]))
+    of_a_row = query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]  # probabilities of a block of queries
+    rows = max(1, HOST_MASS // max(1, of_a_row))
     if query.device.type == "cpu" and rows < len(query):
 
         def of(some: slice) -> Tensor:

@@ -67,7 +67,8 @@ class Kivi(Quantiser):
         import torch
 
         scale, zero = parameters.unbind(-1)
-        steps = ((x - zero) / scale).nan_to_num(0.0)  # 0 / 0 where all are alike: zero alone says what they are
+        # a scale of 0 where all are alike: zero alone says what they are
+        steps = ((x - zero) / scale).nan_to_num(0.0, 0.0, 0.0)
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:

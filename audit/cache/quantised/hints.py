@@ -12,7 +12,7 @@ being keys and D the wider of key and value heads; a word of distance 4,095 is n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -91,10 +91,12 @@ class _Waiting(NamedTuple):
     leaving: Tensor | None
 
     @property
-    def numbers(self) -> range:
-        """The K positions of all rows and heads, where ``at`` is the first."""
-        assert isinstance(self.at, int)
-        return range(self.at, self.at + self.x.shape[2])
+    def positions(self) -> Tensor:
+        """[B, H, K]"""
+        if isinstance(self.at, Tensor):
+            return self.at
+        numbers = torch.arange(self.at, self.at + self.x.shape[2], dtype=torch.int32)
+        return uploaded(numbers, self.x.device).expand(*self.x.shape[:2], -1)
 
 
 class HintRecorder:
@@ -199,14 +201,12 @@ def _one_behind_another(tensors: Sequence[Tensor]) -> Tensor:
 
 def _positions(waiting: Sequence[_Waiting]) -> Tensor:
     """[B, H, K]"""
-    shape, device = waiting[0].x.shape[:2], waiting[0].x.device
-
-    def alike(numbers: Iterable[int]) -> Tensor:
-        return uploaded(torch.tensor([*numbers], dtype=torch.int32), device).expand(*shape, -1)
-
-    if all(isinstance(one.at, int) for one in waiting):
-        return alike(number for one in waiting for number in one.numbers)
-    return _one_behind_another([alike(one.numbers) if isinstance(one.at, int) else one.at for one in waiting])
+    if len(waiting) == 1 or any(isinstance(one.at, Tensor) for one in waiting):
+        return _one_behind_another([one.positions for one in waiting])
+    # of the steps of decoding by one upload
+    numbers = [one.at + n for one in waiting if isinstance(one.at, int) for n in range(one.x.shape[2])]
+    first = waiting[0].x
+    return uploaded(torch.tensor(numbers, dtype=torch.int32), first.device).expand(*first.shape[:2], -1)
 
 
 def _leaving(waiting: Sequence[_Waiting]) -> Tensor:

@@ -1,7 +1,8 @@
 """A store whose entries become codes once they leave the residual window.
 
 Codes cover every slot; exact keys and values exist only for the last slots, the tail, from the first entry on that is
-not yet quantised in some row or head. Whether an entry is read from its codes is decided by its position alone.
+not yet quantised in some row or head, or from a few before it on. Whether an entry is read from its codes is decided by
+its position alone.
 """
 
 from __future__ import annotations
@@ -293,10 +294,13 @@ class QuantisedStore(Store):
         return more // size, until.largest // size
 
     def _cut(self) -> None:
-        """Free the first slots of the tail, up to the first that is exact in some row or head."""
+        """Free the first slots of the tail, up to the first that is exact in some row or head.
+
+        Where slots are positions, fewer than ``SLACK`` stay: a step frees one, and what is behind it is copied.
+        """
         if self._aligned:
             slots = min(done.least for done in self._done) - self._start
-            if slots < min(SLACK, self._tail[KEYS].shape[2]):  # a copy for a few entries now and then, not at each step
+            if slots < min(SLACK, self._tail[KEYS].shape[2]):
                 slots = 0
             if self._layout is not None:
                 self._layout.free(slots)
@@ -399,7 +403,8 @@ class QuantisedStore(Store):
         return self._hints.of(row, layer, layers, keys.shape[1], max(keys.shape[3], values.shape[3]))
 
     def _add_groups(self, table: Tensor, parameters: Tensor) -> None:
-        self._table = torch.cat([table, parameters.transpose(-1, -2).flatten(-2)], 2)
+        # what codes stand for is written into room that is used again, which bears no gradient
+        self._table = torch.cat([table, parameters.detach().transpose(-1, -2).flatten(-2)], 2)
         if self._table.shape[2] > WIDEST:
             self._slots["key_group"] = self._slots["key_group"].int()
 
