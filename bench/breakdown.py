@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from bench import learner
 from bench.decode import BUDGET, CODING, CONTEXT, EVICTING, models, seeded, timed
 from bench.models import Served, random_llama
+from bench.operators import Operators
 from kvaudit import CompressedCache
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.packed import packed
@@ -71,18 +71,6 @@ def main() -> None:
         (parts | {"graphs": graphs})[part]()
 
 
-class Counted(TorchDispatchMode):
-    """Counts every operation of torch that is dispatched inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operations() -> None:
     """Operations a layer and step, of a narrow model of ten layers that has shed what it holds before."""
     layers = 10
@@ -91,9 +79,9 @@ def operations() -> None:
     header("policy", "operations")
     for name, policy in POLICIES.items():
         episode = opened(served, policy, 600, 1)
-        with Counted() as counted:
+        with Operators() as counted:
             episode.decode(Decoding(STEPS, temperature=0.0))
-        row(name, f"{counted.operations / STEPS / layers:.0f}")
+        row(name, f"{counted.seen.total() / STEPS / layers:.0f}")
 
 
 def graphs() -> None:
