@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TOPS = ("core", "audit", "suites", "reports", "kvaudit")
+TOPS = ("kvaudit",)
 IDEAS = ("dose", "churn", "concentration", "guards")
 HEAVY = ("torch", "transformers", "pandas", "scipy", "matplotlib")
 
@@ -54,7 +54,7 @@ def arrows_up() -> int:
     return sum(
         any(name.startswith(f"kvaudit.{other}") for other in others for name in imported(path))
         for top, others in above.items()
-        for path in sources(top)
+        for path in sources(f"kvaudit/{top}")
     )
 
 
@@ -71,7 +71,7 @@ def imported(path: Path) -> set[str]:
 
 def naming(word: str) -> int:
     """Files of the report that name an idea."""
-    return sum(bool(re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))) for path in sources("reports"))
+    return sum(bool(re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))) for path in sources("kvaudit/reports"))
 
 
 def cost(arguments: list[str]) -> tuple[float, list[str]]:

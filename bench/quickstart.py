@@ -26,7 +26,10 @@ from kvaudit.reports.run import decided
 from kvaudit.suites.base import SUITES
 
 ROOT = Path(__file__).parent.parent
-SPEC, MODEL = ROOT / "examples" / "quickstart.yaml", ROOT / "audit" / "training" / "embedded" / "model.safetensors"
+SPEC, MODEL = (
+    ROOT / "examples" / "quickstart.yaml",
+    ROOT / "kvaudit" / "audit" / "training" / "embedded" / "model.safetensors",
+)
 PAGE, FIGURES = ROOT / "docs" / "results" / "quickstart.md", ROOT / "docs" / "results" / "quickstart.json"
 OPENING, CLOSING = "<!-- figures: python -m bench.quickstart RUN -->", "<!-- end of figures -->"
 COUNTED = ("attack_success", "unsafe", "obeyed", "escaped", "leak")  # by seed, where nothing was compressed

@@ -81,7 +81,7 @@ def test_no_command_s_file_imports_what_is_heavy() -> None:
 
 
 def test_a_file_without_a_command_is_a_part_of_one() -> None:
-    folder = Path(__file__).parent.parent / "audit" / "commands"
+    folder = Path(__file__).parent.parent / "kvaudit" / "audit" / "commands"
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[a-z]*.py")}
     parts = [name for name, text in texts.items() if "\nCOMMAND = " not in text]
     assert "command_line" in parts

@@ -27,7 +27,8 @@ RANK = {
     "kvaudit.reports.analysis": 5, "kvaudit.reports.layout": 6, "kvaudit.reports.sections": 7,
     "kvaudit.reports.page": 8, "kvaudit.reports.compare": 9, "kvaudit.reports.run": 9,
 }  # fmt: skip
-TOPS = ("core", "audit", "suites", "reports")  # folders of the project, each a package inside kvaudit
+PACKAGE = ROOT / "kvaudit"
+TOPS = ("core", "audit", "suites", "reports")  # the packages inside kvaudit
 # Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
 SHARED_NAMES = {
     *("FILE", "COMMAND", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
@@ -36,11 +37,11 @@ SHARED_NAMES = {
     "T",  # of type variables
 }
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
-FILES = sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
+FILES = sorted(path for top in TOPS for path in (PACKAGE / top).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    return "kvaudit." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module: str) -> str | None:
@@ -100,14 +101,16 @@ def test_a_public_name_stands_in_one_module_of_its_package() -> None:
     places: dict[tuple[str, str], set[str]] = defaultdict(set)
     for path in FILES:
         for name in public_names(path):
-            places[path.relative_to(ROOT).parts[0], name].add(module_of(path))
+            places[path.relative_to(PACKAGE).parts[0], name].add(module_of(path))
     shared = {name: sorted(modules) for (_, name), modules in places.items() if len(modules) > 1}
     twice = {name: modules for name, modules in shared.items() if name not in SHARED_NAMES}
     assert not twice, "give the less central one a name that says what it is"
     assert not SHARED_NAMES - set(shared), "these stand in one module now; take them from the list"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[len(ROOT.parts)] != "audit"], ids=module_of)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.relative_to(PACKAGE).parts[0] != "audit"], ids=module_of
+)
 def test_suites_and_reports_never_import_torch(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & WITHOUT_TORCH
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_kv_exact import CONFIGS, left_padded, prompts
-from test_layers import RANK, TOPS
+from test_layers import FILES, RANK
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -64,7 +64,7 @@ def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
 
 def test_an_error_names_pages_that_are_there() -> None:
     assert (ROOT / "docs" / Path(guide("choose-suites.md")).name).is_file()
-    for path in sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py")):
+    for path in FILES:
         for name in re.findall(r"guide\(['\"]([a-z-]+\.md)['\"]\)", path.read_text(encoding="utf-8")):
             assert Path(guide(name)).is_file(), path
 

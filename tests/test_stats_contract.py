@@ -149,7 +149,7 @@ def test_the_page_about_statistics_has_a_line_on_it(statistic: Statistic) -> Non
 
 # --- the walk ------------------------------------------------------------------------------------------------------
 
-FILES = sorted(path.stem for path in (ROOT / "reports" / "stats").glob("[a-z]*.py"))
+FILES = sorted(path.stem for path in (ROOT / "kvaudit" / "reports" / "stats").glob("[a-z]*.py"))
 
 
 def of_clusters(file: str) -> Iterator[str]:

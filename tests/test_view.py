@@ -29,7 +29,7 @@ from kvaudit.reports.run import decided, with_details
 
 SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;\u202e\u2066\x1b]0;x\x07\u2028 `${1}`"
-PAGE = Path(__file__).parent.parent / "reports" / "page" / "view" / "static"
+PAGE = Path(__file__).parent.parent / "kvaudit" / "reports" / "page" / "view" / "static"
 BYTES, FLIPS = 15_000_000, 5_000  # what a page of so many flips may weigh
 
 

@@ -1,6 +1,6 @@
 """``python -m bench.calibration``: simulates the gate and its statistics against known truths; no model is loaded.
 
-What it finds at full scale ships as reports/gate/error_rates.json, and every report quotes it.
+What it finds at full scale ships as kvaudit/reports/gate/error_rates.json, and every report quotes it.
 """
 
 from __future__ import annotations

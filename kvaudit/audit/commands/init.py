@@ -25,6 +25,7 @@ from kvaudit.audit.commands.check import (
 )
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.text import shipped_folder
 
 CHECK = "check"
 
@@ -82,9 +83,7 @@ def init(
         if kind in SHIPPED:
             if model is not None or any(ways):
                 raise SpecError(f"init {kind} takes no model and no options but --out; change what it writes")
-            from importlib.resources import files
-
-            text = (files("kvaudit") / "examples" / SHIPPED[kind].example).read_text(encoding="utf-8")
+            text = (shipped_folder("examples") / SHIPPED[kind].example).read_text(encoding="utf-8")
             _write(text, out or Path(SHIPPED[kind].written), SHIPPED[kind].then)
             return
         if kind != CHECK:

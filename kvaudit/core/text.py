@@ -28,9 +28,16 @@ def _picture(code: int) -> str:
     return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
+def shipped_folder(name: str) -> Path:
+    """Return ``docs`` or ``examples``: inside the installed package, or beside it in a clone."""
+    package = Path(__file__).parent.parent
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
+
+
 def guide(page: str) -> str:
     """Where a page of the guides lies in this installation, for an error that sends somebody there."""
-    return str(Path(__file__).parent.parent / "docs" / page)
+    return str(shipped_folder("docs") / page)
 
 
 def inline(text: str) -> str:
