@@ -27,7 +27,9 @@ def check(
     policy: str | None = None,
     reference: str | None = None,
     candidate: str | None = None,
-    fast: bool = False,
+    minutes: float | None = None,
+    seed: int | None = None,
+    made_up: bool = False,
     out: Path | str | None = None,
     resume: bool = False,
     data: Path | str | None = None,
@@ -52,8 +54,10 @@ def check(
         policy,
         reference,
         candidate,
-        fast=fast,
         data=None if data is None else Path(data),
+        minutes=minutes,
+        seed=seed,
+        made_up=made_up,
     )
     folder, _ = check_served(asking, None if out is None else Path(out), threads, resume=resume)
     return Run(folder)

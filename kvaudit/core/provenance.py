@@ -35,6 +35,9 @@ DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a ma
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
 FOUND = "found"  # the one entry of it
+LOOKS = "looks"  # of rounds: what was planned before the first, then every look with its items, and why it ended
+PLANNED, ENDED = "planned", "ended"  # keys of it, beside the numbers of the looks from "1" on
+TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
 ANYWAY = "anyway"  # when somebody let a run go on that cannot pass, or that has nothing to measure
 MOST_THREADS = 1024  # of one process
 Digests = Mapping[str, str]
@@ -101,9 +104,28 @@ def said_by(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
 
 
 def items_in(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Suite -> number of items that a run's pilot gave in place of ``auto`` and ``all``."""
+    """Suite -> number of items in place of ``auto`` and ``all``: what the pilot gave, or what the last look had."""
+    last = last_look(provenance)
+    if last is not None:
+        return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(last, "items")}
+    return pilot_items(provenance)
+
+
+def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
+    """Suite -> number of items that a run's pilot gave."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), FOUND), "items")
     return items
+
+
+def looks_in(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The looks that a run in rounds has had, in order."""
+    looks = table_of(provenance, LOOKS)
+    return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
+
+
+def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The last of the looks, None where there was none."""
+    return next(reversed(looks_in(provenance)), None)
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
@@ -128,6 +150,7 @@ def _wrong(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     inputs = provenance.get(INPUTS, {})
     wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
     wanted += [(PILOT, "what a pilot found", _pilot(provenance.get(PILOT, {})))]
+    wanted += [(LOOKS, "the looks of a run in rounds", _looks(provenance.get(LOOKS, {})))]
     threads = provenance.get("threads")
     usable = threads is None or (type(threads) is int and 1 <= threads <= MOST_THREADS)
     wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", usable)]
@@ -144,6 +167,20 @@ def _pilot(table: Any) -> bool:
     controls = found.get("controls")
     rows = isinstance(controls, list) and all(isinstance(row, dict) for row in controls)
     return rows and all(type(number) is int and 1 <= number <= _MOST_ITEMS for number in found["items"].values())
+
+
+def _looks(table: Any) -> bool:
+    """Whether readers of the looks find what they look for."""
+    if not isinstance(table, dict):
+        return False
+    planned = table.get(PLANNED, {})
+    looks = [table[name] for name in table if name.isdigit()]
+    items = [planned.get("items", {}) if isinstance(planned, dict) else None]
+    items += [look.get("items") if isinstance(look, dict) else None for look in looks]
+    return all(
+        isinstance(own, dict) and all(type(number) is int and 0 <= number <= _MOST_ITEMS for number in own.values())
+        for own in items
+    )
 
 
 def _texts(table: Any) -> bool:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -252,8 +252,17 @@ class RunSpec(SpecSection):
         return expand("model", self.model)
 
     def sized(self, numbers: Mapping[str, int]) -> RunSpec:
-        """The same run with the numbers of items that its pilot gave; the hash is that of the run as asked."""
-        return self.model_copy(update={"evaluate": self.evaluate.sized(numbers)})
+        """The same run with the numbers of items that were asked; the hash is that of the run as asked.
+
+        A suite of 0 items, which the pilot found to have nothing to lose, is left out with its margins.
+        """
+        absent = [name for name, number in numbers.items() if number == 0]
+        evaluate = self.evaluate.sized(numbers)
+        if not absent:
+            return self.model_copy(update={"evaluate": evaluate})
+        margins = {name: points for name, points in self.gate.margins.items() if not _is_of(name, absent)}
+        gate = self.gate.model_copy(update={"margins": margins})
+        return self.model_copy(update={"evaluate": evaluate, "gate": gate})
 
     def limited(self, items: int) -> RunSpec:
         """The same run with at most ``items`` items per suite: another spec, with another hash."""
@@ -287,6 +296,7 @@ class RunSpec(SpecSection):
     def _complete(self, info: ValidationInfo) -> Self:
         gate, served, names = self.gate, self.evaluate.policies, info.context
         self._check_asked()
+        self.evaluate.check_rounds(trains=self.train is not None or bool(self.checkpoints), gated=gate.margins)
         self._check_own()
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
@@ -328,7 +338,8 @@ class RunSpec(SpecSection):
             engines = {text for pair in self.evaluate.references.items() for text in pair}
             names.check_remedies(self.remedies, [p for p in primary if p not in engines])
         limited = {**gate.margins, **gate.ratios}
-        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in limited)
+        taken_apart = {name.rpartition(".")[0] for name in limited if name not in self.evaluate.suites}
+        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in {*limited, *taken_apart})
         self._left_open = _LeftOpen(None if names is None else undeclared)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
@@ -446,10 +457,16 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
             )
 
 
+def _is_of(metric: str, suites: Collection[str]) -> bool:
+    """Whether a metric is the score or a facet of one of these suites."""
+    return metric in suites or metric.rpartition(".")[0] in suites
+
+
 def _margins(suites: Iterable[str], gate: GateSpec, names: Names | None) -> dict[str, float]:
     """The margin of every suite that has no ratio, and of every SUITE.FACET that has one.
 
-    Without names only those that are declared.
+    A suite of which facets alone are limited is decided by these, and its score by nothing. Without names only the
+    margins that are declared.
     """
     own, declared = list(suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -463,7 +480,12 @@ def _margins(suites: Iterable[str], gate: GateSpec, names: Names | None) -> dict
     if names is None:
         return declared
     facets = {name: points for name, points in declared.items() if name not in own}
-    suited = {suite: declared.get(suite, _MARGIN_PP[names.kind(suite)]) for suite in own if suite not in gate.ratios}
+    taken_apart = {name.rpartition(".")[0] for name in (*declared, *gate.ratios) if name not in own}
+    suited = {
+        suite: declared.get(suite, _MARGIN_PP[names.kind(suite)])
+        for suite in own
+        if suite not in gate.ratios and (suite in declared or suite not in taken_apart)
+    }
     return {**suited, **facets}
 
 

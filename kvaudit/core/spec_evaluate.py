@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -34,6 +34,7 @@ STRIP = "strip"
 # items: what the margins need, by the pilot; every template with each of its twins once
 AUTO_ITEMS, ALL_ITEMS = "auto", "all"
 FLOOR_ITEMS = 64
+FIRST_LOOK = 96  # rows: the fewest that show 5 points where nothing changes
 PILOT_ITEMS = 32  # items at each length, where a spec does not say
 LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 
@@ -116,6 +117,17 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
     return {one: bare if one in short else rest for one in found}
 
 
+class Rounds(SpecSection):
+    """How long rows are asked, a round at a time, under every way of serving: until each gated facet is decided.
+
+    The gate then decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` are those
+    of asking, without the loading of models; ``first`` is how many rows of a suite the first look has.
+    """
+
+    minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0
+    first: Annotated[int, Field(strict=True, ge=32, le=1_000_000)] = FIRST_LOOK
+
+
 class EvaluateSpec(SpecSection):
     """The grid: every checkpoint under every policy, on every suite, at every context length.
 
@@ -123,7 +135,7 @@ class EvaluateSpec(SpecSection):
     ``own_policy_only`` what was trained under a policy is served under that one and none.
     """
 
-    later = ("think", "own_policy_only", "references", "floor", "pilot")
+    later = ("think", "own_policy_only", "references", "floor", "pilot", "rounds")
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
@@ -143,6 +155,7 @@ class EvaluateSpec(SpecSection):
     # items of a suite and length that an engine answers twice more, once in another order; 0: none
     floor: Annotated[int, Field(strict=True, ge=0, le=1_000_000)] = FLOOR_ITEMS
     pilot: Annotated[int | None, BeforeValidator(_pilot)] = None  # items that the reference answers first; 0: none
+    rounds: Rounds | None = None
 
     @property
     def piloted(self) -> int:
@@ -150,12 +163,13 @@ class EvaluateSpec(SpecSection):
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """The same grid with ``numbers`` of items in place of ``auto`` and ``all``; others stay."""
+        """The same grid with ``numbers`` of items in place of ``auto`` and ``all``, and without suites of 0."""
         open_ = {
             name: part for name, part in self.suites.items() if name in numbers and not isinstance(part.items, int)
         }
-        suites = {name: part.model_copy(update={"items": numbers[name]}) for name, part in open_.items()}
-        return self.model_copy(update={"suites": {**self.suites, **suites}})
+        sized = {name: part.model_copy(update={"items": numbers[name]}) for name, part in open_.items()}
+        suites = {name: part for name, part in {**self.suites, **sized}.items() if part.items != 0}
+        return self.model_copy(update={"suites": suites})
 
     def contexts_of(self, suite: str) -> tuple[int, ...]:
         """The lengths at which a suite is asked."""
@@ -269,6 +283,24 @@ class EvaluateSpec(SpecSection):
             raise SpecError(
                 f"evaluate.pilot is {self.pilot}, suite {suite} has {part.items} items; leave pilot out, or ask more"
             )
+
+    def check_rounds(self, *, trains: bool, gated: Collection[str]) -> None:
+        """Raise SpecError where rounds cannot go on until everything is decided."""
+        if self.rounds is None:
+            return
+        if trains:
+            raise SpecError("evaluate.rounds is of one checkpoint; leave it out beside train or checkpoints")
+        for name, part in self.suites.items():
+            if part.items != ALL_ITEMS or part.samples not in (None, 1) or self.samples != 1:
+                raise SpecError(f"evaluate.rounds asks each row once; give suite {name} items: {ALL_ITEMS}, samples: 1")
+            if len(self.contexts_of(name)) > 1:
+                raise SpecError(f"evaluate.rounds asks suite {name} at one length; give one in context_tokens")
+        if scores := [name for name in gated if name in self.suites]:
+            raise SpecError(
+                f"gate.margins names the score of {scores[0]}, and rounds are decided by facets: {scores[0]}.FACET"
+            )
+        if self.pilot == 0:
+            raise SpecError("evaluate.rounds begins with what the pilot finds; leave evaluate.pilot out")
 
     def check_draws(self) -> None:
         """Raise SpecError where a checkpoint would be asked for the same greedy answer again."""

@@ -131,6 +131,11 @@ def _plain_requests(split: Split, seed: int) -> list[str]:
     return found
 
 
+def plain_tasks() -> list[str]:
+    """One plain request for every task, which nobody would refuse."""
+    return [_PLAIN[number % len(_PLAIN)].format(task=task) for number, task in enumerate(_TASKS.split(", "))]
+
+
 def _point(item: Item) -> str:
     """What an answer has to speak of: the request without the text above it."""
     return str(item.payload["request"]).rpartition(ABOVE)[2]

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +31,8 @@ _FORMS = (
     "URL#MODEL"
 )
 _FULL = "the full cache, before any engine is started"
+_LONGEST = 10_000  # minutes
+_MORE_TIME = 3  # times as many minutes, where they were too few
 _PROMPT, _ANSWER = 100, 160  # characters that are shown of a first prompt and answer
 
 CheckedModel = Annotated[str, argument(help="The model's folder, a .gguf file, or embedded.")]
@@ -44,7 +46,9 @@ EngineWeights = Annotated[str | None, option("--weights", help="The model in the
 PolicyText = Annotated[str | None, option("--policy", help="Or a policy of kvaudit's own cache.")]
 ReferenceUrl = Annotated[str | None, option("--reference", help="Or two servers: URL#MODEL without compression ...")]
 CandidateUrl = Annotated[str | None, option("--candidate", help="... and URL#MODEL with it.")]
-Fast = Annotated[bool, typer.Option("--fast", help="Half the time; says what it cannot decide.")]
+Minutes = Annotated[float | None, option("--minutes", help="How long rows are asked; 10 by default.")]
+Order = Annotated[int | None, option("--seed", help="Of the order in which rows are asked.")]
+AsksMadeUp = Annotated[bool, typer.Option("--made-up", help="Ask what ships instead of public rows.")]
 DataFolder = Annotated[Path | None, option("--data", help="The folder of public rows, instead of KVAUDIT_DATA.")]
 
 
@@ -61,14 +65,27 @@ class Asking:
     policy: str | None
     reference: str | None
     candidate: str | None
-    fast: bool
     data: Path | None
+    minutes: float | None = None
+    seed: int | None = None
+    made_up: bool = False
 
     def check_model(self) -> None:
         """Raise SpecError for a server where the model is to be named."""
         from kvaudit.core.endpoint import check_no_address
 
         check_no_address("model", self.model, "its folder, a .gguf file or embedded")
+
+    def plan(self, way: Way) -> CheckPlan:
+        """What is asked; raises SpecError for a time that is none."""
+        from kvaudit.audit.runs.question import MINUTES, SEED, planned
+
+        minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
+        if not 0 < minutes <= _LONGEST:
+            raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_LONGEST}")
+        if seed < 0:
+            raise SpecError(f"--seed is {seed}, wanted a whole number from 0 on")
+        return planned(self.model, way, minutes=minutes, seed=seed, made_up=self.made_up)
 
     def way(self) -> Way:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
@@ -99,7 +116,9 @@ def check(
     policy: PolicyText = None,
     reference: ReferenceUrl = None,
     candidate: CandidateUrl = None,
-    fast: Fast = False,
+    minutes: Minutes = None,
+    seed: Order = None,
+    made_up: AsksMadeUp = False,
     out: RunOut = None,
     resume: Resume = False,
     data: DataFolder = None,
@@ -107,11 +126,16 @@ def check(
 ) -> None:
     """May this model be served with this KV setting?
 
-    Asks the model with and without it, and answers on ten lines. Exits as `gate` does: 0 ship, 3 do not
-    ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit init check.
+    Asks the model with and without it until the answer is clear, at most ten minutes, and says it in ten lines. Exits
+    as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit init
+    check.
     """
     asking = Asking(
-        model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
+        *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),
+        data=data,
+        minutes=minutes,
+        seed=seed,
+        made_up=made_up,
     )
     # how to go on with it, should it be stopped
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
@@ -124,12 +148,12 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     asking.check_model()  # before it is shown: an address may hold a password
     typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
-    from kvaudit.audit.runs.question import planned, spec_named, spec_text
+    from kvaudit.audit.runs.question import spec_named, spec_text
 
     set_rows(asking)
     way = asking.way()
     _check_there(asking, way)
-    plan = planned(asking.model, way, fast=asking.fast)
+    plan = asking.plan(way)
     spec = spec_named(spec_text(asking.model, way, plan, typed(asking)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
@@ -147,7 +171,10 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
 
     data = load_run(run.path)
     findings = write_decided(data, decided(data))
-    for line in terminal_lines(findings, run.path, BesideFindings(_seconds(run.path), plan.leaves_out)):
+    made_up = " (made-up questions)" if plan.made_up else ""
+    longer = replace(asking, minutes=_MORE_TIME * plan.minutes)
+    beside = BesideFindings(plan.not_asked, f"{typed(longer)} --out {shlex.quote(f'{run.path}-longer')}", made_up)
+    for line in terminal_lines(findings, run.path, beside):
         say(console, line)
     return run.path, findings.verdict.exit_code
 
@@ -194,38 +221,21 @@ def _check_there(asking: Asking, way: Way) -> None:
 
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
-    """What is asked of whom, and what lacks."""
-    from kvaudit.audit.runs.question import LOST_POINTS
+    """What is asked of whom, and which public rows are absent."""
     from kvaudit.core.conditions import condition_names
 
     references, names = spec.evaluate.references, condition_names(spec.evaluate.references)
     served = [*spec.gate.primary, *(references.get(policy, "none") for policy in spec.gate.primary)]
-    asked = ", ".join(f"{items} of {question.suite}" for question, items in plan.questions)
-    ways, rows = len(spec.evaluate.policies), sum(items for _, items in plan.questions)
-    # asked twice more, once in another order
-    floor = 2 * ways * plan.floor * len(plan.questions) if references else 0
-    again = f", {floor} of them once more or in another order" if floor else ""
     yield f"compares {' against '.join(names.get(text, text) for text in served)}"
-    yield f"asks {asked}: about {ways * rows + floor} answers{again}; {LOST_POINTS} points may be lost"
-    if plan.lacking:
-        lacking = " ".join(one.name for one in plan.lacking)
-        yield f"public rows that lack, without which it says less: kvaudit data fetch {lacking}"
-    if plan.fast:
-        yield f"--fast cannot decide: {'; '.join(plan.leaves_out)}"
-
-
-def _seconds(run: Path) -> dict[str, float]:
-    """By suite, what an item took on all sides together."""
-    from kvaudit.core.records import Record
-
-    spent: dict[str, float] = {}
-    items: dict[str, set[str]] = {}
-    for path in sorted((run / "records").glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = Record.from_json(line)
-            spent[record.suite] = spent.get(record.suite, 0.0) + record.seconds
-            items.setdefault(record.suite, set()).add(record.item_id)
-    return {suite: seconds / len(items[suite]) for suite, seconds in spent.items()}  # of all sides together
+    if plan.made_up:
+        suites = ", ".join(f"{one.items} of {one.suite}" for one in plan.made_up)
+        yield f"asks made-up questions, no public rows: {suites}"
+    else:
+        limits = ", ".join(f"{one.name} {one.margin:g}" for one in plan.endpoints)
+        yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; points that may be lost: {limits}"
+    if plan.absent:
+        absent = " ".join(one.name for one in plan.absent)
+        yield f"public rows that are not here, with which it could ask more: kvaudit data fetch {absent}"
 
 
 def typed(asking: Asking) -> str:
@@ -239,7 +249,9 @@ def typed(asking: Asking) -> str:
         ("--candidate", asking.candidate),
     )
     words = [word for option, value in named if value is not None for word in (option, value)]
-    return shlex.join(["kvaudit", "check", asking.model, *words, *(["--fast"] if asking.fast else [])])
+    words += [] if asking.minutes is None else ["--minutes", f"{asking.minutes:g}"]
+    words += [] if asking.seed is None else ["--seed", str(asking.seed)]
+    return shlex.join(["kvaudit", "check", asking.model, *words, *(["--made-up"] if asking.made_up else [])])
 
 
 COMMAND = Command("check", group="Audit", order=2, call=check)

@@ -10,14 +10,16 @@ import typer
 from kvaudit.audit.commands.base import Command, argument
 from kvaudit.audit.commands.check import (
     Asking,
+    AsksMadeUp,
     CandidateUrl,
     DataFolder,
     EngineName,
     EnginePython,
     EngineWeights,
-    Fast,
     Kv,
+    Minutes,
     NamedSettings,
+    Order,
     PolicyText,
     ReferenceUrl,
     set_rows,
@@ -66,7 +68,9 @@ def init(
     policy: PolicyText = None,
     reference: ReferenceUrl = None,
     candidate: CandidateUrl = None,
-    fast: Fast = False,
+    minutes: Minutes = None,
+    seed: Order = None,
+    made_up: AsksMadeUp = False,
     out: Out = None,
     data: DataFolder = None,
 ) -> None:
@@ -74,7 +78,7 @@ def init(
 
     Every line says what it is for, and all of it may be changed. The options but --out are those of `check`.
     """
-    ways = (engine, kv, settings, python, weights, policy, reference, candidate, fast, data)
+    ways = (engine, kv, settings, python, weights, policy, reference, candidate, minutes, seed, made_up, data)
     with user_errors():
         # its former form, kvaudit init MODEL, still works
         if kind != CHECK and kind not in SHIPPED and any(ways) and model is None:
@@ -91,13 +95,17 @@ def init(
         if model is None:
             raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
         asking = Asking(
-            model, engine, kv, settings or [], python, weights, policy, reference, candidate, fast=fast, data=data
+            *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),
+            data=data,
+            minutes=minutes,
+            seed=seed,
+            made_up=made_up,
         )
-        from kvaudit.audit.runs.question import planned, spec_named, spec_text
+        from kvaudit.audit.runs.question import spec_named, spec_text
 
         set_rows(asking)
         way = asking.way()
-        text = spec_text(model, way, planned(model, way, fast=fast), typed(asking))
+        text = spec_text(model, way, asking.plan(way), typed(asking))
         folder = Path("runs") / spec_named(text).name  # which raises where it is none
         _write(text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}")
 

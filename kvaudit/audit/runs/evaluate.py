@@ -129,9 +129,18 @@ class Evaluator:
         """What is asked of a suite at a length, batch by batch."""
         return [item for batch in self._batches(asked_suite(self._spec, suite), context) for item in batch]
 
-    def _asked_batches(self, suite: Suite, unit: Unit, part: str) -> list[list[Item]]:
-        """The batches of a unit whose records lie in this folder of a run, none of them empty."""
+    def _asked_batches(
+        self, suite: Suite, unit: Unit, part: str, rows: Mapping[str, range] | None = None
+    ) -> list[list[Item]]:
+        """The batches of a unit whose records lie in this folder of a run, none of them empty; of ``rows`` alone."""
         context = unit.context_tokens
+        if rows is not None:
+            own = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
+            own = own[rows[suite.name].start : rows[suite.name].stop]
+            if isinstance(unit.policy, Policy):
+                return self._batched(suite, own)
+            size = 2 * self._spec.engine(unit.policy.canonical).at_once
+            return [own[start : start + size] for start in range(0, len(own), size)]
         batches = self._batches(suite, context)
         if not isinstance(unit.policy, Policy):
             asked = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
@@ -151,10 +160,12 @@ class Evaluator:
         keeps: Callable[[Unit], bool] | None = None,
         *,
         folder: Path | None = None,
+        rows: Mapping[str, range] | None = None,
     ) -> None:
         """Write what is missing of the records of units that differ in their policy alone, then seal them.
 
-        They lie in ``folder``, by default that of the run's own grid. In that of the pilot only its items are played;
+        They lie in ``folder``, by default that of the run's own grid; of ``rows``, by suite, are those of a round. In the
+        folder of the pilot only its items are played;
         what a sealed file there answers is taken from it everywhere else but in the floor. Those of an engine come by
         themselves.
 
@@ -164,7 +175,7 @@ class Evaluator:
         """
         suite = asked_suite(self._spec, units[0].suite)
         part = (folder or run.records).name
-        batches = self._asked_batches(suite, units[0], part)
+        batches = self._asked_batches(suite, units[0], part, rows)
         anew = part in (PILOT_FOLDER, AGAIN, SHUFFLED)  # whatever the pilot has answered
         known = {unit: {} if anew else self._answered(unit, run) for unit in units}
         samples = range(self._spec.evaluate.samples_of(suite.name))

@@ -17,7 +17,7 @@ from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
 from kvaudit.audit.runs.units import Unit
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.errors import CannotPass, NotMeasurable
-from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
+from kvaudit.core.facets import FACETS, UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.options import parse_named
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
@@ -270,18 +270,49 @@ def _why(suite: str, sizes: Mapping[str, Any]) -> str:
     return f" for {name}: {Enough(row['items'], row['chance']).chance:.0%} to pass if {row['discordance']:.1%} differ"
 
 
+def hopeless_suites(found: Mapping[str, Any]) -> dict[str, str]:
+    """The suites of which nothing that is gated can be measured, whatever else is asked, each with why."""
+    return {
+        suite: f"{own[0]['standing']}: {own[0]['says']}"
+        for suite, own in _by_suite(found).items()
+        if all(one["hopeless"] for one in own)
+    }
+
+
+def suites_left_out(found: Mapping[str, Any]) -> dict[str, str]:
+    """The suites of rounds that the reference is not shown to have anything to lose in, each with why.
+
+    Where no safety suite would be left, those are asked on of which more answers may yet show it.
+    """
+    controls = _by_suite(found)
+    open_ = {suite: [one for one in own if not one["measurable"]] for suite, own in controls.items()}
+    out = {suite: f"{own[0]['standing']}: {own[0]['says']}" for suite, own in open_.items() if own}
+    safety = {suite for suite, own in controls.items() if any(_is_safety(one["metric"]) for one in own)}
+    if safety <= out.keys():
+        out = {suite: why for suite, why in out.items() if suite not in safety or suite in hopeless_suites(found)}
+    return out
+
+
+def _by_suite(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    suites: dict[str, list[Mapping[str, Any]]] = {}
+    for one in found["controls"]:
+        suites.setdefault(one["suite"], []).append(one)
+    return suites
+
+
+def _is_safety(metric: str) -> bool:
+    suite, _, facet = metric.rpartition(".")
+    return bool(suite) and facet in FACETS and FACETS[facet].kind == "safety"
+
+
 def check_measurable(spec: RunSpec, found: Mapping[str, Any]) -> None:
     """Raise NotMeasurable, with a line for every suite of whose gated cells none has any hope of being measurable.
 
     Not where the gate's rules let such cells through (``not_measurable: warn``).
     """
-    if spec.gate.not_measurable == WARN:
-        return
-    lines = []
-    for suite in spec.evaluate.suites:
-        own = [one for one in found["controls"] if one["suite"] == suite]
-        if own and all(one["hopeless"] for one in own):
-            lines.append(f"{suite}: NOT MEASURABLE: {own[0]['standing']}, {own[0]['says']}")
+    if spec.gate.not_measurable == WARN or spec.evaluate.rounds is not None:
+        return  # of rounds such a suite is left out, and said
+    lines = [f"{suite}: NOT MEASURABLE: {why}" for suite, why in hopeless_suites(found).items()]
     if lines:
         raise NotMeasurable(
             f"nothing can be lost in {len(lines)} of {len(spec.evaluate.suites)} suites, so the grid was not served; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -46,11 +47,22 @@ from kvaudit.audit.runs.pilot import (
     most_items,
     pilot_lines,
     pilot_units,
+    suites_left_out,
     with_kept_gate,
 )
 from kvaudit.audit.runs.progress import RunBar, print_line
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import joined_recipe, recipe_of, refusal_set, take_over
+from kvaudit.audit.runs.rounds import (
+    ROUNDS_FOLDER,
+    RowsPlan,
+    look_lines,
+    next_round,
+    plan_lines,
+    put_together,
+    rows_plan,
+    words_of,
+)
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
@@ -76,11 +88,14 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import (
     ANYWAY,
     CHECKPOINTS,
+    ENDED,
     FOUND,
     INPUTS,
     JUDGED,
+    LOOKS,
     MODEL,
     PILOT,
+    PLANNED,
     PLUGINS,
     REWARD,
     REWARD_JUDGES,
@@ -91,11 +106,14 @@ from kvaudit.core.provenance import (
     check_checkpoints,
     check_same,
     inputs_sha256,
-    items_in,
+    looks_in,
+    pilot_items,
+    table_of,
 )
 from kvaudit.core.recipe import RECIPE
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_evaluate import Rounds
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 from kvaudit.core.text import inline, length_label
 from kvaudit.suites.base import SUITES
@@ -194,7 +212,7 @@ class Pipeline:
             )
         check_checkpoints(run.path)
         self._run, self._console, self._takeover = run, console, takeover
-        self._spec = run.spec.sized(items_in(run.provenance()))
+        self._spec = run.spec.sized(pilot_items(run.provenance()))
         _check_versions(run, self._spec)
         self._hold(PLUGINS, plugins or {})
         self._base: LoadedModel | None = None
@@ -202,6 +220,7 @@ class Pipeline:
         self._slot = EngineSlot(run, self._spec, self._say, self._starting)
         self._processes = processes
         self._bar: RunBar | None = None
+        self._ended: str | None = None  # why no further round is asked
         self._mine: Pair | None = None  # what this process trains
         self._held = set[Unit]()  # what it answers
         self._where: tuple[Path, Pair] = (run.path, (BASE_ARM, 0))  # in which folder and as which checkpoint
@@ -257,7 +276,9 @@ class Pipeline:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether every unit of the grid is sealed, and every one of the floor."""
+        """Whether every unit of the grid is sealed, and every one of the floor; of rounds, whether they have ended."""
+        if self._spec.evaluate.rounds is not None:
+            return ENDED in table_of(self._run.provenance(), LOOKS)
         return not self._unsealed()
 
     def _unsealed(self) -> list[Unit]:
@@ -384,6 +405,8 @@ class Pipeline:
         units = grid(self._spec)
         if PILOT not in self._run.provenance() and not any(map(self._is_sealed, units)):
             yield from self._unit_parts("pilot", self._pilot_units(), self._run.path / PILOT_FOLDER)
+        if self._spec.evaluate.rounds is not None:
+            return  # nobody knows how many rounds there will be
         yield from self._unit_parts("evaluate", units, self._run.records)
         for folder in floor_folders(self._run.path) if self._spec.evaluate.floor else ():
             yield from self._unit_parts("floor", floor_units(units), folder)
@@ -532,11 +555,16 @@ class Pipeline:
         if open_:
             raise RunError(f"how many items of {', '.join(open_)} to ask follows from the pilot, which was not run")
         units = grid(self._spec)
-        was_whole = self._serve("evaluate", units, self._run.records)
+        if self._spec.evaluate.rounds is not None:
+            was_whole, units = self._ask_in_rounds(self._spec.evaluate.rounds)
+        else:
+            was_whole = self._serve("evaluate", units, self._run.records)
         floored = floor_units(units) if self._spec.evaluate.floor else []
         for folder in floor_folders(self._run.path) if floored else ():
             make_folder(folder)
             self._serve("floor", floored, folder)
+        if self._ended is not None:
+            self._run.keep(LOOKS, ENDED, self._ended)
         declared = {arm: part.recipe.model_dump() for arm, part in self._spec.checkpoints.items()}
         if declared:
             self._run.note(declared=declared)
@@ -544,6 +572,73 @@ class Pipeline:
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
+
+    def _ask_in_rounds(self, rounds: Rounds) -> tuple[bool, list[Unit]]:
+        """Ask round after round until a look ends it; whether nothing was asked now, and the units that were."""
+        plan = self._rows_plan(rounds)
+        units = [unit for unit in grid(self._spec) if unit.suite in plan.items]
+        was_whole = True
+        while True:
+            looks = looks_in(self._run.provenance())
+            if looks and "words" not in looks[-1]:  # a round that was asked, and not yet looked at
+                self._look_at(units, len(looks), looks[-1])
+                continue
+            rows = next_round(plan, looks, rounds.minutes, rounds.first)
+            if isinstance(rows, str):
+                self._ended = rows
+                return was_whole, units
+            was_whole = False
+            self._ask_round(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
+
+    def _rows_plan(self, rounds: Rounds) -> RowsPlan:
+        """What may be asked at the most, as the first process noted it."""
+        provenance = self._run.provenance()
+        if (known := RowsPlan.of(provenance)) is not None:
+            return known
+        found = provenance[PILOT][FOUND]
+        left_out = suites_left_out(found)
+        seconds = self._seconds_a_row()
+        plan = rows_plan(found["items"], seconds, left_out, rounds.minutes, rounds.first)
+        if not plan.items:  # nothing can be measured, which the records of the pilot's suites are to show
+            plan = rows_plan(found["items"], seconds, {}, 0.0, rounds.first)
+        self._run.keep(LOOKS, PLANNED, plan.written())
+        noted = RowsPlan.of(self._run.provenance())
+        assert noted is not None
+        for line in plan_lines(noted, self._spec):
+            self._say(line)
+        return noted
+
+    def _seconds_a_row(self) -> dict[str, float]:
+        """What the pilot's rows took, by suite, on all ways of serving together."""
+        spent, rows = dict[str, float](), dict[str, int]()
+        for unit in self._pilot_units():
+            identity = unit.identity(self._sha256_of((unit.arm, unit.seed)))
+            answered = sealed_records(UnitFiles.of(self._run.path / PILOT_FOLDER, unit), identity).values()
+            spent[unit.suite] = spent.get(unit.suite, 0.0) + sum(row.seconds for row in answered)
+            rows[unit.suite] = rows.get(unit.suite, 0) + len(answered)
+        ways = len(self._spec.evaluate.policies)
+        return {suite: ways * seconds / max(1, rows[suite]) for suite, seconds in spent.items()}
+
+    def _ask_round(
+        self, units: Sequence[Unit], number: int, rows: Mapping[str, range], asked: Mapping[str, int]
+    ) -> None:
+        folder = self._run.path / ROUNDS_FOLDER / str(number)
+        make_folder(folder)
+        own = [unit for unit in units if unit.suite in rows]
+        begun = time.monotonic()
+        self._serve("evaluate", own, folder, rows)
+        look = {
+            "items": {**asked, **{suite: part.stop for suite, part in rows.items()}},
+            "seconds": round(time.monotonic() - begun, 3),
+        }
+        self._run.keep(LOOKS, str(number), look)
+
+    def _look_at(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
+        """Put the records together, have the gate look at them, and note what it says."""
+        put_together(self._run.path, units, number)
+        words = words_of(self._run.path)
+        self._run.note(**{LOOKS: {str(number): {**look, "words": words}}})
+        self._say(list(look_lines(self._run.provenance()))[-1])
 
     def check_there(self, pairs: Iterable[Pair]) -> None:
         """Raise DataError for a checkpoint that the run trained and that is not there any more."""
@@ -558,8 +653,8 @@ class Pipeline:
         self._say("what fails is asked once more under its remedies")
         self._serve("remedies", units, folder)
 
-    def _serve(self, phase: str, units: Sequence[Unit], folder: Path) -> bool:
-        """Serve what is not sealed in ``folder``; whether all of it was."""
+    def _serve(self, phase: str, units: Sequence[Unit], folder: Path, rows: Mapping[str, range] | None = None) -> bool:
+        """Serve what is not sealed in ``folder``, of a round its ``rows`` by suite; whether all of it was."""
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
 
         def is_sealed(unit: Unit) -> bool:
@@ -591,7 +686,7 @@ class Pipeline:
                     with bar.apart(("load", folder, (first.arm, first.seed)), "" if is_held else "loading the model"):
                         evaluator = self._evaluator_of((first.arm, first.seed))
                     bar.forecast.resume()  # what lies between two phases comes once
-                    evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder)
+                    evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder, rows=rows)
 
             with self._slot:  # no engine outlives the phase that it answers in
                 work_through_groups(

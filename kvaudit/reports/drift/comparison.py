@@ -16,7 +16,17 @@ import pandas as pd
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
-from kvaudit.core.provenance import ENDPOINT, INPUTS, REWARD_JUDGES, inputs_sha256, items_in, table_of
+from kvaudit.core.provenance import (
+    ENDPOINT,
+    INPUTS,
+    LOOKS,
+    PLANNED,
+    REWARD_JUDGES,
+    inputs_sha256,
+    items_in,
+    last_look,
+    table_of,
+)
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
@@ -50,6 +60,13 @@ class PlannedUnit(NamedTuple):
     rows: int
 
 
+class Looked(NamedTuple):
+    """How a suite of a run in rounds was looked at: ``tests`` cells are gated, ``is_last`` is the last planned look."""
+
+    tests: int
+    is_last: bool
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The two sides of every difference.
@@ -80,6 +97,7 @@ class Comparison:
     trained_under: Mapping[str, str] = field(default_factory=dict)  # arm -> policy of its compressed rollouts
     rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
     references: Mapping[str, str] = field(default_factory=dict)  # an engine's condition -> its uncompressed one
+    looked: Mapping[str, Looked] = field(default_factory=dict)  # by suite, of a run that is asked in rounds
 
     def uncompressed_of(self, policy: str) -> str:
         """What a way of serving is compared with; itself where it compresses nothing."""
@@ -160,7 +178,19 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
         references=dict(references),
+        looked=dict(_looked(spec, suites, provenance)),
     )
+
+
+def _looked(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Looked]]:
+    """How each suite was looked at; none of a run that is asked at once."""
+    if spec.evaluate.rounds is None:
+        return
+    tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
+    planned = table_of(table_of(table_of(provenance, LOOKS), PLANNED), "items")
+    asked = table_of(last_look(provenance) or {}, "items")
+    for suite in suites:
+        yield suite, Looked(tests, suite in planned and planned[suite] == asked.get(suite))
 
 
 def _served_as(spec: RunSpec, known: Sequence[str]) -> list[str]:

@@ -21,16 +21,17 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.estimands import ALIKE, DEPLOYED, INTERACTION, SERVING
-from kvaudit.core.facets import UNSAFE
+from kvaudit.core.facets import UNSAFE, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_canary
-from kvaudit.reports.drift.comparison import Comparison, Reason, run_reasons
+from kvaudit.reports.drift.comparison import Comparison, Looked, Reason, run_reasons
 from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unwanted
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
+from kvaudit.reports.stats.betting import betting_effect
 from kvaudit.reports.stats.churn import Flips, flips
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect
@@ -194,7 +195,9 @@ def contrast(
     """One estimand over paired seeds, the panel's own unless given: seeds are averaged inside the item first."""
     paired = seed_pairs(comparison, panel, arm) if pairs is None else pairs
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in paired]
-    return _weighed(estimand, panel, weights, arm=arm, seeds=[pair[0] for pair in paired], policy=policy, alpha=alpha)
+    looked = comparison.looked.get(facet_of(panel.suite)[0] if panel.suite in comparison.facets else panel.suite)
+    seeds = [pair[0] for pair in paired]
+    return _weighed(estimand, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha, looked=looked)
 
 
 def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead_of: str, alpha: float) -> Contrast:
@@ -207,7 +210,15 @@ def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead
 
 
 def _weighed(
-    estimand: str, panel: Panel, weights: list[Weights], *, arm: str, seeds: Sequence[int], policy: str, alpha: float
+    estimand: str,
+    panel: Panel,
+    weights: list[Weights],
+    *,
+    arm: str,
+    seeds: Sequence[int],
+    policy: str,
+    alpha: float,
+    looked: Looked | None = None,
 ) -> Contrast:
     cells = sorted({cell for w in weights for cell in w})
     reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
@@ -217,7 +228,7 @@ def _weighed(
     # nothing else is wrong: the estimate may be said, without an interval
     if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
-    return blank if reasons else _with_numbers(blank, panel, weights, cells, alpha)
+    return blank if reasons else _with_numbers(replace(blank, looked=looked), panel, weights, cells, alpha)
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
@@ -248,10 +259,10 @@ def _with_numbers(
     mean = np.nanmean(z, axis=0)
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read stands for nothing of its own
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
-    effect = _effect_of(blank.estimand, panel, mean, clusters, draws, alpha)
+    effect = _effect_of(blank, panel, mean, clusters, draws, alpha)
     totals = []
     for other, own in _readings(panel, weights, recorded):
-        effect = no_narrower(effect, _effect_of(blank.estimand, panel, other, own, draws, alpha))
+        effect = no_narrower(effect, _effect_of(blank, panel, other, own, draws, alpha))
         totals.append((_cluster_sums(panel, other, own),))
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
@@ -293,10 +304,12 @@ def _readings(
 
 
 def _effect_of(
-    estimand: str, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
+    c: Contrast, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
 ) -> Effect:
-    if estimand == INTERACTION:
+    if c.estimand == INTERACTION:
         return _interaction_effect(mean, clusters, alpha)
+    if c.looked is not None:
+        return betting_effect(mean, clusters, alpha=alpha, tests=c.looked.tests, is_last=c.looked.is_last)
     return ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
 
 

@@ -207,6 +207,8 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None 
     the seed variance: the recipe is decided where it agrees with the checkpoints.
     """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
+    if c.looked is not None and c.effect is not None:
+        return _looked_at(row, c.effect, margin)
     ratio = None if limit is None else ratio_of(c, limit)
     status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
@@ -230,6 +232,27 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None 
             status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
     return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
+
+
+def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> Judged:
+    """One test of a run in rounds: a loss of the margin is ruled out, or shown, by bounds that hold at every look.
+
+    Every test has its own share of the level already, so no p-value is adjusted.
+    """
+    status: Status = Status.INCONCLUSIVE
+    reasons: tuple[Reason, ...] = (Reason("MARGIN", _open_at(effect, margin)),)
+    if effect.lower > -margin:
+        status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
+    elif effect.upper < -margin:
+        status, reasons = Status.FAIL, (Reason("MARGIN", "a loss beyond the margin is shown"),)
+    pvalue = min(1.0, effect.pvalue_drop * (row.contrast.looked.tests if row.contrast.looked else 1))
+    return Judged(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
+
+
+def _open_at(effect: Effect, margin: float) -> str:
+    """What the rows that were asked leave open."""
+    shown = "a loss is shown, and whether" if effect.upper < 0 else "whether"
+    return f"{shown} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
@@ -336,7 +359,7 @@ def decision(
 def _template_bound(shown: Judged, margin: float | None, alpha: float) -> float | None:
     """What the template rule leaves open in the test's own direction; nothing where the interval leaves more."""
     c, sign = shown.row.contrast, shown.row.sign
-    if c.effect is None or margin is None or _toward(c.effect, sign).lower <= -margin:
+    if c.effect is None or c.looked or margin is None or _toward(c.effect, sign).lower <= -margin:
         return None
     return min(template_bound(own, alpha=alpha) for own in (templates_of(c, sign), *readings_of(c, sign)))
 

@@ -141,7 +141,7 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
-    """The verdict of a drift, by precedence INVALID > FAIL > NOT MEASURABLE > INCONCLUSIVE > WAIVED > PASS."""
+    """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > NOT MEASURABLE > WAIVED > PASS."""
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
     controls = Controls(drift, rules.margins, rules.ratios)
     uneven = uneven_cells([*cells, *beside])

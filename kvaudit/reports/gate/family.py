@@ -25,6 +25,7 @@ import numpy as np
 from scipy import special
 
 from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
+from kvaudit.core.facets import facet_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import Where
 from kvaudit.reports.drift.results import Contrast, Drift
@@ -132,8 +133,13 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 
 def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """A suite is decided whatever is declared, since a margin may be missing; a facet where it has a margin."""
-    return c.suite not in sides.facets or rules.holds(c.suite)
+    """A facet is decided where it has a margin, and a suite where none of its facets alone stands for it.
+
+    So a suite without any margin is decided, too: that it lacks one is said there.
+    """
+    if c.suite in sides.facets or rules.holds(c.suite):
+        return rules.holds(c.suite)
+    return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
 
 
 def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:

@@ -48,8 +48,8 @@ EXIT_CODES = {
 PRECEDENCE = (
     Status.INVALID,
     Status.FAIL,
-    Status.NOT_MEASURABLE,
     Status.INCONCLUSIVE,
+    Status.NOT_MEASURABLE,
     Status.WAIVED,
     Status.PASS_NOTED,
     Status.PASS,

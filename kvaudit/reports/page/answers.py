@@ -150,7 +150,16 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
         # the subject that the half sentence is about stands first
         first = subject_of(sides, deciding[0])
         ordered = (first, *(name for name in names if name != first))
-        yield Subjects(status, ordered, *why(sides, deciding[0]), tuple(deciding))
+        said, brief = why(sides, deciding[0])
+        held = _what_holds(subjects[first], status)
+        yield Subjects(status, ordered, f"{held}{said}", brief, tuple(deciding))
+
+
+def _what_holds(cells: Sequence[Decision], status: Status) -> str:
+    """How much of a subject is shown to hold, before what of it is open or cannot be measured."""
+    passed = sum(d.standing in PASSED for d in cells)
+    is_open = status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE)
+    return f"{passed} of {len(cells)} hold; " if is_open and passed else ""
 
 
 def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:

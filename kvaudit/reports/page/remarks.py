@@ -13,10 +13,13 @@ from kvaudit.reports.gate.decide import is_apart, suite_of
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.family import gated_cells
 from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
-from kvaudit.reports.gate.verdict import JUDGE_DIFF, PHRASES, TRAINED, Decision, Status
+from kvaudit.reports.gate.verdict import JUDGE_DIFF, TRAINED, Decision, Status
 from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
+
+# of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
+PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
@@ -103,7 +106,7 @@ def _judges(findings: Decided) -> Iterator[str]:
         yield f"{TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
     gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
-        yield f"{PHRASES}: phrase rules alone graded {', '.join(own)}; no claim rests on them."
+        yield f"Phrase rules alone read the refusals of {', '.join(own)}: {PHRASE_ERRORS}; no claim rests on them."
 
 
 def _labels(findings: Decided) -> Iterator[str]:

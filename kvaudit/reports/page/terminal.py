@@ -1,49 +1,54 @@
-"""What a terminal says of a verdict: at most ten lines, the answers first, for somebody who read no page of ours."""
+"""What a terminal says of a verdict: at most twelve lines, the answers first, for somebody who read no page of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.floor import floor_at
-from kvaudit.reports.gate.verdict import Decision, Larger, Status
+from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.layout.words import counted
 from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
 
-MOST_TERMINAL_LINES = 10
-_TIMES = {Larger.TWICE: 2, Larger.TEN_TIMES: 10}
+MOST_TERMINAL_LINES = 12
 
 
 @dataclass(frozen=True)
 class BesideFindings:
     """What a command knows beside the findings.
 
-    ``seconds``: by suite, what one more item takes on both sides. ``unseen``: what nobody asked, in words.
+    ``unseen``: what nobody asked, in words. ``longer``: the command that asks on, where time was short. ``questions``:
+    what kind they were, behind the verdict, where that must be said.
     """
 
-    seconds: Mapping[str, float] = field(default_factory=dict)
     unseen: Sequence[str] = ()
+    longer: str = ""
+    questions: str = ""
 
 
-def terminal_lines(findings: Findings, run: Path | None = None, cost: BesideFindings | None = None) -> list[str]:
+def terminal_lines(findings: Findings, run: Path | None = None, beside: BesideFindings | None = None) -> list[str]:
     """The verdict, the answers, the cells that decide them, what to read with it, and where the rest lies.
 
     Without a ``run`` no path is named.
     """
-    screen, cost = screen_of(findings), cost or BesideFindings()
+    screen, beside = screen_of(findings), beside or BesideFindings()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "asked")
     first = [f"NOT THE GATE: {screen.alarm}"] if screen.alarm else []
-    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}): {facts}"]
+    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){beside.questions}: {facts}"]
     first += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
     first += screen.instead
-    last = list(_last_lines(findings, screen.before_relying, cost))
+    last = list(_last_lines(findings, screen.before_relying, beside))
     if run is not None:
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
+        last += [f"next: {inline(command)}" for command in _next(findings, run, beside)]
     room = MOST_TERMINAL_LINES - len(first) - len(last)
     cells = [f"  {_cell(findings, d)}" for d in _worth_a_line(findings)]
     # the last line that there is room for says how many have none
@@ -90,28 +95,34 @@ def _by_itself(findings: Findings, d: Decision) -> str:
     return f"; in another order {changed}, {plain.lost + plain.gained} uncompressed"
 
 
-def _last_lines(findings: Findings, before_relying: str, cost: BesideFindings) -> Iterator[str]:
-    if more := list(_more(findings, cost)):
-        yield f"would decide what is open, where nothing is lost: {'; '.join(more)}"
-    if cost.unseen:
-        yield f"not asked: {'; '.join(cost.unseen)}"
+def _last_lines(findings: Findings, before_relying: str, beside: BesideFindings) -> Iterator[str]:
+    yield from _rounds(findings)
+    if beside.unseen:
+        yield f"not asked: {'; '.join(beside.unseen)}"
     if before_relying:
         yield f"read first: {before_relying}"
 
 
-def _more(findings: Findings, cost: BesideFindings) -> Iterator[str]:
-    """By suite, how many rows more and how many minutes; nothing of what nobody timed."""
-    gated = findings.verdict.gated
-    for suite, seconds in cost.seconds.items():
-        own = [d for d in gated if suite in (d.suite, d.suite.rpartition(".")[0]) and d.effect]
-        open_ = [d for d in own if d.status is Status.INCONCLUSIVE]
-        if not open_:
-            continue
-        times = [_TIMES[d.larger] for d in open_ if d.larger in _TIMES]
-        if len(times) < len(open_):
-            yield f"{suite}: more rows are unlikely to"
-            continue
-        # what is asked now is there already
-        rows = (max(times) - 1) * max(d.effect.n_items for d in own if d.effect)
-        minutes = max(1, round(rows * seconds / 60))
-        yield f"{suite}: {rows} rows more, about {minutes} minute{'s' * (minutes > 1)}"
+def _rounds(findings: Findings) -> Iterator[str]:
+    """How far a run in rounds went and why it ended there, and what its reference was not asked."""
+    looks = looks_in(findings.provenance)
+    if looks:
+        table = table_of(findings.provenance, LOOKS)
+        asked = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())
+        minutes = sum(float(look.get("seconds", 0.0)) for look in looks) / 60
+        why = table.get(ENDED, "it was stopped")
+        yield f"asked: {asked} on each side, {counted(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
+        for suite, reason in table_of(table_of(table, PLANNED), "left_out").items():
+            yield f"not asked of this model: {suite} ({reason})"
+
+
+def _next(findings: Findings, run: Path, beside: BesideFindings) -> Iterator[str]:
+    """The one command to type next; none where the setting may be served."""
+    status, folder = findings.verdict.status, shlex.quote(str(run))
+    ended = table_of(findings.provenance, LOOKS).get(ENDED)
+    if status is Status.INCONCLUSIVE and ended == TIME_SPENT and beside.longer:
+        yield beside.longer
+    elif status in (Status.FAIL, Status.INCONCLUSIVE, Status.INVALID):
+        yield f"kvaudit view {folder}"
+    elif status is Status.NOT_MEASURABLE:
+        yield "kvaudit init audit"

@@ -23,7 +23,18 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_json, read_text
-from kvaudit.core.provenance import ANYWAY, INPUTS, ORIGIN, PILOT, PROVENANCE, check_sealed, read_provenance, seal_of
+from kvaudit.core.provenance import (
+    ANYWAY,
+    INPUTS,
+    ORIGIN,
+    PILOT,
+    PROVENANCE,
+    check_sealed,
+    items_in,
+    last_look,
+    read_provenance,
+    seal_of,
+)
 from kvaudit.core.recipe import RECIPE, read_recipe
 from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
@@ -109,6 +120,8 @@ def load_run(run: Path) -> RunData:
     _check_there(run / PROVENANCE)
     provenance = read_provenance(run)
     spec = _spec(run / "spec.yaml", provenance)
+    if last_look(provenance) is not None:  # without what the pilot found to have nothing to lose
+        spec = spec.sized({suite: 0 for suite, number in items_in(provenance).items() if number == 0})
     units = sorted((run / "records").glob("*.jsonl"))
     _check_files(run / "records", units)
     columns = Columns()
