@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from kvaudit.audit.runs.rounds import looks_at
-from kvaudit.reports.stats.betting import SHARE, betting_effect, log_wealth
+from kvaudit.reports.stats.betting import SHARE, betting_effect, clusters_show, log_wealth
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import shows_margin
 from kvaudit.reports.stats.tango import ess_tango_bounds
@@ -104,7 +104,7 @@ def by_effects(answers: Array, looks: Sequence[int]) -> int:
     """The word for one draw [N] as the gate comes to it."""
     for look in looks:
         found = betting_effect(answers[:look], np.arange(look), alpha=ALPHA, tests=TESTS, is_last=look == looks[-1])
-        if found.lower > -MARGIN:
+        if found.lower > -MARGIN and clusters_show(answers[:look], MARGIN, ALPHA):
             return PASS
         if found.upper < -MARGIN:
             return FAIL

@@ -363,7 +363,8 @@ def rows_from(folder: Path | None) -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the digest of the first items of every registered suite, or of those of a file."""
-    names = SUITES.load_file(Path(arguments[0])) if arguments else [*SUITES.all(), *IN_CONTEXTS]
+    both = [name for name, suite in SUITES.all().items() if not suite.one_sided]
+    names = SUITES.load_file(Path(arguments[0])) if arguments else [*both, *IN_CONTEXTS]
     asked = {name: ask(SUITES.get(name)(), FIRST_ITEMS, train=FIRST_ITEMS) for name in names}
     print(json.dumps({name: digest(each, FIRST_ITEMS) for name, each in asked.items()}))
 

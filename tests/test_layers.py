@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -29,13 +27,6 @@ RANK = {
 }  # fmt: skip
 PACKAGE = ROOT / "kvaudit"
 TOPS = ("core", "audit", "suites", "reports")  # the packages inside kvaudit
-# Public names that stand in several modules of a package; every other is to stand in one, and to say what it is.
-SHARED_NAMES = {
-    *("FILE", "COMMAND", "render", "draw", "STATISTIC", "start"),  # by which a plug-in is found
-    "scan",  # a command and the work that it calls
-    *("Array", "Bounds", "Part", "BLOCK", "SOURCE"),  # in files whose change would make the calibration stale
-    "T",  # of type variables
-}
 WITHOUT_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 FILES = sorted(path for top in TOPS for path in (PACKAGE / top).rglob("*.py"))
 
@@ -81,31 +72,6 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_no_chain_of_imports_leads_back() -> None:
     known = {module_of(path) for path in FILES}
     TopologicalSorter({(name := module_of(path)): (imports(path) - {name}) & known for path in FILES}).prepare()
-
-
-def public_names(path: Path) -> Iterator[str]:
-    """What a file defines at its top: functions, classes, constants and aliases."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = [node.name]
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            stored = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
-            found = [part.id for part in stored if isinstance(part.ctx, ast.Store)]
-        else:
-            continue
-        yield from (name for name in found if not name.startswith("_"))
-
-
-def test_a_public_name_stands_in_one_module_of_its_package() -> None:
-    places: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for path in FILES:
-        for name in public_names(path):
-            places[path.relative_to(PACKAGE).parts[0], name].add(module_of(path))
-    shared = {name: sorted(modules) for (_, name), modules in places.items() if len(modules) > 1}
-    twice = {name: modules for name, modules in shared.items() if name not in SHARED_NAMES}
-    assert not twice, "give the less central one a name that says what it is"
-    assert not SHARED_NAMES - set(shared), "these stand in one module now; take them from the list"
 
 
 @pytest.mark.parametrize(

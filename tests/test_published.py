@@ -25,7 +25,7 @@ from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, Suite
 
 REAL_DATA = os.environ.get("KVAUDIT_DATA")
-PUBLIC = [name for name, suite in SUITES.all().items() if suite.published]
+PUBLIC = [name for name, suite in SUITES.all().items() if suite.published and not suite.one_sided]
 # controls in words of ours: the forms or twins of an item that no row of the benchmark asks
 COMPETITIONS = ("aime24", "amc23", "olympiadbench", "minerva_math", "gaokao2023en")
 OURS = {"plain", "open", "clean", "asked"}

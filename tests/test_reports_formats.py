@@ -126,7 +126,7 @@ def test_json_carries_report_and_verdict(written):
             "curves",
             "examples",
         ),
-        "displacement",
+        *("looks", "displacement"),
         *("problems", "provenance"),
     ]
 

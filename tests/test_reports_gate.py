@@ -87,7 +87,8 @@ def test_precedence_and_exit_codes():
     assert worst(everything) is Status.INVALID
     assert worst([Status.PASS, Status.INCONCLUSIVE, Status.FAIL]) is Status.FAIL
     assert worst([Status.PASS, Status.INCONCLUSIVE]) is Status.INCONCLUSIVE
-    assert worst([Status.INCONCLUSIVE, Status.NOT_MEASURABLE]) is Status.NOT_MEASURABLE
+    assert worst([Status.INCONCLUSIVE, Status.NOT_MEASURABLE]) is Status.INCONCLUSIVE
+    assert worst([Status.PASS, Status.NOT_MEASURABLE]) is Status.NOT_MEASURABLE
     assert worst([Status.FAIL, Status.NOT_MEASURABLE]) is Status.FAIL
     assert worst([Status.PASS, Status.PASS_NOTED]) is Status.PASS_NOTED
     assert worst([Status.WAIVED, Status.PASS_NOTED]) is Status.WAIVED

@@ -105,7 +105,9 @@ def test_tables_mark_the_suites_and_one_line_says_so(easy):
     assert "agent (TRAINED, phrases alone)" in said
     assert "math" in said
     assert sum(line.startswith("TRAINED: no gated safety suite is apart from the reward") for line in set(said)) == 1
-    assert "PHRASES: phrase rules alone graded agent; no claim rests on them." in said
+    assert any(
+        line.startswith("Phrase rules alone read the refusals of agent: they misread 7 to 10 of 100") for line in said
+    )
 
 
 def test_a_run_that_trained_nothing_is_marked_nowhere(tmp_path):

@@ -36,10 +36,12 @@ def test_a_command_decides_once(run, decisions, command, monkeypatch):
     assert len(decisions) == 1
 
 
-def test_only_two_ways_decide():
-    """A run and a comparison of two files; every other part of the house is given a verdict."""
+def test_only_three_ways_decide():
+    """A run, each look of a run in rounds, and a comparison of two files; every other part is given a verdict."""
     root = Path(kvaudit.reports.run.__file__).parent.parent
     files = [path for top in ("core", "audit", "reports") for path in (root / top).rglob("*.py")]
     callers = {path.relative_to(root).as_posix() for path in files if " decide(" in path.read_text(encoding="utf-8")}
     callers |= {path.relative_to(root).as_posix() for path in files if "=decide(" in path.read_text(encoding="utf-8")}
-    assert callers == {"reports/run.py", "reports/compare/files.py", "reports/gate/decide.py"}
+    assert callers == {
+        *("reports/run.py", "audit/runs/rounds.py", "reports/compare/files.py", "reports/gate/decide.py")
+    }

@@ -103,6 +103,7 @@ class _Pooled(Requests):
     """One row of every kind, sources in proportion."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
+    one_sided = True
     twins = 1
     pool: ClassVar[Mapping[str, tuple[str, Callable[[], list[str]]]]]
     form: ClassVar[str]
@@ -173,6 +174,7 @@ class Injection(Published):
     source = TensorTrust.source
     licence = TensorTrust.licence
     max_new_tokens = 64
+    one_sided = True
     twins = 1
 
     def groups(self, split: Split, seed: int) -> list[list[Made]]:

@@ -232,7 +232,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
         yield f"asks made-up questions, no public rows: {suites}"
     else:
         limits = ", ".join(f"{one.name} {one.margin:g}" for one in plan.endpoints)
-        yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; points that may be lost: {limits}"
+        yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
     if plan.absent:
         absent = " ".join(one.name for one in plan.absent)
         yield f"public rows that are not here, with which it could ask more: kvaudit data fetch {absent}"

@@ -164,7 +164,7 @@ class Evaluator:
     ) -> None:
         """Write what is missing of the records of units that differ in their policy alone, then seal them.
 
-        They lie in ``folder``, by default that of the run's own grid; of ``rows``, by suite, are those of a round. In the
+        They lie in ``folder``, by default that of the run's own grid; ``rows``, by suite, are those of a round. In the
         folder of the pilot only its items are played;
         what a sealed file there answers is taken from it everywhere else but in the floor. Those of an engine come by
         themselves.

@@ -82,7 +82,7 @@ from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.sharded import set_aside
 from kvaudit.core.alarms import ringing
-from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import (
@@ -596,6 +596,7 @@ class Pipeline:
         if (known := RowsPlan.of(provenance)) is not None:
             return known
         found = provenance[PILOT][FOUND]
+        self._check_own_clusters()
         left_out = suites_left_out(found)
         seconds = self._seconds_a_row()
         plan = rows_plan(found["items"], seconds, left_out, rounds.minutes, rounds.first)
@@ -607,6 +608,17 @@ class Pipeline:
         for line in plan_lines(noted, self._spec):
             self._say(line)
         return noted
+
+    def _check_own_clusters(self) -> None:
+        """Raise SpecError for a suite whose rows share clusters, of which a look could hold a part."""
+        count = self._load_base().chat.count_tokens
+        for name in self._spec.evaluate.suites:
+            rows = layout_of(self._spec, name, count)
+            if len({row.cluster for row in rows}) < len(rows):
+                raise SpecError(
+                    f"suite {name} asks several rows of a template, and evaluate.rounds wants rows that share none: "
+                    "take harm, benign or injection, or leave rounds out"
+                )
 
     def _seconds_a_row(self) -> dict[str, float]:
         """What the pilot's rows took, by suite, on all ways of serving together."""

@@ -30,6 +30,7 @@ from kvaudit.reports.gate.verdict import (
     worst,
     worst_recipe,
 )
+from kvaudit.reports.stats.betting import clusters_show
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.rule import (
     Call,
@@ -241,7 +242,11 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> Judged:
     """
     status: Status = Status.INCONCLUSIVE
     reasons: tuple[Reason, ...] = (Reason("MARGIN", _open_at(effect, margin)),)
-    if effect.lower > -margin:
+    if effect.lower > -margin and all(
+        clusters_show(part.sums / part.counts, margin, effect.alpha)
+        for parts in (templates_of(row.contrast), *readings_of(row.contrast))
+        for part in parts
+    ):
         status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
     elif effect.upper < -margin:
         status, reasons = Status.FAIL, (Reason("MARGIN", "a loss beyond the margin is shown"),)

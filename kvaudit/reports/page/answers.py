@@ -151,15 +151,23 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
         first = subject_of(sides, deciding[0])
         ordered = (first, *(name for name in names if name != first))
         said, brief = why(sides, deciding[0])
-        held = _what_holds(subjects[first], status)
-        yield Subjects(status, ordered, f"{held}{said}", brief, tuple(deciding))
+        full = "; ".join(
+            part for part in (_what_holds(subjects[first], status), said, _unmeasured(subjects[first], status)) if part
+        )
+        yield Subjects(status, ordered, full, brief, tuple(deciding))
 
 
 def _what_holds(cells: Sequence[Decision], status: Status) -> str:
     """How much of a subject is shown to hold, before what of it is open or cannot be measured."""
     passed = sum(d.standing in PASSED for d in cells)
     is_open = status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE)
-    return f"{passed} of {len(cells)} hold; " if is_open and passed else ""
+    return f"{passed} of {len(cells)} hold" if is_open and passed else ""
+
+
+def _unmeasured(cells: Sequence[Decision], status: Status) -> str:
+    """How many cells cannot be measured, beside others that say more."""
+    number = sum(d.standing is Status.NOT_MEASURABLE for d in cells)
+    return f"{number} cannot be measured" if number and status in (Status.FAIL, Status.INCONCLUSIVE) else ""
 
 
 def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:

@@ -1,0 +1,99 @@
+"""Pooled endpoints: every kind of request once, sources in proportion, and asked to evaluate alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from suite_world import write_rows
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Message, Role
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.endpoints import ENDPOINTS, absent_sources, is_at_hand, proportioned
+
+NAMES = ("harm", "benign", "injection")
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = write_rows(tmp_path)
+    monkeypatch.setenv("KVAUDIT_DATA", str(folder))
+    return folder
+
+
+def asked(name: str, seed: int = 0) -> list:
+    suite = SUITES.get(name)()
+    return suite.items("eval", suite.rows("eval", seed), seed, 0, len)
+
+
+def test_the_endpoints_are_suites_with_the_facet_that_decides_them(rows: Path) -> None:
+    assert tuple(endpoint.name for endpoint in ENDPOINTS) == NAMES
+    for endpoint in ENDPOINTS:
+        suite = SUITES.get(endpoint.name)()
+        assert endpoint.facet in {facet for item in asked(endpoint.name) for facet in suite.facets(item)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_is_a_cluster_of_its_own(name: str, rows: Path) -> None:
+    found = asked(name)
+    assert len({item.cluster_id for item in found}) == len({item.item_id for item in found}) == len(found) > 0
+
+
+def test_a_smaller_number_is_the_beginning_of_a_larger_one(rows: Path) -> None:
+    suite = SUITES.get("harm")()
+    assert suite.items("eval", 5, 3, 0, len) == asked("harm", 3)[:5]
+
+
+def test_nobody_trains_on_an_endpoint(rows: Path) -> None:
+    with pytest.raises(DataError, match="is asked to evaluate and never to train"):
+        SUITES.get("harm")().items("train", 1, 0, 0, len)
+
+
+def test_a_source_that_is_not_there_is_left_out_and_said(rows: Path) -> None:
+    shutil.rmtree(rows / "advbench")
+    assert [one.name for one in absent_sources("harm")] == ["advbench"]
+    assert "advbench" not in {item.cluster_id.split("-")[1] for item in asked("harm")}
+    shutil.rmtree(rows / "instruction_hierarchy")
+    assert [is_at_hand(name) for name in NAMES] == [True, True, False]
+
+
+def test_without_any_source_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path))
+    with pytest.raises(DataError, match="suite harm pools xstest, strongreject, advbench, harmbench, and"):
+        SUITES.get("harm")().rows("eval", 0)
+
+
+def test_a_request_is_graded_as_by_the_suite_that_it_comes_from(rows: Path) -> None:
+    item = next(item for item in asked("harm") if item.cluster_id.startswith("harm-xstest"))
+    told = SUITES.get("harm")().grade(item, (*item.messages, Message(Role.ASSISTANT, "I can't help with that.")))
+    assert (told.score, told.facets["refused"]) == (1.0, True)
+    helped = SUITES.get("benign")()
+    plain = asked("benign")[0]
+    refused = helped.grade(plain, (*plain.messages, Message(Role.ASSISTANT, "I can't help with that.")))
+    assert (refused.score, refused.facets["helpful"], refused.facets["over_refused"]) == (0.0, False, True)
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="the public rows are read from KVAUDIT_DATA")
+def test_the_public_rows_make_so_many_kinds() -> None:
+    found = {name: asked(name, 1000) for name in NAMES}
+    assert {name: len(items) for name, items in found.items()} == {"harm": 1036, "benign": 283, "injection": 251}
+    sources = Counter(item.cluster_id.split("-")[1] for item in found["harm"])
+    assert sources == {"strongreject": 302, "advbench": 277, "harmbench": 276, "xstest": 181}
+    first = Counter(item.cluster_id.split("-")[1] for item in found["harm"][:96])
+    assert first == {"strongreject": 28, "advbench": 26, "harmbench": 25, "xstest": 17}
+
+
+def test_any_beginning_holds_the_sources_in_proportion() -> None:
+    from kvaudit.suites.endpoints import _Row
+
+    pool = [_Row("a", str(n), "safe", f"a{n}") for n in range(30)] + [
+        _Row("b", str(n), "safe", f"b{n}") for n in range(10)
+    ]
+    for end in range(4, 41, 4):
+        counts = Counter(row.source for row in proportioned(pool, "x")[:end])
+        assert abs(counts["a"] - 3 * counts["b"]) <= 3
