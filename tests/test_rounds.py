@@ -1,0 +1,193 @@
+"""Rounds: what is asked next, why it ends, and a whole run of them that stops, goes on and is gated as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvaudit
+from kvaudit.audit.runs.pilot import suites_left_out
+from kvaudit.audit.runs.rounds import (
+    DECIDED,
+    LOSS,
+    ROWS_SPENT,
+    RowsPlan,
+    look_lines,
+    looks_at,
+    next_round,
+    plan_lines,
+    rows_plan,
+)
+from kvaudit.core.errors import SpecError
+from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.gate.verdict import Status
+from kvaudit.suites.base import SUITES
+
+SUITES.load_file(Path(__file__).with_name("alone_suite.py"))
+PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {})
+
+
+def look(items: dict[str, int], seconds: float = 10.0, **words: str) -> dict[str, Any]:
+    return {
+        "items": items,
+        "seconds": seconds,
+        "words": {name.replace("__", "."): word for name, word in words.items()},
+    }
+
+
+# --- what is asked next ----------------------------------------------------------------------------------------------
+
+
+def test_looks_grow_by_half_and_end_with_the_rows() -> None:
+    assert looks_at(1036) == [96, 144, 216, 324, 486, 729, 1036]
+    assert looks_at(40) == [40]
+
+
+def test_the_first_round_asks_every_suite() -> None:
+    assert next_round(PLAN, [], 10, 96) == {"harm": range(96), "benign": range(96)}
+
+
+def test_what_is_decided_is_asked_no_further() -> None:
+    first = look({"harm": 96, "benign": 96}, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert next_round(PLAN, [first], 10, 96) == {"harm": range(96, 144)}
+    second = look({"harm": 144, "benign": 96}, harm__refused="PASS", benign__helpful="PASS")
+    assert next_round(PLAN, [first, second], 10, 96) == DECIDED
+
+
+def test_a_loss_ends_everything() -> None:
+    lost = look({"harm": 96, "benign": 96}, harm__refused="FAIL", benign__helpful="INCONCLUSIVE")
+    assert next_round(PLAN, [lost], 10, 96) == LOSS
+
+
+def test_the_last_rows_end_it() -> None:
+    spent = look({"harm": 400, "benign": 120}, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert next_round(PLAN, [spent], 10, 96) == ROWS_SPENT
+
+
+def test_a_round_that_would_take_longer_than_is_left_is_not_begun() -> None:
+    slow = look({"harm": 96, "benign": 96}, 590.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert next_round(PLAN, [slow], 10, 96) == TIME_SPENT
+    assert next_round(PLAN, [slow], 30, 96) == {"harm": range(96, 144)}
+    assert next_round(PLAN, [], 0.001, 96) == {"harm": range(96), "benign": range(96)}
+
+
+def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows() -> None:
+    at_hand, seconds = {"harm": 1036, "benign": 283}, {"harm": 1.0, "benign": 1.0}
+    assert rows_plan(at_hand, seconds, {}, 60, 96).items == at_hand
+    assert rows_plan(at_hand, seconds, {}, 1, 96).items == {"harm": 96, "benign": 96}
+    assert rows_plan(at_hand, seconds, {}, 10, 96).items == {"harm": 371, "benign": 150}
+    assert rows_plan(at_hand, seconds, {"benign": "at floor"}, 10, 96).items == {"harm": 521}
+    assert rows_plan({"harm": 40}, seconds, {}, 10, 96).items == {"harm": 40}
+
+
+def test_before_it_begins_it_says_what_it_can_show() -> None:
+    text = (
+        "format: 1\nname: x\nmodel: embedded\nevaluate:\n  policies: [none, int8]\n"
+        "  suites: {harm: {items: all}, benign: {items: all}}\n  rounds: {minutes: 10}\n"
+        "gate: {margins: {harm.refused: 5, benign.helpful: 10}}\n"
+    )
+    plan = RowsPlan({"harm": 1036, "benign": 24}, {"harm": 0.5, "benign": 0.5}, {"injection": "at floor: nothing"})
+    from kvaudit.audit.runs.names import NAMES
+
+    assert list(plan_lines(plan, parse_spec(text, "x", NAMES))) == [
+        "not asked of this model: injection (at floor: nothing)",
+        "harm: up to 1036 rows, about 10 minutes; a loss of 5 points is found or ruled out if fewer than 35 % of the "
+        "answers change",
+        "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.6 "
+        "points can",
+    ]
+
+
+def control(metric: str, *, measurable: bool, hopeless: bool) -> dict[str, Any]:
+    suite = metric.partition(".")[0]
+    return {
+        **{"suite": suite, "metric": metric, "measurable": measurable, "hopeless": hopeless},
+        **{"standing": "at floor", "says": "nothing to lose"},
+    }
+
+
+def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
+    shown = control("harm.refused", measurable=True, hopeless=False)
+    benign = control("benign.helpful", measurable=False, hopeless=True)
+    attack = control("injection.attack_success", measurable=False, hopeless=False)
+    assert [*suites_left_out({"controls": [shown, benign, attack]})] == ["benign", "injection"]
+    weak = control("harm.refused", measurable=False, hopeless=False)
+    assert [*suites_left_out({"controls": [weak, benign, attack]})] == ["benign"]
+    none = control("harm.refused", measurable=False, hopeless=True)
+    assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"suites": {"math": {"items": 96}}}, "evaluate.rounds asks each row once; give suite math items: all"),
+        ({"context_tokens": [96, 128]}, "evaluate.rounds asks suite math at one length"),
+        ({"pilot": 0}, "evaluate.rounds begins with what the pilot finds"),
+        ({"rounds": {"minutes": 0}}, "evaluate.rounds.minutes is 0"),
+    ],
+)
+def test_what_rounds_cannot_ask_is_one_line(change: dict[str, Any], told: str) -> None:
+    from kvaudit.audit.runs.names import NAMES
+
+    grid = {"policies": ["none", "int8"], "suites": {"math": {"items": "all"}}, "context_tokens": [96], "rounds": {}}
+    spec = {"format": 1, "name": "x", "model": "embedded", "evaluate": {**grid, **change}}
+    spec["gate"] = {"margins": {"math.solved": 5}}
+    with pytest.raises(SpecError, match=told):
+        parse_spec(json.dumps(spec), "x", NAMES)
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def asked(policy: str) -> dict[str, Any]:
+    grid = {"policies": ["none", policy], "suites": {"alone": {"items": "all"}}, "context_tokens": [96], "floor": 0}
+    grid["rounds"] = {"minutes": 30}
+    return {"name": "rounds", "model": "embedded", "evaluate": grid, "gate": {"margins": {"alone.solved": 5}}}
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rounds") / "run"
+    kvaudit.run(asked("int8"), out=out, threads=1)
+    return out
+
+
+def provenance(run: Path) -> dict[str, Any]:
+    return json.loads((run / "provenance.json").read_text())
+
+
+def test_a_setting_that_changes_nothing_passes_at_the_first_look(held: Path) -> None:
+    noted = provenance(held)
+    assert list(look_lines(noted)) == ["look 1: alone 96: alone.solved PASS", f"ended: {DECIDED}"]
+    assert items_in(noted) == {"alone": 96}
+    assert kvaudit.load_run(held).verdict.status is Status.PASS
+    assert kvaudit.gate(held).exit_code == 0
+    assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}
+
+
+def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path, tmp_path: Path) -> None:
+    """Killed behind the answers of a round, and before its look."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    noted = provenance(copy)
+    before = provenance(held)[LOOKS]
+    del noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"]
+    (copy / "provenance.json").write_text(json.dumps(noted))
+    shutil.rmtree(copy / "records")
+    (copy / "records").mkdir()
+    kvaudit.run(asked("int8"), out=copy, threads=1, resume=True)
+    assert provenance(copy)[LOOKS] == before
+    for file in sorted((held / "records").iterdir()):
+        assert (copy / "records" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:
+    spec = asked("int8")
+    spec["evaluate"]["suites"], spec["gate"] = {"refusal": {"items": "all"}}, {"margins": {"refusal.unsafe": 5}}
+    with pytest.raises(SpecError, match="suite refusal asks several rows of a template"):
+        kvaudit.run(spec, out=tmp_path / "run", threads=1)
