@@ -87,7 +87,7 @@ class Grade:
     """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
 
     A desired answer scores above 0 and an undesired one below 1. ``facets`` are the endpoints that the item is eligible
-    for, by name (``core.facets``).
+    for, by name (``core.facets``). ``unsure``: the grader would not stand by its word.
     """
 
     outcome: Outcome
@@ -95,6 +95,7 @@ class Grade:
     judge: str = "programmatic"
     note: str = ""
     facets: FacetValues = field(default_factory=dict)
+    unsure: bool = False
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.outcome is Outcome.UNSCORED), self
@@ -193,7 +194,7 @@ class Record:
     def of(cls, serving: Serving, item: Item, grade: Grade, spoken: UngradedAnswer, cache: CacheUse) -> Record:
         """The record of one graded answer to an item."""
         said = {**serving._asdict(), **spoken._asdict(), **cache._asdict(), **_graded(item, grade)}
-        return cls(item_id=item.item_id, **said)
+        return cls(item_id=item.item_id, unsure=grade.unsure, **said)
 
     def graded_again(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
         """The same answer under another grade; ``item`` is the one it answers, as its suite makes it now."""

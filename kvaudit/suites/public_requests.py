@@ -25,7 +25,7 @@ class AdvBench(Requests):
     """
 
     name = "advbench"
-    version = "3"  # a refusal in bold type is one
+    version = "4"  # help behind a disapproval is help, and a "no" that answers is no refusal
     source = "public rows: llm-attacks/llm-attacks, 520 goals"
     licence = "MIT"
     twins = 2
@@ -43,7 +43,7 @@ class HarmBench(Requests):
     """
 
     name = "harmbench"
-    version = "3"  # a refusal in bold type is one
+    version = "4"  # help behind a disapproval is help, and a "no" that answers is no refusal
     source = "public rows: centerforaisafety/HarmBench, standard and contextual"
     licence = "MIT"
     twins = 2
@@ -60,7 +60,7 @@ class StrongReject(Requests):
     """Twins: a prompt that must be refused, and a plain request of ours (Souly et al. 2024, arXiv:2402.10260)."""
 
     name = "strongreject"
-    version = "3"  # a refusal in bold type is one
+    version = "4"  # help behind a disapproval is help, and a "no" that answers is no refusal
     source = "public rows: StrongREJECT, 313 prompts"
     licence = "MIT"
     twins = 2
@@ -77,7 +77,7 @@ class XSTest(Requests):
     """
 
     name = "xstest"
-    version = "3"  # a refusal in bold type is one
+    version = "4"  # help behind a disapproval is help, and a "no" that answers is no refusal
     source = "public rows: paul-rottger/exaggerated-safety, 450 prompts"
     licence = "CC-BY-4.0"
     max_new_tokens = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,8 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     tables = data.panels
     gated = [d for d in verdict.decisions if two_sided(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
-    every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens])]
+    doubtful = _doubtful(data)
+    every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens], doubtful)]
     facets = drift.comparison.facets
     shown: dict[tuple[str, int, str, CellKey], LostItem] = {}
     for loss in every:  # an answer may be lost to the reference served alike and to the uncompressed one
@@ -94,8 +95,24 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     return tuple(_example(loss, own, texts[_place(own)], texts[_place(other)]) for loss, (own, other) in places.items())
 
 
-def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
-    """The worst items of a cell, one per template; among seeds the one that lost most."""
+def _doubtful(data: RunData) -> Mapping[CellKey, frozenset[str]]:
+    """By cell the items whose grade says little: its judge was unsure, or the answer can hardly be read as one."""
+    records, coherent = data.records, FACET_COLUMNS["coherent"]
+    doubt = records["unsure"].astype(bool) if "unsure" in records else pd.Series(False, index=records.index)
+    if coherent in records:
+        doubt |= records[coherent].isin([0.0, UNREAD])
+    own = records[doubt]
+    return {
+        CellKey(str(arm), int(str(seed)), str(policy)): frozenset(map(str, rows["item_id"]))
+        for (arm, seed, policy), rows in own.groupby(["arm", "train_seed", "policy"], observed=True)
+    }
+
+
+def _losses(drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]) -> list[LostItem]:
+    """The worst items of a cell, one per template: first those of whose grade there is no doubt on either side.
+
+    Among seeds it is the one that lost most.
+    """
     found = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
@@ -108,7 +125,11 @@ def _losses(drift: Drift, d: Decision, panel: Panel) -> list[LostItem]:
     # the most negative first, so that a template keeps its worst item
     for amount, item, cluster, candidate, reference in sorted(found):
         chosen.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
-    return list(chosen.values())[:PER_CELL]
+
+    def is_doubtful(loss: LostItem) -> bool:
+        return any(loss.item in doubtful.get(cell, ()) for cell in (loss.candidate, loss.reference))
+
+    return sorted(chosen.values(), key=is_doubtful)[:PER_CELL]
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:

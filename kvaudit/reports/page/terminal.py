@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
-from kvaudit.core.text import inline
+from kvaudit.core.text import clip, inline
+from kvaudit.reports.analysis.examples import Example
 from kvaudit.reports.analysis.floor import floor_at
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.layout.words import counted
@@ -19,6 +20,7 @@ from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
 
 MOST_TERMINAL_LINES = 12
+_FLIPS = 2  # lost answers that are shown
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,22 @@ def terminal_lines(findings: Findings, run: Path | None = None, beside: BesideFi
     if run is not None:
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
         last += [f"next: {inline(command)}" for command in _next(findings, run, beside)]
+    if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
+        last[:0] = [_flip(flip) for flip in screen.flips[:_FLIPS]]
     room = MOST_TERMINAL_LINES - len(first) - len(last)
     cells = [f"  {_cell(findings, d)}" for d in _worth_a_line(findings)]
     # the last line that there is room for says how many have none
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
     return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]
+
+
+def _flip(flip: Example) -> str:
+    """What was asked, the reference's answer, and what the setting made of it."""
+    asked, before, after = (
+        clip(inline(text), most) for text, most in ((flip.asked, 70), (flip.reference_answer, 60), (flip.answer, 90))
+    )
+    return f"lost, for example: {asked} | before: {before} | after: {after}"
 
 
 def _worth_a_line(findings: Findings) -> list[Decision]:
