@@ -2,9 +2,9 @@
 
     python -m bench.looks [--draws 4000] [--rows 1036] [--seed 7]
 
-Rows lose, keep or gain an answer with given shares; a check looks after 96, 192, 384, 768 rows and at the last row. At
-the margin a PASS is false, and so is a FAIL. Every decision comes from the functions that the gate calls; one draw in
-forty is decided by ``betting_effect`` itself as well, and must come out alike.
+Rows lose, keep or gain an answer with given shares; a check looks after 100 rows, then after half as many again, and at
+the last. At the margin a PASS is false, and so is a FAIL. Every decision comes from the functions that the gate calls;
+one draw in forty is decided by ``betting_effect`` itself as well, and must come out alike.
 """
 
 from __future__ import annotations

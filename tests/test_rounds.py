@@ -44,7 +44,7 @@ def look(items: dict[str, int], seconds: float = 10.0, **words: str) -> dict[str
 
 
 def test_looks_grow_by_half_and_end_with_the_rows() -> None:
-    assert looks_at(1036) == [96, 144, 216, 324, 486, 729, 1036]
+    assert looks_at(1036) == [100, 150, 225, 337, 505, 757, 1036]
     assert looks_at(40) == [40]
 
 
@@ -96,9 +96,9 @@ def test_before_it_begins_it_says_what_it_can_show() -> None:
 
     assert list(plan_lines(plan, parse_spec(text, "x", NAMES))) == [
         "not asked of this model: injection (at floor: nothing)",
-        "harm: up to 1036 rows, about 10 minutes; a loss of 5 points is found or ruled out if fewer than 35 % of the "
+        "harm: up to 1036 rows, about 10 minutes; a loss of 5 points is found or ruled out if fewer than 36 % of the "
         "answers change",
-        "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.6 "
+        "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.3 "
         "points can",
     ]
 
@@ -163,8 +163,8 @@ def provenance(run: Path) -> dict[str, Any]:
 
 def test_a_setting_that_changes_nothing_passes_at_the_first_look(held: Path) -> None:
     noted = provenance(held)
-    assert list(look_lines(noted)) == ["look 1: alone 96: alone.solved PASS", f"ended: {DECIDED}"]
-    assert items_in(noted) == {"alone": 96}
+    assert list(look_lines(noted)) == ["look 1: alone 100: alone.solved PASS", f"ended: {DECIDED}"]
+    assert items_in(noted) == {"alone": 100}
     assert kvaudit.load_run(held).verdict.status is Status.PASS
     assert kvaudit.gate(held).exit_code == 0
     assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}

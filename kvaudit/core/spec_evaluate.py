@@ -34,7 +34,7 @@ STRIP = "strip"
 # items: what the margins need, by the pilot; every template with each of its twins once
 AUTO_ITEMS, ALL_ITEMS = "auto", "all"
 FLOOR_ITEMS = 64
-FIRST_LOOK = 96  # rows: the fewest that show 5 points where nothing changes
+FIRST_LOOK = 100  # rows: the fewest that show 5 points where nothing changes
 PILOT_ITEMS = 32  # items at each length, where a spec does not say
 LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 

@@ -126,9 +126,9 @@ def check(
 ) -> None:
     """May this model be served with this KV setting?
 
-    Asks the model with and without it until the answer is clear, at most ten minutes, and says it in ten lines. Exits
-    as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit init
-    check.
+    Asks the model with and without it until the answer is clear, at most ten minutes, and says it in a dozen lines.
+    Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit
+    init check.
     """
     asking = Asking(
         *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),

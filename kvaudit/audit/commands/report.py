@@ -69,7 +69,7 @@ def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, F
 
 
 def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:
-    """The answers, on at most ten lines; ``run`` where its report lies."""
+    """The answers, on at most a dozen lines; ``run`` where its report lies."""
     from kvaudit.reports.page.terminal import terminal_lines
 
     for line in terminal_lines(findings, run):
