@@ -4,14 +4,13 @@ import hashlib
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from conftest import with_figures
-from golden_report import golden_text
+from golden_report import GOLDEN, embedded_run, golden_texts
 from report_text import page_text, run_text
 from reports_synthetic import Design, build, policy, records_of, run_spec, tiny, write_unit
 from test_formats_contract import Markup
@@ -36,8 +35,6 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.methods import OtherWays
 
-GOLDEN = Path(__file__).parent / "golden"
-
 
 def found_in(run):
     """What a report of the run says, without its figures drawn."""
@@ -47,14 +44,26 @@ def found_in(run):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    run = build(tmp_path_factory.mktemp("runs") / "run", tiny())
+    run = build(tmp_path_factory.mktemp("runs") / "tiny", tiny())
     with with_figures():
         return run, write_report(run)
 
 
-def test_markdown_is_the_golden_file(written):
-    golden = GOLDEN / "tiny_report.md"
-    assert golden_text(written[0]) == golden.read_text(), "regenerate with: python -m tests.golden_report"
+def check_golden(run):
+    """Every file of a run is its golden file, and no golden file is left over."""
+    kept = {path.name: path.read_text() for path in (GOLDEN / run.name).iterdir() if path.name != "spec.yaml"}
+    texts = golden_texts(run)
+    assert texts.keys() == kept.keys()
+    for name, text in texts.items():
+        assert text == kept[name], f"{name}; regenerate with: python -m tests.golden_report"
+
+
+def test_the_report_of_made_up_records_is_the_golden_one(written):
+    check_golden(written[0])
+
+
+def test_records_and_report_of_a_small_run_are_the_golden_ones(tmp_path):
+    check_golden(embedded_run(tmp_path))
 
 
 def test_every_format_is_found_and_written(written):
