@@ -336,7 +336,7 @@ def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(f
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in refused("run", "--join", tmp_path / "none")
-    for words in (("grade", "judge"), ("grade", "guard"), ("replay", "displace"), ("replay", "remedy")):
+    for words in (("grade", "judge"), ("replay", "displace"), ("replay", "remedy")):
         assert "spec.yaml' is missing; give the folder of a run" in refused(*words, tmp_path / "none")
     assert "is missing" in refused("report", tmp_path / "none")
     assert "is missing" in refused("gate", tmp_path)
@@ -490,7 +490,7 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
     (tmp_path / "older.py").write_text("from audit.gone import Evictor")
     assert "; audit is kvaudit.audit now" in refused("list", "policies", "--plugin", tmp_path / "older.py")
-    assert "brings no policy, suite, judge, guard, reward, launcher or engine" in refused(
+    assert "brings no policy, suite, judge, reward, launcher or engine" in refused(
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")

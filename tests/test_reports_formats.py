@@ -128,7 +128,6 @@ def test_json_carries_report_and_verdict(written):
             "mechanism",
             "calibration",
             "verdict",
-            "guards",
             "floor",
             "remedies",
             "waivers",

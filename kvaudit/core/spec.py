@@ -29,6 +29,7 @@ from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.removed import removed_spec_key
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
 from kvaudit.core.spec_parts import (
     Alpha,
@@ -180,7 +181,7 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 class RunSpec(SpecSection):
     """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
 
-    later = ("chat", "checkpoints", "probe", "engines", "guard", "judge", "remedies")
+    later = ("chat", "checkpoints", "probe", "engines", "judge", "remedies")
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -194,7 +195,6 @@ class RunSpec(SpecSection):
     probe: ProbeSpec | None = None
     engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those that serve, or draw rollouts, are run
     gate: GateSpec = GateSpec()
-    guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
     # what to serve instead of a gated policy that fails, in the order in which it is tested
     remedies: Annotated[tuple[Text, ...], BeforeValidator(_spelled)] = ()
@@ -291,12 +291,9 @@ class RunSpec(SpecSection):
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_external(self.checkpoints, self.train)
-        unique("guard", self.guard)
         unique("judge", self.judge)
         unique("remedies", self.remedies)
         if names is not None:
-            for text in self.guard:
-                names.check_guard(text)
             for text in self.judge:
                 names.check_judge(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
@@ -547,6 +544,8 @@ def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     *parents, last = place or ("spec",)
     inside = ".".join(str(part) for part in parents)
     if mistake["type"] == "extra_forbidden":
+        if not parents and (refusal := removed_spec_key(str(last))) is not None:
+            return refusal
         unknown = str(UnknownName("key", str(last), _known_keys(parents)))
         return unknown.replace(f"{str(last)!r}.", f"{str(last)!r} in {inside}.", 1) if inside else unknown
     name = f"{inside}.{last}" if inside else str(last)

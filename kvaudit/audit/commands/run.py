@@ -142,11 +142,9 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     """Every phase, then the verdict and where the report lies; returns the run's folder."""
     from rich.console import Console
 
-    from kvaudit.audit.commands.guard import guard_all
     from kvaudit.audit.commands.judge import judge_all
     from kvaudit.audit.commands.report import write_checked
     from kvaudit.audit.judges.base import JUDGES
-    from kvaudit.audit.judges.guards.base import GUARDS
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
     from kvaudit.core.options import parse_named
 
@@ -157,8 +155,6 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     launcher.check()
     begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
     workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
-    for text in asked.spec.guard:
-        parse_named(GUARDS, text).check()
     for text in asked.spec.judge:
         parse_named(JUDGES, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
@@ -173,7 +169,6 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
         with pipeline.under_one_bar():
             pipeline.work_on()
         known = served_again(pipeline, run) if run.spec.remedies else None
-    guard_all(run, run.spec.guard)
     write_checked(run.path, known=known)
     judge_all(run.path, run.spec, asked.plugins)
     return run.path

@@ -410,25 +410,6 @@ def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: flo
     return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
 
 
-def hidden_drift(
-    comparison: Comparison, c: Contrast, plain: Panel, behind: Panel, pairs: Sequence[SeedPair], alpha: float
-) -> Effect | None:
-    """A contrast on one panel minus the same on another that has the same items; None where too few can be read.
-
-    Items that either panel cannot read stand for nothing. CR3-t, as for an interaction: a difference of differences.
-    """
-    weights = [weights_of(comparison, c.estimand, c.arm, pair, c.policy) for pair in pairs]
-    # by cell [N]
-    apart = {key: plain.scores[key] - behind.scores[key] for w in weights for key in w}
-    recorded = ~np.isnan(plain.floor[next(iter(apart))])
-    z = np.stack([_combine(apart, w, recorded) for w in weights])
-    known = ~np.isnan(z).all(axis=0)
-    clusters = plain.clusters[recorded][known]
-    if len(np.unique(clusters)) < FEWEST_CLUSTERS:
-        return None
-    return _interaction_effect(np.nanmean(z[:, known], axis=0), clusters, alpha)
-
-
 def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
     """Weighted cell scores [N]."""
     total = np.zeros(int(present.sum()))
