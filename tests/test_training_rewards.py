@@ -246,7 +246,7 @@ def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[Grade
 def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
     played: list[GradedRow], classifier_folder: Path
 ) -> None:
-    with pytest.raises(DataError, match="reward classifier: .* has no label 'BAD', it has SAFE, ATTACK"):
+    with pytest.raises(DataError, match=r"reward classifier: .* has no label 'BAD', it has SAFE, ATTACK"):
         paying_of({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
 
 
