@@ -62,7 +62,6 @@ class Design:
     references: dict = field(default_factory=dict)  # an engine's condition -> its uncompressed one
     wrong: dict = field(default_factory=dict)  # policy, or (arm, policy) -> items not as wanted, in place of draws
     echoes: dict = field(default_factory=dict)  # policy -> another one whose answers and log-probs it repeats
-    remedies: tuple = ()
     still: tuple = ()  # of such a condition and suite the same
     silent: tuple = ()  # engines' conditions that give no log-probs
 
@@ -198,8 +197,6 @@ def spec_of(design):
             },
         },
     }
-    if design.remedies:
-        spec["remedies"] = list(design.remedies)
     if design.train:
         train = {"arms": list(design.arms), "seeds": list(design.seeds), "policy": design.policies[-1]}
         spec["train"] = {**train, "suites": list(design.suites)}

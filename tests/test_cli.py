@@ -336,7 +336,7 @@ def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(f
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in refused("run", "--join", tmp_path / "none")
-    for words in (("grade", "judge"), ("replay", "displace"), ("replay", "remedy")):
+    for words in (("grade", "judge"), ("replay", "displace")):
         assert "spec.yaml' is missing; give the folder of a run" in refused(*words, tmp_path / "none")
     assert "is missing" in refused("report", tmp_path / "none")
     assert "is missing" in refused("gate", tmp_path)

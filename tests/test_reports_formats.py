@@ -129,7 +129,6 @@ def test_json_carries_report_and_verdict(written):
             "calibration",
             "verdict",
             "floor",
-            "remedies",
             "waivers",
             "curves",
             "examples",

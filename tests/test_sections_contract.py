@@ -85,7 +85,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     rich = build(folder / "rich", RICH)
     (rich / "displacement.json").write_text(json.dumps({"format": 1, "rows": [displaced(arm="naive"), FLOOR]}))
     (folder / "engines").mkdir()
-    engines = floored(folder / "engines", {}, remedies=("int8",))
+    engines = floored(folder / "engines", {})
     made = (build(folder / "empty", EMPTY), rich, engines, build(folder / "strange", STRANGE))
     return World(*(Inputs(decided(data), data) for data in map(load_run, made)))
 

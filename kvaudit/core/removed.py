@@ -29,6 +29,12 @@ REMOVED = (
         spec_keys=("guard",),
         imports=("Guard", "audit.judges.guards", "audit.runs.guard", "reports.records.guards"),
     ),
+    Removed(
+        "list the policies to try in evaluate.policies of a spec: each gets a verdict of its own",
+        commands=("remedy", "replay remedy"),
+        spec_keys=("remedies",),
+        imports=("audit.policies.remedy", "audit.runs.remedy", "reports.records.remedies", "reports.analysis.remedies"),
+    ),
 )
 
 

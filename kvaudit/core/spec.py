@@ -170,18 +170,13 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _spelled(value: Any, info: ValidationInfo) -> Any:
-    """Remedies in their one spelling."""
-    return [info.context.remedy(one) for one in value] if isinstance(value, list) and info.context else value
-
-
 ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
 class RunSpec(SpecSection):
     """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
 
-    later = ("chat", "checkpoints", "probe", "engines", "judge", "remedies")
+    later = ("chat", "checkpoints", "probe", "engines", "judge")
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -196,8 +191,6 @@ class RunSpec(SpecSection):
     engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those that serve, or draw rollouts, are run
     gate: GateSpec = GateSpec()
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
-    # what to serve instead of a gated policy that fails, in the order in which it is tested
-    remedies: Annotated[tuple[Text, ...], BeforeValidator(_spelled)] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
     _left_open: _LeftOpen = PrivateAttr(default=_LeftOpen())
 
@@ -292,7 +285,6 @@ class RunSpec(SpecSection):
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_external(self.checkpoints, self.train)
         unique("judge", self.judge)
-        unique("remedies", self.remedies)
         if names is not None:
             for text in self.judge:
                 names.check_judge(text)
@@ -321,9 +313,6 @@ class RunSpec(SpecSection):
         for arm in unique("gate.arms", gate.arms):
             if arm in (reference, BASE_ARM) or arm not in arms:
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
-        if names is not None:
-            engines = {text for pair in self.evaluate.references.items() for text in pair}
-            names.check_remedies(self.remedies, [p for p in primary if p not in engines])
         limited = {**gate.margins, **gate.ratios}
         undeclared = tuple(suite for suite in self.evaluate.suites if suite not in limited)
         self._left_open = _LeftOpen(None if names is None else undeclared)
@@ -371,8 +360,6 @@ class RunSpec(SpecSection):
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
             if there:
                 raise SpecError(f"{section}: an endpoint has none that we could load; leave it out beside probe")
-        if self.remedies:
-            raise SpecError("remedies: nobody chooses the cache policy of an endpoint; leave them out beside probe")
         if "model" not in self.model_fields_set:
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 

@@ -10,7 +10,6 @@ from typing import Any
 from kvaudit.audit.engines import ENGINES, Condition, parse_served
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.policies import POLICIES
-from kvaudit.audit.policies.remedy import check_remedies, parse_remedy
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.config import TrainConfig
@@ -62,8 +61,6 @@ NAMES = Names(
     check_training=_check_training,
     loss_defaults=lambda loss: LOSSES.get(loss).defaults,
     check_judge=lambda text: parse_named(JUDGES, text),
-    remedy=lambda written: parse_remedy(written).text,
-    check_remedies=check_remedies,
 )
 
 

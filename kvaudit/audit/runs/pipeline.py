@@ -107,7 +107,6 @@ _PHASES = {
     "pilot": "first questions",  # to see whether a suite has anything to lose
     "evaluate": "asking",
     "floor": "asking again",  # what an engine changes by itself
-    "remedies": "asking with a remedy",
 }
 _USUAL_BATCH = 64  # rows; a row of such a batch costs 1 in the forecast
 _PROMPT_COST = 40  # tokens of an answer that reading a prompt takes as long as, measured on the shipped model
@@ -544,19 +543,6 @@ class Pipeline:
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
-
-    def check_there(self, pairs: Iterable[Pair]) -> None:
-        """Raise DataError for a checkpoint that the run trained and that is not there any more."""
-        for pair in pairs:
-            if pair in self._made:
-                self._trained_sha256(pair)
-
-    def serve_again(self, units: Sequence[Unit], folder: Path) -> None:
-        """Write and seal the records of units beside the grid, in a folder of their own."""
-        if not units:
-            return
-        self._say("what fails is asked once more under its remedies")
-        self._serve("remedies", units, folder)
 
     def _serve(self, phase: str, units: Sequence[Unit], folder: Path) -> bool:
         """Serve what is not sealed in ``folder``; whether all of it was."""

@@ -49,7 +49,6 @@ NO_HARM_GRADER = (
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 FEW_CLUSTERS = "FEW_CLUSTERS"
-CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
@@ -195,15 +194,6 @@ def contrast(
     paired = seed_pairs(comparison, panel, arm) if pairs is None else pairs
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in paired]
     return _weighed(estimand, panel, weights, arm=arm, seeds=[pair[0] for pair in paired], policy=policy, alpha=alpha)
-
-
-def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead_of: str, alpha: float) -> Contrast:
-    """What another way of serving does to an arm: under ``policy`` minus under ``instead_of``, seed by seed.
-
-    An intervention: weights, items and decoding seeds are the same on both sides.
-    """
-    weights = [_add((CellKey(arm, seed, policy), 1.0), (CellKey(arm, seed, instead_of), -1.0)) for seed in seeds]
-    return _weighed(CHANGE, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha)
 
 
 def _weighed(
