@@ -35,6 +35,14 @@ REMOVED = (
         spec_keys=("remedies",),
         imports=("audit.policies.remedy", "audit.runs.remedy", "reports.records.remedies", "reports.analysis.remedies"),
     ),
+    Removed(
+        "serve the model under its policies (kvaudit serve MODEL) and ask it, or use kvaudit.CompressedCache in Python",
+        commands=("generate",),
+    ),
+    Removed(
+        "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
+        commands=("show",),
+    ),
 )
 
 
