@@ -279,7 +279,7 @@ def commands(finished: Path, run: Path) -> list[tuple[object, ...]]:
     spec = finished / "spec.yaml"
     goes_on = [("run", spec, "--out", run, "--resume"), ("run", "--only", "train", spec, "--out", run, "--resume")]
     sheet = run.parent / "sheet.csv"
-    reads = [("report", run), ("gate", run), ("replay", "displace", run), ("compare", run, run)]
+    reads = [("report", run), ("gate", run), ("compare", run, run)]
     reads += [("grade", "judge", run, "--out", run.parent / "again")]
     reads += [("grade", "adjudicate", run, "--out", sheet), ("grade", "adjudicate", run, "--read", sheet)]
     return [*goes_on, ("run", "--only", "evaluate", spec, "--out", run), ("run", "--join", run), *reads]
@@ -336,8 +336,8 @@ def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(f
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     assert "holds no run" in refused("run", "--join", tmp_path / "none")
-    for words in (("grade", "judge"), ("replay", "displace")):
-        assert "spec.yaml' is missing; give the folder of a run" in refused(*words, tmp_path / "none")
+    for words in (("grade", "judge", tmp_path / "none"), ("explain", tmp_path / "none", "item")):
+        assert "spec.yaml' is missing; give the folder of a run" in refused(*words)
     assert "is missing" in refused("report", tmp_path / "none")
     assert "is missing" in refused("gate", tmp_path)
 

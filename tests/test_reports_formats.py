@@ -133,7 +133,6 @@ def test_json_carries_report_and_verdict(written):
             "curves",
             "examples",
         ),
-        "displacement",
         *("problems", "provenance"),
     ]
 

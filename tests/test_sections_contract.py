@@ -15,8 +15,6 @@ import pytest
 from reports_synthetic import build, policy, tiny
 from test_formats_contract import ARM, DECIDERS, HOSTILE, SUITE, Markup
 from test_layers import imports
-from test_reports_displacement import FLOOR
-from test_reports_displacement import row as displaced
 from test_reports_engines import floored
 
 import kvaudit.reports.sections
@@ -83,7 +81,6 @@ class World(NamedTuple):
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("runs")
     rich = build(folder / "rich", RICH)
-    (rich / "displacement.json").write_text(json.dumps({"format": 1, "rows": [displaced(arm="naive"), FLOOR]}))
     (folder / "engines").mkdir()
     engines = floored(folder / "engines", {})
     made = (build(folder / "empty", EMPTY), rich, engines, build(folder / "strange", STRANGE))

@@ -40,6 +40,11 @@ REMOVED = (
         commands=("generate",),
     ),
     Removed(
+        "kvaudit diagnose MODEL measures how far a setting moves the model's probabilities, in nats",
+        commands=("displace", "replay displace"),
+        imports=("audit.again.displace", "audit.again.teacher_forcing", "reports.analysis.displacement"),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
