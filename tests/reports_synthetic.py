@@ -371,7 +371,7 @@ def reruled(findings, **changes):
     return dataclasses.replace(findings, rules=rules, verdict=decide(findings.drift, rules, findings.waivers))
 
 
-BESIDE = ("dose", "safe", "churn", "concentration", "methods", "seeds", "reach")  # what needs no file of a run
+BESIDE = ("dose", "safe", "churn", "concentration", "seeds")  # what needs no file of a run
 
 
 def looked_at(findings, data, *names):
@@ -402,8 +402,6 @@ class Beside:
     """What the sections beside the gate found, empty where they found nothing."""
 
     def __init__(self, values):
-        ways = values.get("methods")
         self.doses = values["dose"].curves if "dose" in values else ()
-        self.sensitivity, self.methods = (ways.cells, ways.methods) if ways else ((), ())
-        for name in ("safe", "churn", "concentration", "seeds", "reach"):
+        for name in ("safe", "churn", "concentration", "seeds"):
             setattr(self, name, values.get(name, ()))

@@ -18,7 +18,6 @@ from test_formats_contract import Markup
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
-from kvaudit.reports.analysis.sensitivity import MethodVerdict
 from kvaudit.reports.drift.results import ClusterSums, Contrast
 from kvaudit.reports.gate.error_rates import shipped_rates
 from kvaudit.reports.gate.verdict import Status
@@ -30,10 +29,9 @@ from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.banner import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
-from kvaudit.reports.page.run_page import banner, page_of
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
-from kvaudit.reports.sections.methods import OtherWays
 
 
 def found_in(run):
@@ -420,15 +418,6 @@ def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
     assert report.values["seeds"][0].sd is not None
 
 
-def test_an_analysis_that_flips_the_verdict_is_said_at_the_top(doses):
-    _, report = doses
-    flip = MethodVerdict("CR3-t", "PASS", True, 2)
-    changed = replace(report, values={**report.values, "methods": OtherWays((), (flip,))})
-    top = banner(changed)
-    assert "Another analysis would flip this verdict: CR3-t (PASS). The declared one stands." in top.asides
-    assert not any("flip this verdict" in line for line in banner(report).asides)
-
-
 def test_one_seed_claims_no_recipe(written):
     text = run_text(written[0])
     assert "* Recipe claim not supported: it takes 3 paired seeds." in text
@@ -453,7 +442,7 @@ def test_every_other_section_is_folded_and_says_what_it_found(doses):
     text = (doses[0] / "report" / "report.html").read_text()
     folded = re.findall(r'<section id="(\w+)">\s*<details><summary><h2>[^<]+</h2> <span class="finding">([^<]*)<', text)
     assert [name for name, finding in folded if not finding.endswith(".")] == []
-    assert {"gate", "limits", "churn", "seeds", "methods", "outcomes", "safe"} <= {name for name, _ in folded}
+    assert {"gate", "limits", "churn", "seeds", "outcomes", "safe"} <= {name for name, _ in folded}
     assert len(folded) == text.count("<section")
 
 

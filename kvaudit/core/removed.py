@@ -45,6 +45,10 @@ REMOVED = (
         imports=("audit.again.displace", "audit.again.teacher_forcing", "reports.analysis.displacement"),
     ),
     Removed(
+        "the verdict is the declared analysis alone; kvaudit plan RUN says what a next run would need",
+        imports=("reports.analysis.sensitivity", "reports.sections.methods", "reports.sections.reach"),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
