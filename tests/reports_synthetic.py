@@ -371,7 +371,7 @@ def reruled(findings, **changes):
     return dataclasses.replace(findings, rules=rules, verdict=decide(findings.drift, rules, findings.waivers))
 
 
-BESIDE = ("dose", "safe", "churn", "concentration", "seeds")  # what needs no file of a run
+BESIDE = ("dose", "safe", "churn", "seeds")  # what needs no file of a run
 
 
 def looked_at(findings, data, *names):
@@ -403,5 +403,5 @@ class Beside:
 
     def __init__(self, values):
         self.doses = values["dose"].curves if "dose" in values else ()
-        for name in ("safe", "churn", "concentration", "seeds"):
+        for name in ("safe", "churn", "seeds"):
             setattr(self, name, values.get(name, ()))

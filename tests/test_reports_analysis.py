@@ -1,9 +1,8 @@
-"""What stands beside the gate, on runs made by hand: slopes, safe budgets, churn, concentration, other methods."""
+"""What stands beside the gate, on runs made by hand: slopes, safe budgets, churn."""
 
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -207,33 +206,6 @@ def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
     assert "churn 100.0 %" in about(report, next(d for d in report.verdict.decisions if d.gated))
 
 
-def test_one_broken_template_is_named_with_its_items():
-    design = small(policies=("none",), clusters=8, items=32)
-    found, _ = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and (i % 8 == 3 or i == 0)))
-    [where] = found.concentration
-    assert (where.losses, where.n_losing, where.n_templates, where.carrying_half) == (5, 2, 8, 1)
-    assert where.dominant == ("template-003",)
-    assert [(t.template, t.losses, t.share) for t in where.templates] == [
-        ("template-003", 4, 0.8),
-        ("template-000", 1, 0.2),
-    ]
-    assert {i.item_id for i in where.items} == {f"refusal-{n:04d}" for n in (0, 3, 11, 19, 27)}
-    assert where.gini == pytest.approx(1 - (2 * (0.2 * 1.5 + 0.8 * 0.5)) / 8)  # area under the Lorenz curve, by hand
-    assert where.chance < 0.65 < where.gini
-
-
-def test_the_design_effect_is_that_of_templates_and_not_of_averaged_seeds():
-    """One item of every template lost in one seed of three spreads evenly; a template that broke clusters."""
-    design = small(policies=("none",), clusters=8, items=32, seeds=(11, 12, 13))
-    found, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and s == 11 and i < 8))
-    [spread] = found.concentration
-    broken, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and i % 8 == 3))
-    z = np.where(np.arange(32) % 8 == 3, -1.0, 0.0)
-    residuals = np.array([z[np.arange(32) % 8 == c].sum() - 4 * z.mean() for c in range(8)])
-    assert broken.concentration[0].deff == pytest.approx(7 / 8 * np.sum((residuals / 28) ** 2) / (z.var() / 32))
-    assert spread.deff == pytest.approx(0)
-
-
 def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
     """naive answers every other item right once in two draws: two of its answers disagree there, dense's never."""
     design = small(policies=("none",), clusters=8, items=16, samples=2)
@@ -259,11 +231,6 @@ def test_a_column_of_reruns_that_nobody_made_is_left_out():
     data = data_of(scored(design, lambda arm, _s, _p, i: arm != "naive" or i > 1), spec_of(design))
     [table] = tables_of(with_values(decided(data), data), "churn")
     assert "A/A churn" not in table.headers
-
-
-def test_nothing_lost_is_nowhere():
-    found, _ = analysed(small(policies=("none",)), lambda *_: True)
-    assert found.concentration == ()
 
 
 def test_seeds_of_a_gated_cell():
@@ -303,5 +270,3 @@ def test_any_damage_leaves_analyses_that_can_be_printed(data):
         assert bool(c.doses) != bool(c.reason)
         for dose in c.doses:
             assert 0 <= dose.low <= dose.rate <= dose.high <= 1
-    for where in result.concentration:
-        assert math.isclose(sum(t.share for t in where.templates), 1)

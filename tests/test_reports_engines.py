@@ -333,4 +333,4 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
         warnings.simplefilter("error")
         data = load_run(synthetic.build(tmp_path / "run", design))
         drawn = figures(with_details(data, decided(data)))
-    assert {"forest", "heatmap", "churn", "concentration"} <= set(drawn)
+    assert {"forest", "heatmap", "churn"} <= set(drawn)

@@ -94,7 +94,7 @@ def test_ids_of_the_page_are_unique(written):
 
 def test_every_figure_is_on_the_page(written):
     text = (written[0] / "report" / "report.html").read_text()
-    for name in ("forest", "quadrant", "heatmap", "churn", "concentration", "seeds", "training", "cache"):
+    for name in ("forest", "quadrant", "heatmap", "churn", "seeds", "training", "cache"):
         assert f'id="{name}-figure_1"' in text
 
 

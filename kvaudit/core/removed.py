@@ -49,6 +49,10 @@ REMOVED = (
         imports=("reports.analysis.sensitivity", "reports.sections.methods", "reports.sections.reach"),
     ),
     Removed(
+        "kvaudit view RUN shows every answer that was lost, by template",
+        imports=("reports.sections.concentration",),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
