@@ -167,7 +167,7 @@ def test_every_former_name_is_there_or_says_what_is_typed_now(old: str) -> None:
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_former_name_says_the_new_one_and_does_the_same(old: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none")
-    words = {"lm-eval": ["--tasks"], "tasks": [nowhere, "--suites=none"]}.get(old, [nowhere])
+    words = {"lm-eval": ["--tasks"]}.get(old, [nowhere])
     before, now = (CliRunner().invoke(app, [*name.split(), *words]) for name in (old, RENAMED[old]))
     assert (before.exit_code, before.stdout) == (now.exit_code, now.stdout)
     first, _, rest = before.stderr.partition("\n")

@@ -1,6 +1,5 @@
 """Descriptions beside the gate: churn, by hand and oracle."""
 
-
 import numpy as np
 import pytest
 

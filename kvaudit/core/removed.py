@@ -53,6 +53,11 @@ REMOVED = (
         imports=("reports.sections.concentration",),
     ),
     Removed(
+        "kvaudit run asks these suites of any model, engine or endpoint, and kvaudit compare reads lm-eval's logs",
+        commands=("tasks", "harness tasks"),
+        imports=("audit.serving.harness.tasks",),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
