@@ -58,6 +58,10 @@ REMOVED = (
         imports=("audit.serving.harness.tasks",),
     ),
     Removed(
+        "the bar of a run counts answers and estimates the rest by their speed (audit.runs.progress)",
+        imports=("audit.runs.forecast",),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
