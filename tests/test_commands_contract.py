@@ -181,7 +181,7 @@ def test_a_removed_command_is_refused_with_what_to_do_instead(name: str) -> None
     done = CliRunner().invoke(app, [*name.split(), "--fast"])
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert re.fullmatch(rf"error: {name} is no command of kvaudit any more; .{{20,}}", line)
+    assert re.fullmatch(rf"error: {name} is no longer a command of kvaudit; .{{20,}}", line)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ IMPORTS = [(name, removed.instead) for removed in REMOVED for name in removed.im
 @pytest.mark.parametrize(("key", "instead"), SPEC_KEYS)
 def test_a_removed_key_of_a_spec_says_what_to_do_instead(key: str, instead: str, tmp_path: Path) -> None:
     text = f"{{name: a, {key}: [x], evaluate: {{policies: [none], suites: [math], context_tokens: [96]}}}}"
-    with pytest.raises(SpecError, match=f"{key} is no key of a spec any more; "):
+    with pytest.raises(SpecError, match=f"{key} is no longer a key of a spec; "):
         parse_spec(text, "spec", NAMES)
     (tmp_path / "spec.yaml").write_text(text)
     assert instead in refused("run", tmp_path / "spec.yaml")
@@ -32,7 +32,7 @@ def test_a_plug_in_with_a_removed_import_says_what_to_do_instead(name: str, inst
     package, _, last = f"kvaudit.{name}".rpartition(".")
     line = f"import kvaudit.{name}" if "." in name else f"from {package} import {last}"
     (tmp_path / "mine.py").write_text(line)
-    assert f"kvaudit.{name} is no part of kvaudit any more; {instead}" in refused(
+    assert f"kvaudit.{name} is no longer part of kvaudit; {instead}" in refused(
         "list", "policies", "--plugin", tmp_path / "mine.py"
     )
 

@@ -72,14 +72,14 @@ def removed_command(words: Sequence[str]) -> str | None:
     """Return the line that refuses a removed command, None for words that begin with none."""
     for name in (" ".join(words[:2]), *words[:1]):
         if (instead := _instead(name, ((removed.commands, removed) for removed in REMOVED))) is not None:
-            return f"{name} is no command of kvaudit any more; {instead}"
+            return f"{name} is no longer a command of kvaudit; {instead}"
     return None
 
 
 def removed_spec_key(key: str) -> str | None:
     """Return the line that refuses a removed key of a spec, None for another key."""
     instead = _instead(key, ((removed.spec_keys, removed) for removed in REMOVED))
-    return None if instead is None else f"{key} is no key of a spec any more; {instead}"
+    return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
 
 
 def removed_import(name: str) -> str | None:
@@ -90,7 +90,7 @@ def removed_import(name: str) -> str | None:
     for end in range(inside.count(".") + 1, 0, -1):
         part = ".".join(inside.split(".")[:end])
         if (instead := _instead(part, ((removed.imports, removed) for removed in REMOVED))) is not None:
-            return f"{name} is no part of kvaudit any more; {instead}"
+            return f"{name} is no longer part of kvaudit; {instead}"
     return None
 
 
