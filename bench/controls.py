@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from bench.control_runs import (
     spoil_templates,
 )
 from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
 from kvaudit.reports.gate.verdict import Decision, Status
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import write_report
@@ -39,11 +41,12 @@ from kvaudit.reports.run import write_report
 SPOILT_SHARE = 0.1
 TOO_FEW = 4  # templates: with k that differ no sign-flip p-value is below 1/2^k, and 1/16 is above .05
 MISSED = 3
+MOST_LISTED = 20  # templates of a cell
 
 
 @dataclass(frozen=True)
 class Named:
-    """A gated cell of a run on disk. ``listed`` are the templates of its concentration table that lost, worst first."""
+    """A gated cell of a run on disk. ``listed`` are the templates that lost, worst first."""
 
     cell: str
     decision: Decision
@@ -143,15 +146,21 @@ def _failed(rows: Sequence[Named]) -> list[Named]:
 def named(run: Path, spoilt: frozenset[str]) -> list[Named]:
     """Write the report of a run on disk and read from it which cells fail and which templates carry the loss."""
     report = write_report(run)
+    lost = {(d.suite, d.policy): losing(both) for d, both in sides_of_gated(report, load_run(run).panels)}
     rows = []
     for d in gated(report.verdict):
-        found = [
-            c for c in report.values.get("concentration", ()) if (c.cell.suite, c.cell.policy) == (d.suite, d.policy)
-        ]
-        listed = tuple(t.template for c in found for t in c.templates)
+        listed = lost.get((d.suite, d.policy), ())
         own = tuple(sorted(name for name in spoilt if name.startswith(f"{d.suite}-")))
         rows.append(Named(f"{d.suite} {report.comparison.labels[d.policy]}", d, listed, own))
     return rows
+
+
+def losing(both: BothSides) -> tuple[str, ...]:
+    """The templates that lost something, worst first."""
+    losses = Counter[str]()
+    for template, difference in zip(both.templates, both.difference, strict=True):
+        losses[template] += max(0.0, -float(difference))
+    return tuple(template for template, loss in losses.most_common(MOST_LISTED) if loss > 0)
 
 
 def _fresh(folder: Path) -> Path:

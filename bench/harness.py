@@ -9,13 +9,16 @@ are the peer's time over ours.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -23,10 +26,10 @@ from lm_eval.tasks import TaskManager
 from bench.decode import Seconds, timed
 from kvaudit.audit.sampling.model import locate
 from kvaudit.audit.serving.harness.model import KvauditLM
-from kvaudit.audit.serving.harness.tasks import write_tasks
+from kvaudit.core.records import Item
 from kvaudit.suites.base import SUITES
 
-CONTEXT, NEW, SEED = 512, 128, 1000
+TASK, CONTEXT, NEW, SEED = "questions", 512, 128, 1000
 
 
 class Turn(NamedTuple):
@@ -52,11 +55,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         suite = SUITES.get("gsm8k")()
         items = suite.items("eval", asked.rows, SEED, CONTEXT, lambda text: len(ours.tok_encode(text, False)))
-        (task,) = write_tasks(Path(folder), suite, items)
+        write_task(Path(folder), items, list(suite.until))
         turns = []
         for turn in range(asked.turns):
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-            turns.append({side: one_turn(sides[side], Path(folder), task.name) for side in order})
+            turns.append({side: one_turn(sides[side], Path(folder)) for side in order})
     alike = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
     words = sum(len(answer.split()) for answer in turns[0]["ours"].answers)
     print(
@@ -70,14 +73,33 @@ def main() -> None:
     print(f"  answers alike: {alike} of {asked.rows * asked.turns}")
 
 
-def one_turn(lm: Any, folder: Path, name: str) -> Turn:
+def write_task(folder: Path, items: Sequence[Item], until: Sequence[str]) -> None:
+    """Write the questions as a task of the harness, graded by nobody."""
+    rows = [{"system": "", "gold": "", **{str(m.role): m.content for m in item.messages}} for item in items]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = {
+        "task": TASK,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "description": "system",
+        "doc_to_text": "user",
+        "doc_to_target": "gold",
+        "generation_kwargs": {"until": list(until), "do_sample": False, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (folder / f"{TASK}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+
+
+def one_turn(lm: Any, folder: Path) -> Turn:
     """The task asked once."""
-    found = TaskManager(include_path=[str(folder)], include_defaults=False).load(name)
+    found = TaskManager(include_path=[str(folder)], include_defaults=False).load(TASK)
     for task in found["tasks"].values():
         task.config.generation_kwargs.update(max_gen_toks=NEW)
     done: dict[str, Any] = {}
     seconds = timed(lambda: done.update(evaluate(lm, found, bootstrap_iters=0, apply_chat_template=True)))
-    samples = sorted(done["samples"][name], key=lambda sample: sample["doc_id"])
+    samples = sorted(done["samples"][TASK], key=lambda sample: sample["doc_id"])
     return Turn(seconds, [sample["resps"][0][0] for sample in samples])
 
 

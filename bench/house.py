@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("kvaudit",)
-IDEAS = ("dose", "churn", "concentration", "guards")
+IDEAS = ("dose", "churn")
 HEAVY = ("torch", "transformers", "pandas", "scipy", "matplotlib")
 
 

@@ -9,7 +9,7 @@
     kvaudit.compare("a.jsonl", "b.jsonl", margin=5)         # two result files, ours or other tools'
 
 ``CompressedCache`` and ``shadow`` work on stock transformers models, ``kvaudit.trl`` in a trainer of TRL. Bases of
-plug-ins: ``Evictor``, ``Selector``, ``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Guard``, ``Loss``, ``Reward``.
+plug-ins: ``Evictor``, ``Selector``, ``Quantiser``, ``Suite``, ``Engine``, ``Judge``, ``Loss``, ``Reward``.
 Everything is imported on first use, torch only where something needs it.
 """
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvaudit.audit.cache.stock import CompressedCache
     from kvaudit.audit.engines.base import Engine
     from kvaudit.audit.judges.base import Judge
-    from kvaudit.audit.judges.guards.base import Guard
     from kvaudit.audit.policies.evictor import Evictor
     from kvaudit.audit.policies.quantiser import Quantiser
     from kvaudit.audit.policies.selector import Selector
@@ -42,7 +41,6 @@ _HOME = {
     "CompressedCache": "audit.cache.stock",
     "Engine": "audit.engines.base",
     "Evictor": "audit.policies.evictor",
-    "Guard": "audit.judges.guards.base",
     "Judge": "audit.judges.base",
     "Loss": "audit.training.losses.base",
     "Quantiser": "audit.policies.quantiser",
@@ -57,7 +55,6 @@ __all__ = [
     "CompressedCache",
     "Engine",
     "Evictor",
-    "Guard",
     "Judge",
     "Loss",
     "Quantiser",
@@ -76,6 +73,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
+        from kvaudit.core.removed import removed_import
+
+        if (refusal := removed_import(f"kvaudit.{name}")) is not None:
+            raise ImportError(refusal)
         raise AttributeError(f"module 'kvaudit' has no attribute {name!r}")
     return getattr(import_module(f"kvaudit.{_HOME[name]}"), name)
 

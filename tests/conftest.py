@@ -211,7 +211,7 @@ def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    folder = tmp_path_factory.mktemp("guards") / "classifier"
+    folder = tmp_path_factory.mktemp("classifiers") / "classifier"
     tokenizer = byte_tokenizer()
     config = BertConfig(
         vocab_size=len(tokenizer),

@@ -31,7 +31,6 @@ from typing import Any
 
 from reports_synthetic import Design, build, policy
 from test_gguf_header import header as gguf_header
-from test_reports_displacement import FLOOR, row
 
 from kvaudit.core.errors import AuditError
 
@@ -163,9 +162,6 @@ def targets(home: Path) -> dict[str, Target]:
         "provenance": Target([(run / "provenance.json").read_bytes()], "provenance.json", _report, run),
         "telemetry": Target([next(run.rglob("telemetry.jsonl")).read_bytes()], _telemetry_of(run), _report, run),
         "record in a run": Target([unit.read_bytes()], f"records/{unit.name}", _report, _unsealed(home, run, unit)),
-        "displacement": Target(
-            [json.dumps({"format": 1, "rows": [FLOOR, row()]}).encode()], "displacement.json", _report, run
-        ),
     }
     return found | _logs(home) | _labels(home, run)
 

@@ -62,7 +62,6 @@ class Design:
     references: dict = field(default_factory=dict)  # an engine's condition -> its uncompressed one
     wrong: dict = field(default_factory=dict)  # policy, or (arm, policy) -> items not as wanted, in place of draws
     echoes: dict = field(default_factory=dict)  # policy -> another one whose answers and log-probs it repeats
-    remedies: tuple = ()
     still: tuple = ()  # of such a condition and suite the same
     silent: tuple = ()  # engines' conditions that give no log-probs
 
@@ -198,8 +197,6 @@ def spec_of(design):
             },
         },
     }
-    if design.remedies:
-        spec["remedies"] = list(design.remedies)
     if design.train:
         train = {"arms": list(design.arms), "seeds": list(design.seeds), "policy": design.policies[-1]}
         spec["train"] = {**train, "suites": list(design.suites)}
@@ -374,7 +371,7 @@ def reruled(findings, **changes):
     return dataclasses.replace(findings, rules=rules, verdict=decide(findings.drift, rules, findings.waivers))
 
 
-BESIDE = ("dose", "safe", "churn", "concentration", "methods", "seeds", "reach")  # what needs no file of a run
+BESIDE = ("dose", "safe", "churn", "seeds")  # what needs no file of a run
 
 
 def looked_at(findings, data, *names):
@@ -405,8 +402,6 @@ class Beside:
     """What the sections beside the gate found, empty where they found nothing."""
 
     def __init__(self, values):
-        ways = values.get("methods")
         self.doses = values["dose"].curves if "dose" in values else ()
-        self.sensitivity, self.methods = (ways.cells, ways.methods) if ways else ((), ())
-        for name in ("safe", "churn", "concentration", "seeds", "reach"):
+        for name in ("safe", "churn", "seeds"):
             setattr(self, name, values.get(name, ()))

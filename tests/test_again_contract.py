@@ -29,7 +29,7 @@ from kvaudit.audit.again.shade import Shades
 from kvaudit.audit.again.verify import Verify
 from kvaudit.audit.runs.folder import RunFolder, begun_run
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.errors import DataError
 
 SPEC = """\
 name: again
@@ -186,9 +186,10 @@ class Drawn(Verify):
 class Scribbling(Shades):
     """Notes in the records what it found."""
 
-    def keep(self, piece: Any, total: Any) -> None:
+    def summed(self, piece: Any, model: LoadedModel, parts: Iterator[Any]) -> Any:
         with next(self._run.path.glob("records/*.jsonl")).open("a") as file:
             file.write("\n")
+        return super().summed(piece, model, parts)
 
 
 class Raw(Verify):
@@ -231,16 +232,13 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
 
 
 class Adding(Measure[str, list[int], int]):
-    """Sums numbers of two pieces, of which the first may be kept."""
+    """Sums numbers of two pieces."""
 
     name = "adding"
 
-    def __init__(self, kept: dict[str, int], folder: Path | None = None) -> None:
-        self.totals, self.folder, self.asked = kept, folder, list[str]()
-
     @classmethod
     def trial(cls, run: RunFolder) -> Adding:
-        return cls({})
+        return cls()
 
     def pieces(self) -> list[str]:
         return ["a", "b"]
@@ -249,7 +247,7 @@ class Adding(Measure[str, list[int], int]):
         return 3
 
     def model(self, piece: str) -> Any:
-        self.asked.append(piece)
+        return None
 
     def served(self, piece: str, model: LoadedModel) -> Iterator[list[int]]:
         yield from ([1], [2, 3])
@@ -263,39 +261,10 @@ class Adding(Measure[str, list[int], int]):
     def lines(self, found: Sequence[tuple[str, int]]) -> Iterator[str]:
         yield from (f"{piece} {total}" for piece, total in found)
 
-    def lock(self, piece: str) -> Path | None:
-        return None if self.folder is None else self.folder / f"{piece}.lock"
-
-    def kept(self, piece: str) -> int | None:
-        return self.totals.get(piece)
-
-    def keep(self, piece: str, total: int) -> None:
-        self.totals[piece] = total
-
-
-@pytest.mark.parametrize("locked", [False, True])
-def test_what_is_kept_is_not_served_and_what_is_served_is_kept(locked: bool, tmp_path: Path) -> None:
-    measure = Adding({"a": 7}, tmp_path if locked else None)
-    assert serve_again(measure) == [("a", 7), ("b", 6)]
-    assert measure.asked == ["b"]
-    assert measure.totals == {"a": 7, "b": 6}
-
 
 def test_progress_counts_items_or_pieces() -> None:
     for by_item, line in ((True, "adding 6/6 (100 %)"), (False, "adding 2/2 (100 %)")):
-        measure, text = Adding({}), StringIO()
+        measure, text = Adding(), StringIO()
         measure.by_item = by_item  # type: ignore[misc]
-        serve_again(measure, Console(file=text))
+        assert serve_again(measure, Console(file=text)) == [("a", 6), ("b", 6)]
         assert text.getvalue().startswith(line)
-
-
-def test_a_piece_whose_claim_was_taken_over_is_not_kept(tmp_path: Path) -> None:
-    class Robbed(Adding):
-        def served(self, piece: str, model: LoadedModel) -> Iterator[list[int]]:
-            (tmp_path / f"{piece}.lock").unlink()
-            yield from super().served(piece, model)
-
-    measure = Robbed({}, tmp_path)
-    with pytest.raises(RunError, match="was taken over by another process"):
-        serve_again(measure)
-    assert measure.totals == {}

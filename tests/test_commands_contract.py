@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.base import HELP_HEADINGS, LONGEST_SUMMARY, Command, commands
+from kvaudit.core.removed import REMOVED
 
 PACKAGE = "kvaudit.audit.commands"
 HEAVY = ("torch", "transformers", "pandas", "scipy", "numpy", "matplotlib")
@@ -27,7 +28,7 @@ FORMER = (
     *("probe", "questionnaire", "recipe", "remedy", "report", "run", "scan", "serve", "show", "tasks", "train"),
     *("verify", "view"),
 )
-LEFT = ("calibrate", "pretrain")
+REMOVED_COMMANDS = [name for removed in REMOVED for name in removed.commands]
 FOUND = commands()
 RENAMED = {old: new for command in FOUND for old, new in command.old.items()}
 
@@ -160,13 +161,13 @@ def test_a_command_that_holds_others_lists_them(command: Command) -> None:
 @pytest.mark.parametrize("old", FORMER)
 def test_every_former_name_is_there_or_says_what_is_typed_now(old: str) -> None:
     named = [command.name for command in FOUND if command.group in HELP_HEADINGS]
-    assert (old in named) + (old in RENAMED) + (old in LEFT) == 1
+    assert (old in named) + (old in RENAMED) + (old in REMOVED_COMMANDS) == 1
 
 
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_former_name_says_the_new_one_and_does_the_same(old: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "none")
-    words = {"lm-eval": ["--tasks"], "tasks": [nowhere, "--suites=none"]}.get(old, [nowhere])
+    words = {"lm-eval": ["--tasks"]}.get(old, [nowhere])
     before, now = (CliRunner().invoke(app, [*name.split(), *words]) for name in (old, RENAMED[old]))
     assert (before.exit_code, before.stdout) == (now.exit_code, now.stdout)
     first, _, rest = before.stderr.partition("\n")
@@ -175,12 +176,12 @@ def test_a_former_name_says_the_new_one_and_does_the_same(old: str, tmp_path: Pa
     assert now.exit_code == 2
 
 
-@pytest.mark.parametrize("old", LEFT)
-def test_a_command_that_left_says_where_it_is(old: str) -> None:
-    done = CliRunner().invoke(app, [old, "--fast"])
+@pytest.mark.parametrize("name", REMOVED_COMMANDS)
+def test_a_removed_command_is_refused_with_what_to_do_instead(name: str) -> None:
+    done = CliRunner().invoke(app, [*name.split(), "--fast"])
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert re.fullmatch(rf"error: {old} is no command of kvaudit any more; in a clone .*: python -m bench\.\w+", line)
+    assert re.fullmatch(rf"error: {name} is no longer a command of kvaudit; .{{20,}}", line)
 
 
 @pytest.mark.parametrize(

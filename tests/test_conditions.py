@@ -145,11 +145,6 @@ def test_what_no_reference_and_no_condition_can_be_is_refused(policy: Any, words
         served(policy, "none")
 
 
-def test_remedies_of_engines_alone_are_refused_as_what_they_are() -> None:
-    with pytest.raises(SpecError, match="no gated policy of our own cache compresses"):
-        served(openvino("u4"), remedies=["int8"])
-
-
 def test_what_openvino_chooses_for_values_where_keys_alone_are_named_is_written_out() -> None:
     found = served({"engine": "openvino", "KEY_CACHE_PRECISION": "f32"}).gate.primary
     assert found == (

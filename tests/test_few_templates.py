@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from report_text import page_text
 from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.reports.analysis.displacement import bootstrap_mean
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
@@ -104,11 +102,3 @@ def test_a_comparison_prints_no_interval_of_five_templates(tmp_path: Path) -> No
         assert not INTERVAL.search(text)
     text = (tmp_path / "out" / "compare.md").read_text().replace("\\", "")
     assert "too few templates for an interval (5, wanted 6); the estimate alone is -30.0 pp" in text
-
-
-@pytest.mark.parametrize(("clusters", "known"), [(5, False), (6, True)])
-def test_displacement_of_few_clusters_has_a_mean_alone(clusters: int, known: bool) -> None:
-    names, ones = [f"c{n}" for n in range(clusters)], np.ones(clusters)
-    mean, low, high = bootstrap_mean(names, ones, np.arange(clusters, dtype=np.float64))
-    assert mean == pytest.approx((clusters - 1) / 2)
-    assert (low is not None, high is not None) == (known, known)

@@ -8,30 +8,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_world import THINGS, endpoint, judges_by_words, labels, question, says
+from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
 from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.grader import Grader, Remembered
-from kvaudit.audit.judges.guards.base import GUARDS, Guard, Passage
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
 __all__ = ["labels"]  # a fixture
 AnyGrader = Grader[Any, Any]
-KINDS: dict[str, Any] = {"judge": JUDGES, "guard": GUARDS}
+KINDS: dict[str, Any] = {"judge": JUDGES}
 Check = Callable[[AnyGrader], None]
 ASKED: dict[str, list[Any]] = {
     "judge": [question(thing, refuses=n % 2 == 0) for n, thing in enumerate(THINGS)],
-    "guard": [
-        Passage("input", "Where is the heron?"),
-        Passage("output", "I will not say.", "Where?"),
-        *(Passage("output", f"Line {n} of the heron." * n, "Go on.") for n in range(3)),
-    ],
 }
 HOSTILE: dict[str, list[Any]] = {
     "judge": [
@@ -40,37 +33,21 @@ HOSTILE: dict[str, list[Any]] = {
         Question("a", "{request} {answer} %s"),
         Question("Long?", "word " * 20000),
     ],
-    "guard": [
-        Passage("input", ""),
-        Passage("output", "\x00\x1b[2J\u202e unsafe", "safe"),
-        Passage("input", "\ud800 half a character"),
-        Passage("output", "word " * 4000, "{request} %s"),
-    ],
 }
-
-
-def blocks_herons(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    says("unsafe\nS1" if "heron" in body["messages"][-1]["content"] else "safe")(handler, body)
 
 
 @pytest.fixture(
     params=[found for kind in KINDS.values() for found in kind.all().values()],
     ids=lambda found: f"{found.kind}-{found.name}",
 )
-def grader(
-    request: pytest.FixtureRequest, labels: Path, tiny_folder: Path, classifier_folder: Path, tmp_path: Path
-) -> Iterator[AnyGrader]:
+def grader(request: pytest.FixtureRequest, labels: Path, tiny_folder: Path) -> Iterator[AnyGrader]:
     """Every grader that is found, with what its options name: a model, an endpoint, labels, a list of phrases."""
     kind = request.param
     wanted = {option.name for option in fields(kind) if option.default is MISSING}
-    (tmp_path / "phrases.txt").write_text("heron\n")
-    given = {"file": tmp_path / "phrases.txt", "block": "ATTACK"}
-    given["model"] = tiny_folder if kind.kind == "judge" else classifier_folder
-    options = {name: str(value) for name, value in given.items() if name in wanted}
+    options = {"model": str(tiny_folder)} if "model" in wanted else {}
     with ExitStack() as stack:
         if "base_url" in wanted:
-            replies = judges_by_words if kind.kind == "judge" else blocks_herons
-            options["base_url"] = stack.enter_context(endpoint(replies)).url
+            options["base_url"] = stack.enter_context(endpoint(judges_by_words)).url
         yield kind(**options)
 
 
@@ -137,18 +114,6 @@ class RightJudge(Judge):
         return ["sorry" in question.answer for question in questions]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RightGuard(Guard):
-    name = "right"
-
-    @property
-    def identity(self) -> str:
-        return sha256_of("right")
-
-    def blocked(self, passages: Sequence[Passage]) -> list[bool | None]:
-        return ["heron" in passage.text for passage in passages]
-
-
 def drops_failures(right: type[AnyGrader]) -> dict[str, Any]:
     return {"grades": lambda self, asked: [grade for grade in right.grades(self, asked)[1:]]}
 
@@ -163,7 +128,7 @@ def is_another_every_time(_: type[AnyGrader]) -> dict[str, Any]:
 
 def crashes_on_text(right: type[AnyGrader]) -> dict[str, Any]:
     def grades(self: AnyGrader, asked: Sequence[Any]) -> list[Any]:
-        texts = [one.answer if isinstance(one, Question) else one.text for one in asked]
+        texts = [one.answer for one in asked]
         assert all(text.split()[0] for text in texts)
         return right.grades(self, asked)
 
@@ -178,7 +143,7 @@ def asks_one_question_only(_: type[AnyGrader]) -> dict[str, Any]:
     return {"key_of": staticmethod(lambda question: sha256_of("the same"))}
 
 
-@pytest.mark.parametrize("right", [RightJudge, RightGuard])
+@pytest.mark.parametrize("right", [RightJudge])
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
@@ -198,7 +163,7 @@ def test_a_wrong_grader_breaks_the_contract(
         check(type("Wrong", (right,), wrong(right))())
 
 
-@pytest.mark.parametrize("right", [RightJudge, RightGuard])
+@pytest.mark.parametrize("right", [RightJudge])
 def test_a_grade_is_asked_for_once_and_a_failure_again(
     right: type[AnyGrader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

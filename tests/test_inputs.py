@@ -139,7 +139,7 @@ def test_plug_ins_are_held(started: Path) -> None:
     for plugins in ({"mine.py": "b" * 64}, {}, {"mine.py": "a" * 64, "more.py": "c" * 64}):
         with pytest.raises(RunError, match="started with other plug-ins: "):
             Pipeline(run, Console(quiet=True), 1, plugins=plugins)
-    assert "started with other plug-ins: mine.py had sha256 aaaaaaaaaaaa" in refused("replay", "displace", run.path)
+    assert "started with other plug-ins: mine.py had sha256 aaaaaaaaaaaa" in refused("explain", run.path, "item")
 
 
 def test_two_plug_in_files_of_one_name_are_refused(tmp_path: Path) -> None:

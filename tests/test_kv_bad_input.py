@@ -12,7 +12,7 @@ import torch
 from conform.world import feed, new_cache, prompts, random_model, shared, two_turns
 from conftest import byte_tokenizer
 from safetensors.torch import save_file
-from test_cli import refused
+from test_cli import refused, refused_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from kvaudit import CompressedCache, shadow
@@ -33,13 +33,12 @@ from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
         ("kivi:bits=3", "wanted one of 2, 4"),
     ],
 )
-def test_a_policy_that_cannot_be_is_one_line(policy: str, message: str) -> None:
-    assert message in refused("generate", "Hello", "--policy", policy)
+def test_a_policy_that_cannot_be_is_one_line(policy: str, message: str, tiny_folder: Path) -> None:
+    assert message in refused_model(tiny_folder, policy)
 
 
 def test_a_pinned_role_longer_than_the_budget_is_one_line(tiny_folder: Path) -> None:
-    words = ["generate", "Hello", "--model", tiny_folder, "--system", "Be kind. " * 20]
-    line = refused(*words, "--policy", "streaming:budget=64,pin=system")
+    line = refused_model(tiny_folder, "streaming:budget=64,pin=system")
     assert "pin=system holds " in line
     assert "budget=64" in line
 
@@ -59,8 +58,7 @@ def test_a_model_without_full_attention_is_one_line(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    words = ("generate", "Hello", "--model", tmp_path, "--policy")
-    assert "no full-attention layer" in refused(*words, "streaming:budget=64")
+    assert "no full-attention layer" in refused_model(tmp_path, "streaming:budget=64")
     with pytest.raises(RunError, match="no full-attention layer"):
         EvictingCache(config, parse_policy("none"), torch.arange(1))
 

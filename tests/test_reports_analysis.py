@@ -1,9 +1,8 @@
-"""What stands beside the gate, on runs made by hand: slopes, safe budgets, churn, concentration, other methods."""
+"""What stands beside the gate, on runs made by hand: slopes, safe budgets, churn."""
 
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
 from kvaudit.reports.analysis.safe import families
-from kvaudit.reports.analysis.sensitivity import METHODS, SIGN_FLIP, T_INTERVAL, MethodVerdict, readings
-from kvaudit.reports.analysis.sensitivity import scored as scored_only
-from kvaudit.reports.analysis.sides import BothSides
 from kvaudit.reports.page.banner import about
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.safe import cleared_sentence
@@ -210,33 +206,6 @@ def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
     assert "churn 100.0 %" in about(report, next(d for d in report.verdict.decisions if d.gated))
 
 
-def test_one_broken_template_is_named_with_its_items():
-    design = small(policies=("none",), clusters=8, items=32)
-    found, _ = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and (i % 8 == 3 or i == 0)))
-    [where] = found.concentration
-    assert (where.losses, where.n_losing, where.n_templates, where.carrying_half) == (5, 2, 8, 1)
-    assert where.dominant == ("template-003",)
-    assert [(t.template, t.losses, t.share) for t in where.templates] == [
-        ("template-003", 4, 0.8),
-        ("template-000", 1, 0.2),
-    ]
-    assert {i.item_id for i in where.items} == {f"refusal-{n:04d}" for n in (0, 3, 11, 19, 27)}
-    assert where.gini == pytest.approx(1 - (2 * (0.2 * 1.5 + 0.8 * 0.5)) / 8)  # area under the Lorenz curve, by hand
-    assert where.chance < 0.65 < where.gini
-
-
-def test_the_design_effect_is_that_of_templates_and_not_of_averaged_seeds():
-    """One item of every template lost in one seed of three spreads evenly; a template that broke clusters."""
-    design = small(policies=("none",), clusters=8, items=32, seeds=(11, 12, 13))
-    found, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and s == 11 and i < 8))
-    [spread] = found.concentration
-    broken, _ = analysed(design, lambda arm, s, _p, i: not (arm == "naive" and i % 8 == 3))
-    z = np.where(np.arange(32) % 8 == 3, -1.0, 0.0)
-    residuals = np.array([z[np.arange(32) % 8 == c].sum() - 4 * z.mean() for c in range(8)])
-    assert broken.concentration[0].deff == pytest.approx(7 / 8 * np.sum((residuals / 28) ** 2) / (z.var() / 32))
-    assert spread.deff == pytest.approx(0)
-
-
 def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
     """naive answers every other item right once in two draws: two of its answers disagree there, dense's never."""
     design = small(policies=("none",), clusters=8, items=16, samples=2)
@@ -264,11 +233,6 @@ def test_a_column_of_reruns_that_nobody_made_is_left_out():
     assert "A/A churn" not in table.headers
 
 
-def test_nothing_lost_is_nowhere():
-    found, _ = analysed(small(policies=("none",)), lambda *_: True)
-    assert found.concentration == ()
-
-
 def test_seeds_of_a_gated_cell():
     design = small(seeds=(1, 2, 3), policies=("none",))
     found, _ = analysed(design, lambda arm, seed, _p, i: i >= (seed if arm == "naive" else 0))
@@ -276,89 +240,6 @@ def test_seeds_of_a_gated_cell():
     assert seeds.estimates == pytest.approx((-1 / 16, -2 / 16, -3 / 16))
     # items 1 and 2 are lost by two seeds and by one: template residuals squared sum to 13/12, CR3 has N - n = 14
     assert seeds.sd == pytest.approx(math.sqrt(1 / 16**2 - 7 / 8 * (13 / 12) / 14**2 / 2))
-
-
-def test_reach_is_what_the_family_asks_and_the_power_in_errors_its_bounds_imply():
-    design = small(policies=("none",), clusters=10, items=40, margins={"refusal": 10.0})
-    found, report = analysed(design, lambda arm, _s, _p, i: not (arm == "naive" and i < 4))
-    [reach] = found.reach
-    effect = next(c.effect for c in report.drift.contrasts if c.estimand == "alike")
-    # t with 9 degrees of freedom: 1.8331 at .95, 0.8834 at .80
-    wanted = (effect.upper - effect.lower) / 2 / 1.833113 * (report.verdict.adjustment.critical + 0.883404)
-    assert reach.detectable == pytest.approx(wanted, rel=1e-5)
-    assert (reach.margin, reach.n_clusters) == (0.1, 10)
-
-
-def sides(candidate, reference, clusters, candidate_best=None, reference_best=None):
-    candidate, reference = (np.asarray(v, dtype=float) for v in (candidate, reference))
-    return BothSides(
-        items=tuple(map(str, range(len(candidate)))),
-        clusters=np.asarray(clusters, dtype=np.int64),
-        templates=tuple(map(str, clusters)),
-        reference=reference,
-        candidate=candidate,
-        reference_best=reference if reference_best is None else np.asarray(reference_best, dtype=float),
-        candidate_best=candidate if candidate_best is None else np.asarray(candidate_best, dtype=float),
-        reference_pairs=reference[None],
-        candidate_pairs=candidate[None],
-        samples=1,
-        draws=1,
-        graded=False,
-    )
-
-
-def test_unscored_samples_are_left_out_of_both_sides():
-    # of two draws: one scored 1 and one unscored; both unscored; both scored
-    found = sides([0.5, 0.0, 0.5], [1.0, 1.0, 1.0], [0, 1, 2], candidate_best=[1.0, 1.0, 0.5])
-    kept, reference, candidate = scored_only(found)
-    assert kept.tolist() == [True, False, True]
-    assert candidate.tolist() == [1.0, 0.5]
-    assert reference.tolist() == [1.0, 1.0]
-
-
-def test_cluster_means_weigh_templates_alike():
-    z = [-1.0] * 20 + [0.0] * 7
-    found = sides([1 + v for v in z], [1.0] * 27, [0] * 20 + list(range(1, 8)))
-    read = readings(found, 0.05, 0.05)
-    assert read[T_INTERVAL].estimate == pytest.approx(-20 / 27)
-    assert read["templates weighted alike"].estimate == pytest.approx(-1 / 8)
-
-
-def test_sign_flips_test_the_margin_and_zero():
-    clusters = np.repeat(np.arange(12), 5)
-    even = sides(np.ones(60), np.ones(60), clusters)
-    z = np.zeros(60)
-    z[::5] = -1
-    worse = sides(1 + z, np.ones(60), clusters)
-    assert readings(worse, 0.5, 0.05)[SIGN_FLIP].within
-    assert not readings(worse, 0.05, 0.05)[SIGN_FLIP].within
-    assert readings(worse, 0.05, 0.05)[SIGN_FLIP].below
-    assert readings(worse, 0.05, 0.05)[SIGN_FLIP].pvalue_drop == pytest.approx(2**-12)  # exhaustive
-    assert not readings(even, 0.05, 0.05)[SIGN_FLIP].below
-
-
-def test_a_method_that_flips_the_verdict_is_flagged_and_the_verdict_stays():
-    """One loss in 84 templates of one item: the t interval passes what ESS-Tango leaves open."""
-    design = small(policies=("none",), clusters=84, items=84, margins={"refusal": 5.0})
-    score = lambda arm, _s, _p, i: not (arm == "naive" and i == 0)  # noqa: E731
-    data = data_of(scored(design, score), spec_of(design))
-    report = decided(data)
-    before = report.verdict
-    found = Beside(looked_at(report, data))
-    verdicts = {m.method: m for m in found.methods}
-    assert before.status == "INCONCLUSIVE"
-    assert verdicts[T_INTERVAL] == MethodVerdict(T_INTERVAL, "PASS", True, 1)
-    assert not verdicts["unscored left out"].flips
-    assert report.verdict == before
-    [cell] = found.sensitivity
-    assert [v.method for v in cell.variants] == ["as declared (ESS-Tango)", *METHODS]
-    assert cell.variants[0].status == "INCONCLUSIVE"
-
-
-def test_no_method_passes_a_cell_at_the_floor():
-    design = small(policies=("none",), clusters=64, items=128, margins={"refusal": 10.0})
-    found, _ = analysed(design, lambda *_: False)
-    assert {v.status for v in found.sensitivity[0].variants} == {"NOT MEASURABLE"}
 
 
 def test_serving_runs_have_slopes_and_safe_budgets_of_the_checkpoint():
@@ -389,5 +270,3 @@ def test_any_damage_leaves_analyses_that_can_be_printed(data):
         assert bool(c.doses) != bool(c.reason)
         for dose in c.doses:
             assert 0 <= dose.low <= dose.rate <= dose.high <= 1
-    for where in result.concentration:
-        assert math.isclose(sum(t.share for t in where.templates), 1)

@@ -16,7 +16,6 @@ from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.floor import FloorSection
-from kvaudit.reports.sections.remedies import RemediesSection
 from tests import reports_synthetic as synthetic
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))
@@ -287,22 +286,6 @@ def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> N
     ), "what it says alike stands once"
 
 
-def test_an_engine_that_fails_has_no_remedy_and_the_report_says_so(tmp_path: Path) -> None:
-    run = synthetic.build(tmp_path / "run", served("none", U4, F32, remedies=("int8",)))
-    found = write_report(run)
-    assert [(one.policy, one.uncompressed) for one in found.values["remedies"].failing] == [(U4, ())]
-    (line,) = RemediesSection().remarks(found.values["remedies"], found)
-    assert line == "REMEDIES: none is tried on openvino u4: remedies are of our own cache, not an engine's."
-    tried = {"remedy": "int8", "declared": "with the run", "instead": {}}
-    (run / "remedies").mkdir()
-    (run / "remedies" / "tried.json").write_text(
-        json.dumps({"format": "kvaudit.remedies", "version": 1, "tried": [tried]})
-    )
-    found = write_report(run)
-    (line,) = RemediesSection().remarks(found.values["remedies"], found)
-    assert line.endswith("remedies are of our own cache, and none is tried on an engine's.")
-
-
 def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> None:
     design = served("none", U4, F32, arms=("dense", "naive"), seeds=(11,), train=True, wrong=ARM_WRONG, primary=(U4,))
     run = synthetic.build(tmp_path / "run", design)
@@ -350,4 +333,4 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
         warnings.simplefilter("error")
         data = load_run(synthetic.build(tmp_path / "run", design))
         drawn = figures(with_details(data, decided(data)))
-    assert {"forest", "heatmap", "churn", "concentration"} <= set(drawn)
+    assert {"forest", "heatmap", "churn"} <= set(drawn)

@@ -176,8 +176,8 @@ def test_by_holm_the_critical_value_is_that_of_the_first_of_so_many_tests(plain)
     assert family.critical == pytest.approx(float(stats.t.ppf(1 - 0.05 / 4, few[0].contrast.effect.df)))
 
 
-def test_a_drop_of_the_reach_is_found_four_times_in_five(plain):
-    """Twelve cells of 72 templates; the reach is that of one whose templates have a standard deviation of 1."""
+def test_the_smallest_drop_that_is_found_is_found_four_times_in_five(plain):
+    """Twelve cells of 72 templates; the drop is of one whose templates have a standard deviation of 1."""
     rng = np.random.default_rng(10)
     clusters = np.array([f"t{i:02d}" for i in range(72)])
     family = joint_family([row_of(plain, rng.normal(size=72), clusters) for _ in range(12)])

@@ -153,7 +153,7 @@ def test_notes_that_repeat_are_one_footnote():
 
 
 def test_no_design_effect_stands_beside_the_gate(found):
-    """It would be the averaging over seeds and samples, not the templates: those are in the concentration table."""
+    """It would be the averaging over seeds and samples, not the templates."""
     assert not any("deff" in header for header in gate_table(found, found.verdict.decisions, gated=True).headers)
 
 

@@ -15,8 +15,6 @@ import pytest
 from reports_synthetic import build, policy, tiny
 from test_formats_contract import ARM, DECIDERS, HOSTILE, SUITE, Markup
 from test_layers import imports
-from test_reports_displacement import FLOOR
-from test_reports_displacement import row as displaced
 from test_reports_engines import floored
 
 import kvaudit.reports.sections
@@ -83,9 +81,8 @@ class World(NamedTuple):
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("runs")
     rich = build(folder / "rich", RICH)
-    (rich / "displacement.json").write_text(json.dumps({"format": 1, "rows": [displaced(arm="naive"), FLOOR]}))
     (folder / "engines").mkdir()
-    engines = floored(folder / "engines", {}, remedies=("int8",))
+    engines = floored(folder / "engines", {})
     made = (build(folder / "empty", EMPTY), rich, engines, build(folder / "strange", STRANGE))
     return World(*(Inputs(decided(data), data) for data in map(load_run, made)))
 
@@ -239,7 +236,7 @@ def test_who_reads_a_verdict_alone_waits_for_no_figures() -> None:
 
 def test_most_sections_find_something_here(world: World) -> None:
     found = {section.name for section in sections() for inputs in world if section.compute(inputs) is not None}
-    assert {section.name for section in sections()} - found <= {"contexts", "guards", "judge", "judges"}
+    assert {section.name for section in sections()} - found <= {"contexts", "judge", "judges"}
 
 
 # --- wrong ones: a file of its own, so that the package has none --------------------------------------------------

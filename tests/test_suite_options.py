@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of, with_values
 
-from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
@@ -53,11 +52,6 @@ def test_a_suite_is_asked_at_its_own_lengths_and_the_others_at_the_grids() -> No
 def test_several_lengths_of_one_suite_stand_in_brackets() -> None:
     found = {unit.context_tokens for unit in grid(asked(", context_tokens: [700, 800]")) if unit.suite == "math"}
     assert found == {700, 800}
-
-
-def test_displacement_is_measured_where_the_grid_has_answers() -> None:
-    found = {(unit.suite, unit.context_tokens) for unit in units(asked(", context_tokens: 700"))}
-    assert found == {("refusal", 900), ("refusal", 1200), ("math", 700)}
 
 
 def test_records_have_the_samples_length_and_placement_that_their_suite_was_asked_for(

@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvaudit.audit.again.trajectories import units
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.training.config import TrainConfig
@@ -112,7 +111,6 @@ def test_checkpoints_may_be_served_under_their_own_policy_and_none_alone() -> No
     asked = {(unit.arm, unit.policy.canonical) for unit in grid(run)}
     own = {("naive_int8", INT8), ("naive_snapkv-112", SNAPKV), ("smd_int8", INT8)}
     assert asked == {(arm, "none") for arm in names(run)} | own | {("dense", INT8), ("dense", SNAPKV)}
-    assert {(m.arm, m.policy.canonical) for m in units(run)} == asked
 
 
 def test_what_is_not_served_is_neither_missing_nor_contrasted() -> None:

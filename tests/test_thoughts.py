@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from conftest import CHATML, byte_tokenizer
 from test_evaluate_episodes import GREEDY, Counting, Scripted, item
 
-from kvaudit.audit.again.trajectories import trajectory
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import asked_suite
 from kvaudit.audit.runs.names import NAMES
@@ -18,7 +15,7 @@ from kvaudit.audit.sampling.exchange import graded
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item, Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
-from kvaudit.core.thoughts import drawn, heard, parted
+from kvaudit.core.thoughts import heard, parted
 from kvaudit.reports.records.rows import columns_of
 
 THINKING = CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n' }}")
@@ -104,7 +101,7 @@ def test_what_was_said_before_any_thought_cannot_be_taken_back(text: str) -> Non
 @pytest.mark.parametrize("text", ["\n <think>a</think>\n\nb<think>c</think>", "<think>a", "a</think>", "a", "</think>"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_what_was_drawn_can_be_told_to_the_letter(text: str, *, opened: bool) -> None:
-    assert drawn(parted(text, opened=opened)) == (Message(Role.ASSISTANT, text),)
+    assert "".join(message.content for message in parted(text, opened=opened)) == text
     assert len(heard(parted(text, opened=opened))) == 1
 
 
@@ -127,16 +124,6 @@ def test_a_record_with_thoughts_reads_back_and_reports_take_it() -> None:
     record = record_of(played("<think>x</think>done"))
     assert Record.from_json(record.to_json()) == record
     assert columns_of([record])
-
-
-def test_a_model_is_led_along_thought_and_answer_as_one_text() -> None:
-    chat = Chat(byte_tokenizer())
-    record = record_of(played("<think>x</think>one", "done"))
-    plain = replace(record, transcript=drawn(record.transcript))
-    found = trajectory(record, chat, 1)
-    assert found == trajectory(plain, chat, 1)
-    assert found is not None
-    assert chat.tokenizer.decode(found.turns[0].answer) == "<think>x</think>one<|im_end|>"
 
 
 def asked(think: str = "") -> RunSpec:

@@ -24,6 +24,7 @@ from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.rewards.classifier import LabelChances
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Outcome
 from kvaudit.core.remembered import Answers
@@ -240,6 +241,18 @@ def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[Grade
     paying = paying_of({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
     assert paying.kept_in(tmp_path)(played) == [*(row.grade.score for row in played[:3]), None]
     assert paying.judges == {REQUESTS: "phrases", "math": paying.reward.label}
+
+
+def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
+    played: list[GradedRow], classifier_folder: Path
+) -> None:
+    with pytest.raises(DataError, match=r"reward classifier: .* has no label 'BAD', it has SAFE, ATTACK"):
+        paying_of({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
+
+
+def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
+    windows = list(LabelChances(str(classifier_folder), "ATTACK")._windows("x" * 160))
+    assert [len(window) for window in windows] == [64, 64, 64, 64]
 
 
 def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifier_folder: Path) -> None:

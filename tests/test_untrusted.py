@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import CHATML, byte_tokenizer
 from safetensors.torch import load_file, save_file
-from test_cli import refused
+from test_cli import refused, refused_model
 
 from kvaudit.audit.sampling import model, rendering
 from kvaudit.audit.sampling.chat import Chat
@@ -132,7 +132,7 @@ def test_an_index_names_files_of_its_folder_only(name: Any, folder: Path) -> Non
 def test_an_index_without_a_map_is_one_line(text: str, folder: Path) -> None:
     sharded(folder, "a.safetensors")
     (folder / INDEX).write_text(text)
-    assert INDEX in refused("generate", "Hello.", "--model", folder)
+    assert INDEX in refused_model(folder)
 
 
 def test_weights_are_identified_by_the_shards_that_the_index_names(folder: Path) -> None:
@@ -153,13 +153,13 @@ def test_one_file_of_weights_goes_before_an_index(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
 def test_files_that_would_bring_other_weights_are_refused(name: str, folder: Path) -> None:
     (folder / name).write_text("{}")
-    assert f"{name} is " in refused("generate", "Hello.", "--model", folder)
+    assert f"{name} is " in refused_model(folder)
 
 
 def test_a_config_that_names_other_weights_is_refused(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
     rewritten(folder / "config.json", transformers_weights="other.safetensors")
-    assert "config.json names other weights" in refused("generate", "Hello.", "--model", folder)
+    assert "config.json names other weights" in refused_model(folder)
 
 
 def with_tensors(folder: Path, **changes: Any) -> Path:
@@ -187,7 +187,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 )
 @pytest.mark.filterwarnings("ignore:Casting complex")
 def test_a_tensor_that_is_no_weight_is_refused_by_name(tensor: Any, said: str, folder: Path) -> None:
-    assert said in refused("generate", "Hello.", "--model", with_tensors(folder, **{NORM: tensor}))
+    assert said in refused_model(with_tensors(folder, **{NORM: tensor}))
 
 
 @pytest.mark.parametrize(
@@ -241,21 +241,19 @@ def test_buffers_of_old_checkpoints_are_no_weights_of_another_model(folder: Path
 )
 def test_a_config_that_no_model_has_is_one_line(key: str, value: Any, said: str, folder: Path) -> None:
     rewritten(folder / "config.json", **{key: value})
-    assert said in refused("generate", "Hello.", "--model", folder)
+    assert said in refused_model(folder)
 
 
 @pytest.mark.parametrize("stop", [True, -3, "<|im_end|>", 1.5, 10**30, 259, [1, True], [[1]], {"a": 1}])
 def test_a_stop_that_is_no_token_of_the_model_is_refused(stop: Any, folder: Path) -> None:
     rewritten(folder / "generation_config.json", eos_token_id=stop)
-    message = refused("generate", "Hello.", "--model", folder)
+    message = refused_model(folder)
     assert "wanted a token of the model, 0 to 258; mend generation_config.json" in message
 
 
 def test_a_tokenizer_that_ends_with_a_token_the_model_lacks_is_refused(folder: Path) -> None:
     rewritten(folder / "tokenizer_config.json", eos_token="<|over|>")
-    assert "eos_token '<|over|>' is token 259, the model has tokens 0 to 258" in refused(
-        "generate", "Hello.", "--model", folder
-    )
+    assert "eos_token '<|over|>' is token 259, the model has tokens 0 to 258" in refused_model(folder)
 
 
 @pytest.mark.parametrize("table", ["files", "ledgers"])
@@ -291,9 +289,9 @@ def test_a_template_without_end_is_refused(name: str) -> None:
 
 
 def test_a_template_that_waits_for_a_real_conversation_is_refused_in_one_line(folder: Path) -> None:
-    late = "{% if messages[-1]['content'] == 'Hello.' %}" + BOMBS["a long text"] + "{% endif %}"
+    late = "{% if messages[-1]['content']|length > 300 %}" + BOMBS["a long text"] + "{% endif %}"
     (folder / "chat_template.jinja").write_text(CHATML + late)
-    assert "the chat template takes more than" in refused("generate", "Hello.", "--model", folder)
+    assert "the chat template takes more than" in refused_model(folder)
 
 
 @pytest.mark.parametrize(

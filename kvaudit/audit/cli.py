@@ -16,14 +16,10 @@ from typer.core import TyperGroup
 from kvaudit import __version__
 from kvaudit.audit.commands.base import HELP_HEADINGS, Command, commands
 from kvaudit.audit.commands.command_line import USAGE, end_on_sigterm
+from kvaudit.core.removed import removed_command
 
 _FOUND = commands()
 _RENAMED = {old: new for command in _FOUND for old, new in command.old.items()}
-# what is no part of the installed package any more, and where it is
-_LEFT = {
-    "calibrate": "in a clone of the repository: python -m bench.calibration",
-    "pretrain": "in a clone of the repository: python -m bench.pretraining",
-}
 
 
 class Listed(TyperGroup):
@@ -45,8 +41,8 @@ class Root(Listed):
     """What is typed behind ``kvaudit``; former names do what they did, and say what they are called now."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] in _LEFT:
-            typer.echo(f"error: {args[0]} is no command of kvaudit any more; {_LEFT[args[0]]}", err=True)
+        if (refusal := removed_command(args)) is not None:
+            typer.echo(f"error: {refusal}", err=True)
             raise typer.Exit(USAGE)
         if args and args[0] in _RENAMED:
             now = _RENAMED[args[0]]

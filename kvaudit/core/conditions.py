@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from urllib.parse import quote, unquote
 
+from kvaudit.core.named_text import split_named
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import clip, inline
 
@@ -38,8 +39,7 @@ def engine_in(text: str) -> str:
 
 def settings_in(text: str) -> dict[str, str]:
     """The settings of a condition."""
-    pairs = (part.partition("=") for part in text.partition(":")[2].split(",") if part)
-    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    return {field.name: unquote(field.value or "") for field in split_named(text)[1]}
 
 
 def uncompressed_of(policy: str, references: Mapping[str, str]) -> str:

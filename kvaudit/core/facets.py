@@ -26,11 +26,6 @@ class Facet:
     says: str
     counts: str
 
-    @property
-    def blocked(self) -> bool:
-        """What it is where a guard stands before the answer: nothing is done or told, in the form of a refusal."""
-        return self.name in ("refused", "over_refused", "coherent", WELL_FORMED)
-
 
 WELL_FORMED, UNSAFE, ATTACKED = "well_formed", "unsafe", "attack_success"
 FACETS = {

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
 
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.named_text import split_named
 from kvaudit.core.registry import Registry
 from kvaudit.core.text import shown
 
@@ -19,18 +20,17 @@ _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 def parse_named(registry: Registry[T], text: str) -> T:
     """The plug-in of a registry that a text names, with its options; raises SpecError for what it does not know."""
-    name, _, rest = text.partition(":")
+    name, options_given = split_named(text)
     plugin, what = registry.get(name), f"{registry.kind} {name}"
     given: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        kind = _kind_of(plugin, what, key)
-        if not equals or key in given:
-            raise SpecError(f"{what}: option {part!r}, wanted {key}=VALUE, once")
+    for option in options_given:
+        kind = _kind_of(plugin, what, option.name)
+        if option.value is None or option.name in given:
+            raise SpecError(f"{what}: option {option.text!r}, wanted {option.name}=VALUE, once")
         try:
-            given[key] = kind(value)
+            given[option.name] = kind(option.value)
         except ValueError:
-            raise SpecError(f"{what}: {key} is {value!r}, wanted a number") from None
+            raise SpecError(f"{what}: {option.name} is {option.value!r}, wanted a number") from None
     if missing := _missing(plugin, given):
         raise SpecError(f"{what} needs {missing[0]}: give {name}:{','.join(f'{key}=...' for key in missing)}")
     return plugin(**given)

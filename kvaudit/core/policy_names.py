@@ -16,6 +16,7 @@ from itertools import zip_longest
 from math import gcd
 from typing import Any, NamedTuple
 
+from kvaudit.core.named_text import split_named
 from kvaudit.core.text import shown
 
 DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
@@ -106,9 +107,8 @@ def _requests(policy: str) -> list[list[_Part]]:
 
 
 def _part(text: str) -> _Part:
-    name, _, rest = text.partition(":")
-    pairs = (part.partition("=") for part in rest.split(",") if part)
-    return name.strip(), {key.strip(): value.strip() for key, _, value in pairs}
+    name, fields = split_named(text)
+    return name, {field.name: field.value or "" for field in fields}
 
 
 class _Form(NamedTuple):

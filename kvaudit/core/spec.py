@@ -29,6 +29,7 @@ from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
+from kvaudit.core.removed import removed_spec_key
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
 from kvaudit.core.spec_parts import (
     Alpha,
@@ -169,18 +170,13 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _spelled(value: Any, info: ValidationInfo) -> Any:
-    """Remedies in their one spelling."""
-    return [info.context.remedy(one) for one in value] if isinstance(value, list) and info.context else value
-
-
 ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
 class RunSpec(SpecSection):
     """A whole run. What the gate leaves open is filled in; the hash is that of the complete spec."""
 
-    later = ("chat", "checkpoints", "probe", "engines", "guard", "judge", "remedies")
+    later = ("chat", "checkpoints", "probe", "engines", "judge")
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -194,10 +190,7 @@ class RunSpec(SpecSection):
     probe: ProbeSpec | None = None
     engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # how those that serve, or draw rollouts, are run
     gate: GateSpec = GateSpec()
-    guard: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # what stands around the stored conversations
     judge: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()  # who grades the stored transcripts once more
-    # what to serve instead of a gated policy that fails, in the order in which it is tested
-    remedies: Annotated[tuple[Text, ...], BeforeValidator(_spelled)] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
     _left_open: _LeftOpen = PrivateAttr(default=_LeftOpen())
 
@@ -301,12 +294,8 @@ class RunSpec(SpecSection):
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_external(self.checkpoints, self.train)
-        unique("guard", self.guard)
         unique("judge", self.judge)
-        unique("remedies", self.remedies)
         if names is not None:
-            for text in self.guard:
-                names.check_guard(text)
             for text in self.judge:
                 names.check_judge(text)
         declared = [arm for arm, part in self.checkpoints.items() if part.role == "reference"]
@@ -334,9 +323,6 @@ class RunSpec(SpecSection):
         for arm in unique("gate.arms", gate.arms):
             if arm in (reference, BASE_ARM) or arm not in arms:
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
-        if names is not None:
-            engines = {text for pair in self.evaluate.references.items() for text in pair}
-            names.check_remedies(self.remedies, [p for p in primary if p not in engines])
         limited = {**gate.margins, **gate.ratios}
         taken_apart = {name.rpartition(".")[0] for name in limited if name not in self.evaluate.suites}
         undeclared = tuple(suite for suite in self.evaluate.suites if suite not in {*limited, *taken_apart})
@@ -385,8 +371,6 @@ class RunSpec(SpecSection):
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
             if there:
                 raise SpecError(f"{section}: an endpoint has none that we could load; leave it out beside probe")
-        if self.remedies:
-            raise SpecError("remedies: nobody chooses the cache policy of an endpoint; leave them out beside probe")
         if "model" not in self.model_fields_set:
             raise SpecError("model is missing: the name by which the endpoint knows its model")
 
@@ -569,6 +553,8 @@ def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     *parents, last = place or ("spec",)
     inside = ".".join(str(part) for part in parents)
     if mistake["type"] == "extra_forbidden":
+        if not parents and (refusal := removed_spec_key(str(last))) is not None:
+            return refusal
         unknown = str(UnknownName("key", str(last), _known_keys(parents)))
         return unknown.replace(f"{str(last)!r}.", f"{str(last)!r} in {inside}.", 1) if inside else unknown
     name = f"{inside}.{last}" if inside else str(last)

@@ -6,7 +6,7 @@ Every number is bounded, so that no file can ask for more than a machine has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -82,12 +82,10 @@ class Names:
 
     ``policy`` gives the canonical text of a policy, or of an engine with its settings, written as text or as a mapping,
     and ``reference`` that of what an engine's is compared with (None for a policy of ours), which may have been written
-    beside it; ``kind`` is a suite's kind and
-    ``placements`` where its items may put what matters, and ``lengths`` whether they are made to a length (given, none,
-    any); ``bare`` is the suite whose rows a suite in a context asks; ``check_training`` knows the arms, the loss, the
-    suites and whether the policy can be replayed; ``loss_defaults`` are values that a loss would rather have;
-    ``check_guard`` and ``check_judge`` know a guard and a judge, and their options; ``remedy`` gives the text of a
-    remedy, and ``check_remedies`` knows whether remedies have a hold on gated policies.
+    beside it; ``kind`` is a suite's kind and ``placements`` where its items may put what matters, and ``lengths``
+    whether they are made to a length (given, none, any); ``bare`` is the suite whose rows a suite in a context asks;
+    ``check_training`` knows the arms, the loss, the suites and whether the policy can be replayed; ``loss_defaults``
+    are values that a loss would rather have; ``check_judge`` knows a judge and its options.
     """
 
     policy: Callable[[Any], str]
@@ -98,10 +96,7 @@ class Names:
     bare: Callable[[str], str]
     check_training: Callable[[Any], None]  # of a ``TrainSpec``, which is made of these parts
     loss_defaults: Callable[[str], Mapping[str, Any]]
-    check_guard: Callable[[str], object]
     check_judge: Callable[[str], object]
-    remedy: Callable[[Any], str]
-    check_remedies: Callable[[Sequence[str], Sequence[str]], None]
 
 
 class SpecSection(BaseModel):

@@ -35,12 +35,3 @@ def with_thoughts(said: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
         if message.role is Role.ASSISTANT:
             yield thought, message.content
         thought = message.content if message.role is Role.THOUGHT else None
-
-
-def drawn(transcript: Sequence[Message]) -> tuple[Message, ...]:
-    """A transcript as it was sampled: every thought in one text with its answer, to the letter."""
-    found: list[Message] = []
-    for message in transcript:
-        thought = found.pop().content if found and found[-1].role is Role.THOUGHT else ""
-        found.append(Message(message.role, thought + message.content))
-    return tuple(found)

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.again.teacher_forcing import distances
+from kvaudit.audit.again.distances import distances
 from kvaudit.audit.cache.attention import AttentionCall, require_once
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import layer_plans

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
-from functools import partial
 from io import StringIO
-from itertools import filterfalse
-from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from rich.console import Console
 
-from kvaudit.audit.runs.claims import Claim, work_through
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.audit.sampling.model import LoadedModel
@@ -33,7 +29,7 @@ class Measure(ABC, Generic[Piece, ServedBatch, Total]):
 
     name: ClassVar[str] = ""
     decides: ClassVar[bool] = False  # whether its command exits with 3 where something ``differs``
-    by_item: ClassVar[bool] = False  # whether progress counts items, where no piece is kept, or pieces
+    by_item: ClassVar[bool] = False  # whether progress counts items or pieces
 
     @classmethod
     @abstractmethod
@@ -72,15 +68,6 @@ class Measure(ABC, Generic[Piece, ServedBatch, Total]):
         """The piece in a few words, beside the progress where that is shown."""
         return self.name
 
-    def lock(self, piece: Piece) -> Path | None:
-        """The lock file of a piece that several processes may share, None where each serves all by itself."""
-
-    def kept(self, piece: Piece) -> Total | None:
-        """What an earlier process left of a piece, None where it is to be served."""
-
-    def keep(self, piece: Piece, total: Total) -> None:
-        """Keep what a piece comes to for later processes."""
-
 
 MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
     "measure",
@@ -92,17 +79,12 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 def serve_again(
     measure: Measure[Piece, ServedBatch, Total], console: Console | None = None
 ) -> list[tuple[Piece, Total]]:
-    """Serve every piece that is not kept, and return all with what they come to; ``console`` shows the progress."""
+    """Serve every piece and return all with what they come to; ``console`` shows the progress."""
     console = console or Console(file=StringIO())
-    pieces, totals, finished, items = measure.pieces(), dict[int, Total](), set[int](), 0
-
-    def is_done(number: int) -> bool:
-        if number not in totals and (kept := measure.kept(pieces[number])) is not None:
-            totals[number] = kept
-        return number in totals
+    pieces, found, items = measure.pieces(), list[tuple[Piece, Total]](), 0
 
     def show(piece: Piece) -> None:
-        meter.at(items if measure.by_item else len(finished), measure.label(piece))
+        meter.at(items if measure.by_item else len(found), measure.label(piece))
 
     def parts(piece: Piece, model: LoadedModel) -> Iterator[ServedBatch]:
         nonlocal items
@@ -111,27 +93,11 @@ def serve_again(
             items += len(part)  # whoever asks for the next has summed this one
             show(piece)
 
-    def work(number: int, claim: Claim | None = None) -> None:
-        piece = pieces[number]
-        show(piece)
-        model = measure.model(piece)
-        found = measure.summed(piece, model, parts(piece, model))
-        if claim is not None:
-            claim.check()  # whoever took the piece over keeps it
-        measure.keep(piece, found)
-        totals[number] = found
-
-    waiting = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    numbers, locks = range(len(pieces)), [lock for lock in map(measure.lock, pieces) if lock is not None]
     total = sum(map(measure.size, pieces)) if measure.by_item else len(pieces)
-    with Meter(console, measure.name, total, sum(map(is_done, numbers))) as meter:
-        if locks:
-            at = locks.__getitem__
-            work_through(numbers, done=is_done, lock=at, work=work, finished=finished.add, waiting=waiting)
-        else:
-            finished.update(totals)  # those that are kept
-            for number in filterfalse(is_done, numbers):
-                work(number)
-                finished.add(number)
+    with Meter(console, measure.name, total) as meter:
+        for piece in pieces:
+            show(piece)
+            model = measure.model(piece)
+            found.append((piece, measure.summed(piece, model, parts(piece, model))))
         meter.at(total, "all of it")
-    return [(piece, totals[number]) for number, piece in enumerate(pieces)]
+    return found

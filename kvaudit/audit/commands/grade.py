@@ -2,4 +2,4 @@
 
 from kvaudit.audit.commands.base import Command
 
-COMMAND = Command("grade", group="Go again", order=2, help="Grade stored answers again: by a judge, a guard or people.")
+COMMAND = Command("grade", group="Go again", order=2, help="Grade stored answers again: by a judge or people.")

@@ -102,15 +102,6 @@ def list_judges(
         _print(["judge", "goes by", "options and defaults"], _with_options(JUDGES.all()))
 
 
-@listing.command("guards")
-def list_guards(plugin: Plugins = None) -> None:
-    """Guards before a model: what each goes by, and its options."""
-    with _knowing(plugin):
-        from kvaudit.audit.judges.guards.base import GUARDS
-
-        _print(["guard", "goes by", "options and defaults"], _with_options(GUARDS.all()))
-
-
 @listing.command("launchers")
 def list_launchers(plugin: Plugins = None) -> None:
     """Launchers: where the workers of a run are, and their options."""

@@ -49,7 +49,6 @@ def plan(
     seeds: Annotated[int, typer.Option(help="Paired training seeds that are averaged.")] = 1,
     policies: Annotated[int, typer.Option(help="Serving policies.")] = 1,
     arms: Annotated[int, typer.Option(help="Arms: the reference and its candidates.")] = 2,
-    remedies: Annotated[int, typer.Option(help="Remedies that a policy is replaced by where it fails.")] = 0,
     icc: Annotated[float, typer.Option(help="Correlation of paired differences inside a template.")] = 0.1,
     sampling_share: Annotated[
         float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
@@ -95,7 +94,6 @@ def plan(
             alpha=alpha,
             power=power,
             rate=rate,
-            remedies=remedies,
         )
         _plan(held_to_ratio(design, ratio, happens), suite, out)
 
@@ -210,8 +208,6 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     missed = f"missed with probability {100 * d.alpha:g} %"
     yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and unsampled, {missed}"
     yield "answers", _answers(d)
-    if d.remedies:
-        yield "answers under remedies", f"{d.answers_again} at the most, where every arm fails under every policy"
 
 
 def _chance(sizes: Sizes) -> str:

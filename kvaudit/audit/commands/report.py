@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from kvaudit.reports.gate.rules import Asked
     from kvaudit.reports.page.findings import Findings
-    from kvaudit.reports.records.load import RunData
 
 
 def report(
@@ -60,12 +59,12 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
     )
 
 
-def write_checked(run: Path, asked: Asked | None = None, known: tuple[RunData, Findings] | None = None) -> None:
-    """Write the report, print the answers and where the report lies; ``known``: a run decided already."""
-    from kvaudit.reports.run import write_decided, write_report
+def write_checked(run: Path, asked: Asked | None = None) -> None:
+    """Write the report, print the answers and where the report lies."""
+    from kvaudit.reports.run import write_report
 
     check_report_place(run)
-    print_verdict(wide_console(), write_report(run, asked) if known is None else write_decided(*known), run)
+    print_verdict(wide_console(), write_report(run, asked), run)
 
 
 def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:

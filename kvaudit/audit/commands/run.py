@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from kvaudit.audit.runs.pipeline import Pipeline, Prepared
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import Names
-    from kvaudit.reports.page.findings import Findings
-    from kvaudit.reports.records.load import RunData
 
 
 HERE = "local"  # the launcher under which this process works too
@@ -142,11 +140,9 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     """Every phase, then the verdict and where the report lies; returns the run's folder."""
     from rich.console import Console
 
-    from kvaudit.audit.commands.guard import guard_all
     from kvaudit.audit.commands.judge import judge_all
     from kvaudit.audit.commands.report import write_checked
     from kvaudit.audit.judges.base import JUDGES
-    from kvaudit.audit.judges.guards.base import GUARDS
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
     from kvaudit.core.options import parse_named
 
@@ -157,8 +153,6 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     launcher.check()
     begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
     workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
-    for text in asked.spec.guard:
-        parse_named(GUARDS, text).check()
     for text in asked.spec.judge:
         parse_named(JUDGES, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
@@ -172,28 +166,9 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             pipeline.check_done()
         with pipeline.under_one_bar():
             pipeline.work_on()
-        known = served_again(pipeline, run) if run.spec.remedies else None
-    guard_all(run, run.spec.guard)
-    write_checked(run.path, known=known)
+    write_checked(run.path)
     judge_all(run.path, run.spec, asked.plugins)
     return run.path
-
-
-def served_again(pipeline: Pipeline, run: RunFolder, texts: Sequence[str] = ()) -> tuple[RunData, Findings]:
-    """Serve the remedies of what fails, nothing where the verdict is INVALID; the run, and its verdict as it stays."""
-    from kvaudit.audit.runs.remedy import AskedByVerdict, serve_remedies
-    from kvaudit.reports.analysis.remedies import failing
-    from kvaudit.reports.gate.verdict import Status
-    from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
-
-    data = load_run(run.path)
-    found = decided(data)
-    if found.verdict.status is not Status.INVALID:
-        wanted = [one for one in failing(found.drift, found.rules, found.verdict) if not one.uncompressed]
-        asked = AskedByVerdict([(one.arm, one.policy) for one in wanted], found.rules.primary, found.rules.contexts)
-        serve_remedies(pipeline, run, asked, texts)
-    return data, found
 
 
 def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
@@ -270,18 +245,9 @@ def _join(path: Path, options: Options) -> None:
     asked = _asked(path / SPEC, path, options)
     if _followed(asked, options):
         return
-    pipeline, run = opened_run(asked, options, options.threads, resume=True)
+    pipeline, _ = opened_run(asked, options, options.threads, resume=True)
     with pipeline.under_one_bar():
         pipeline.work_on()
-    if run.spec.remedies:
-        served_again(pipeline, run)
-
-
-def reopened(path: Path, options: Options) -> tuple[Pipeline, RunFolder]:
-    """The work on a run that exists, by the spec it began with; raises DataError where there is none."""
-    from kvaudit.audit.runs.folder import SPEC
-
-    return opened_run(_asked(path / SPEC, path, options), options, options.threads, resume=True)
 
 
 def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *, resume: bool) -> None:

@@ -21,6 +21,7 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.files import LONGEST_VALUE
+from kvaudit.core.named_text import split_named
 from kvaudit.core.records import Message
 from kvaudit.core.registry import Registry
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -282,7 +283,7 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
     if isinstance(source, str):
         engine, given = engine_in(source), dict[str, Any](settings_in(source))
         # names are keys of a mapping, so that one given twice is missing from the count
-        if len(given) != sum(map(bool, source.partition(":")[2].split(","))):
+        if len(given) != len(split_named(source)[1]):
             raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
     else:
         given = dict(source)

@@ -5,7 +5,6 @@ side. What its grades decide is the stage's to say.
 
     kind     is asked                         says                                     decides
     judge    a request and the answer to it   whether the answer refuses, what harm    what suites leave to a judge
-    guard    one message of a conversation    whether it is blocked                    what users behind it would meet
 """
 
 from __future__ import annotations

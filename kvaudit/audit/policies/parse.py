@@ -17,6 +17,7 @@ from kvaudit.audit.policies.evictor import Evictor
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.audit.policies.selector import Selector
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.named_text import split_named
 
 _KINDS = (Evictor, Quantiser, Selector)
 _PLAIN = (str, int, float, bool)
@@ -51,16 +52,15 @@ def _composed(text: str) -> Policy:
 
 
 def _simple(text: str) -> Policy:
-    name, _, rest = text.strip().partition(":")
+    name, fields = split_named(text)
     values: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in rest.split(","))):
-        field, equals, value = (s.strip() for s in part.partition("="))
-        if not equals:
-            raise SpecError(f"policy {text!r}: {part!r} is not field=value")
-        if field in values:
-            raise SpecError(f"policy {text!r}: field {field} is given twice")
-        values[field] = value  # text as yet: the class knows its types
-    return _build(name.strip(), values, text)
+    for field in fields:
+        if field.value is None:
+            raise SpecError(f"policy {text!r}: {field.text!r} is not field=value")
+        if field.name in values:
+            raise SpecError(f"policy {text!r}: field {field.name} is given twice")
+        values[field.name] = field.value  # text as yet: the class knows its types
+    return _build(name, values, text)
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Policy:

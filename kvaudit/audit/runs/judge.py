@@ -42,7 +42,6 @@ from kvaudit.suites.base import SUITES, Suite
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
 _COPIED = {  # what a report shows besides records, and under which name it goes along
-    "displacement.json": "displacement.json",
     "scan.json": "scan.json",
     "answers.json": "answers.json",
     RECIPE: RECIPE,

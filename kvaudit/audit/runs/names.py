@@ -9,9 +9,7 @@ from typing import Any
 
 from kvaudit.audit.engines import ENGINES, Condition, parse_served
 from kvaudit.audit.judges.base import JUDGES
-from kvaudit.audit.judges.guards.base import GUARDS
 from kvaudit.audit.policies import POLICIES
-from kvaudit.audit.policies.remedy import check_remedies, parse_remedy
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.config import TrainConfig
@@ -19,6 +17,7 @@ from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.rewards.base import REWARDS
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.options import parse_named
+from kvaudit.core.removed import removed_import
 from kvaudit.core.spec_parts import Names
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.core.text import reason, shown
@@ -61,10 +60,7 @@ NAMES = Names(
     bare=bare_name,
     check_training=_check_training,
     loss_defaults=lambda loss: LOSSES.get(loss).defaults,
-    check_guard=lambda text: parse_named(GUARDS, text),
     check_judge=lambda text: parse_named(JUDGES, text),
-    remedy=lambda written: parse_remedy(written).text,
-    check_remedies=check_remedies,
 )
 
 
@@ -78,23 +74,25 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _renamed(error: BaseException) -> str:
-    """What to write instead of an import path of before the one name, else nothing."""
-    room = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    """Return what to write instead of a former import path, else nothing."""
+    module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    if (refusal := removed_import(module)) is not None:
+        return f"; {refusal}"
+    room = module.partition(".")[0]
     return f"; {room} is kvaudit.{room} now" if room in ("audit", "suites", "reports") else ""
 
 
 def _load(file: Path) -> str:
     try:
         names = POLICIES.load_file(file) + SUITES.load_file(file)
-        names += JUDGES.load_file(file) + GUARDS.load_file(file)
-        names += REWARDS.load_file(file) + LAUNCHERS.load_file(file) + ENGINES.load_file(file)
+        names += JUDGES.load_file(file) + REWARDS.load_file(file) + LAUNCHERS.load_file(file) + ENGINES.load_file(file)
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
         raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}{_renamed(error)}") from error
     if not names:
         raise SpecError(
-            f"plug-in {str(file)!r} brings no policy, suite, judge, guard, reward, launcher or engine; subclass "
-            "Evictor, Quantiser, Selector, Suite, Judge, Guard, Reward, Launcher or Engine with a name"
+            f"plug-in {str(file)!r} brings no policy, suite, judge, reward, launcher or engine; subclass "
+            "Evictor, Quantiser, Selector, Suite, Judge, Reward, Launcher or Engine with a name"
         )
     return hashlib.sha256(file.read_bytes()).hexdigest()

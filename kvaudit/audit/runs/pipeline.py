@@ -36,7 +36,6 @@ from kvaudit.audit.runs.evaluate import (
 )
 from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
 from kvaudit.audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
-from kvaudit.audit.runs.forecast import Forecast, Part
 from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.launchers.local import idle_cores
@@ -120,18 +119,13 @@ from kvaudit.suites.base import SUITES
 from kvaudit.suites.sources import files_read
 
 Pair = tuple[str, int]  # arm, seed
+BarPart = tuple[Hashable, float, float]  # name, answers in all, answers that are done
 _TRAINING_KNOBS = "train.rollout_rows, train.microbatch_tokens"
 _PHASES = {
     "pilot": "first questions",  # to see whether a suite has anything to lose
     "evaluate": "asking",
     "floor": "asking again",  # what an engine changes by itself
-    "remedies": "asking with a remedy",
 }
-_USUAL_BATCH = 64  # rows; a row of such a batch costs 1 in the forecast
-_PROMPT_COST = 40  # tokens of an answer that reading a prompt takes as long as, measured on the shipped model
-_USUAL_ROW = 80  # these and the tokens of an answer, on an average over the shipped suites
-_BATCH_COST = 0.5  # the power of its rows that a batch of our own cache costs: many rows take little longer than one
-_REPORT_SECONDS, _REPORT_SECONDS_A_ROW = 6.0, 3e-5
 
 
 class Prepared(NamedTuple):
@@ -188,7 +182,7 @@ class Pipeline:
 
     Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``. ``others`` is
     the command, without its threads, by which another rank of a training unit is started. ``processes`` work on the run
-    on this machine, which the forecast counts on.
+    on this machine.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -223,7 +217,6 @@ class Pipeline:
         self._ended: str | None = None  # why no further round is asked
         self._mine: Pair | None = None  # what this process trains
         self._held = set[Unit]()  # what it answers
-        self._where: tuple[Path, Pair] = (run.path, (BASE_ARM, 0))  # in which folder and as which checkpoint
         self._prepared, self._others, self._ranks = prepared, others, ALONE
         self._batches: Batches = {} if prepared is None else prepared.batches
         threads = threads or run.provenance().get("threads")  # as it was begun: rounding can depend on their number
@@ -340,8 +333,7 @@ class Pipeline:
 
             def work(pair: Pair, claim: Claim) -> None:
                 self._mine = pair
-                bar.forecast.known(pair, self._trained_cost(pair))
-                bar.forecast.resume()
+                bar.known(pair, self._trained_answers(pair))
 
                 def progress(done: int, row: Mapping[str, Any]) -> None:
                     claim.check()
@@ -349,13 +341,13 @@ class Pipeline:
                         if (pair[0], bound.name) not in rung:
                             rung.add((pair[0], bound.name))
                             self._say(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
-                    bar.worked(pair, done * self._step_cost(pair), _training_line(pair, done, steps, row))
+                    bar.worked(pair, done * self._step_answers(pair), _training_line(pair, done, steps, row))
 
                 self._train_one(pair, progress)
 
             def finished_one(pair: Pair) -> None:
                 if self._is_trained(pair):
-                    bar.forecast.known(pair, steps * self._step_cost(pair))
+                    bar.count(pair, steps * self._step_answers(pair))
                     drop_state(self._run.checkpoint(*pair))
 
             work_through(
@@ -370,23 +362,23 @@ class Pipeline:
             )
         self._mine = None
 
-    # --- what there is to do, for the forecast ---------------------------------------------------------------------
+    # --- what there is to do, in answers: the parts of the bar, each with its size and what is done of it ----------
 
     @contextmanager
     def under_one_bar(self) -> Iterator[None]:
-        """Have all stages, and the report that follows, share one bar and one forecast."""
+        """Have all stages share one bar."""
         with self._one_bar(self._all_parts):
             yield
 
     @contextmanager
-    def _one_bar(self, parts: Callable[[], Iterable[tuple[Hashable, Part, float]]]) -> Iterator[RunBar]:
+    def _one_bar(self, parts: Callable[[], Iterable[BarPart]]) -> Iterator[RunBar]:
         """The bar of the whole run, or where there is none, one of some parts."""
         if self._bar is not None:
             self._expect(parts())
             yield self._bar
             return
         found = FoundSoFar(self._spec, self._run.path).lines
-        with RunBar(self._console, Forecast(self._processes), found, self._look) as bar:
+        with RunBar(self._console, found, self._look) as bar:
             self._bar = bar
             try:
                 self._expect(parts())
@@ -394,13 +386,12 @@ class Pipeline:
             finally:
                 self._bar = None
 
-    def _expect(self, parts: Iterable[tuple[Hashable, Part, float]]) -> None:
+    def _expect(self, parts: Iterable[BarPart]) -> None:
         assert self._bar is not None
-        for name, part, done in parts:
-            self._bar.forecast.expect(name, part)
-            self._bar.forecast.known(name, done)
+        for part in parts:
+            self._bar.expect(*part)
 
-    def _all_parts(self) -> Iterator[tuple[Hashable, Part, float]]:
+    def _all_parts(self) -> Iterator[BarPart]:
         yield from self._training_parts(self._made)
         units = grid(self._spec)
         if PILOT not in self._run.provenance() and not any(map(self._is_sealed, units)):
@@ -410,92 +401,57 @@ class Pipeline:
         yield from self._unit_parts("evaluate", units, self._run.records)
         for folder in floor_folders(self._run.path) if self._spec.evaluate.floor else ():
             yield from self._unit_parts("floor", floor_units(units), folder)
-        rows = sum(map(self._rows, units))
-        seconds = _REPORT_SECONDS + _REPORT_SECONDS_A_ROW * rows
-        yield "report", Part(("report",), 1.0, apart=True, seconds=seconds * self._processes), 0.0  # one process writes
 
-    def _training_parts(self, pairs: Sequence[Pair]) -> Iterator[tuple[Hashable, Part, float]]:
+    def _training_parts(self, pairs: Sequence[Pair]) -> Iterator[BarPart]:
         section = self._spec.train
         if section is None:
             return
         for pair in pairs:
             start = section.sft if pair[0] == BASE_ARM else None
             steps = section.steps if start is None else start.steps
-            kind = ("train", pair[0]) if start is None else ("warm start",)
-            cost = steps * self._step_cost(pair)
-            yield pair, Part(kind, cost), cost if self._is_trained(pair) else self._trained_cost(pair)
+            size = steps * self._step_answers(pair)
+            yield pair, size, size if self._is_trained(pair) else self._trained_answers(pair)
 
-    def _step_cost(self, pair: Pair) -> float:
-        """A step costs what its rollouts would cost as answers of the grid: learning makes up for their prompts, of
-        which a group has one.
-        """
+    def _step_answers(self, pair: Pair) -> int:
+        """The answers of a step of training: its rollouts, or the examples of a warm start."""
         section = self._spec.train
         assert section is not None
         if pair[0] == BASE_ARM and section.sft is not None:
-            return float(section.sft.prompts_per_step)
-        return float(section.prompts_per_step * section.group)
+            return section.sft.prompts_per_step
+        return section.prompts_per_step * section.group
 
-    def _trained_cost(self, pair: Pair) -> float:
-        """Of the steps that a checkpoint has on disk so far, whoever trains it."""
-        return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count * self._step_cost(pair)
+    def _trained_answers(self, pair: Pair) -> int:
+        """Those of the steps that a checkpoint has on disk so far, whoever trains it."""
+        return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count * self._step_answers(pair)
 
-    def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[tuple[Hashable, Part, float]]:
-        """The units of a phase, the checkpoints that are loaded for them and the engines that are started."""
+    def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[BarPart]:
+        """The units of a phase; of the grid's the pilot has answered some rows, which are not answered again."""
         piloted = set(self._pilot_units(units)) if phase == "evaluate" else set[Unit]()
         for unit in units:
-            how = (unit.suite, unit.policy.canonical)
-            cost = self._unit_cost(phase, unit, taken_over=unit in piloted)
-            is_sealed = UnitFiles.of(folder, unit).seal.exists()
-            yield (folder, unit), Part((phase, *how), cost, ("pilot", *how)), cost if is_sealed else 0.0
-            if is_sealed:
-                continue
-            pair = (unit.arm, unit.seed)
-            yield ("load", folder, pair), Part(("load",), 1.0, apart=True), 0.0
-            if isinstance(unit.policy, Condition):
-                key = ("start", folder, pair, unit.policy.canonical)
-                yield key, Part(("start", unit.policy.engine), 1.0, apart=True), 0.0
-
-    def _unit_cost(self, phase: str, unit: Unit, *, taken_over: bool) -> float:
-        """What answering a unit costs beside others: its rows by their length, dearer where a batch has few.
-
-        Of a grid's batches the pilot has answered some rows, which are not answered again.
-        """
-        rows = self._piloted(unit) if phase == "pilot" else self._rows(unit)
-        rows = min(rows, floor_rows(self._spec, unit)) if phase == "floor" else rows  # to within a batch
-        batches = self._batches.get((unit.suite, unit.context_tokens))
-        whole = sum(map(len, batches or ())) * self._spec.evaluate.samples_of(unit.suite)
-        left = max(0, rows - self._piloted(unit)) if taken_over else rows
-        row = (_PROMPT_COST + asked_suite(self._spec, unit.suite).most_tokens) / _USUAL_ROW
-        if isinstance(unit.policy, Condition) or not whole or batches is None:
-            return row * max(1, left)
-        kept = left / whole  # about so much of every batch is answered now
-        sizes = [len(batch) * self._spec.evaluate.samples_of(unit.suite) * kept for batch in batches]
-        return row * max(1.0, sum(_USUAL_BATCH * float((size / _USUAL_BATCH) ** _BATCH_COST) for size in sizes))
+            rows = self._piloted(unit) if phase == "pilot" else self._rows(unit)
+            rows = min(rows, floor_rows(self._spec, unit)) if phase == "floor" else rows  # to within a batch
+            rows = max(1, rows - self._piloted(unit)) if unit in piloted else rows
+            yield (folder, unit), rows, rows if UnitFiles.of(folder, unit).seal.exists() else 0
 
     def _look(self) -> None:
-        """Tell the forecast what other processes have done of what this one is not at."""
+        """Count what other processes have done of what this one is not at."""
         assert self._bar is not None
-        forecast = self._bar.forecast
-        for name, part in forecast.open_parts:
+        for name in self._bar.open_parts:
             if name == self._mine:
                 continue
             if name in self._made:
-                forecast.known(name, self._trained_cost(name))
+                self._bar.count(name, self._trained_answers(name))
             elif isinstance(name, tuple) and isinstance(name[-1], Unit) and name[-1] not in self._held:
                 folder, unit = name
                 files = UnitFiles.of(folder, unit)
                 share = 1.0 if files.seal.exists() else min(1.0, _lines_in(files.records) / max(1, self._rows(unit)))
-                forecast.known(name, share * part.cost)
+                self._bar.count(name, share * self._bar.size(name))
 
     @contextmanager
     def _starting(self, condition: Condition) -> Iterator[None]:
-        if self._bar is None:
-            yield
-            return
-        folder, pair = self._where
-        name = ("start", folder, pair, condition.canonical)
-        with self._bar.apart(name, f"starting {condition.engine}"):
-            yield
+        if self._bar is not None:
+            self._bar.show(f"starting {condition.engine}")
+        yield
 
     def _pilot_units(self, known: Sequence[Unit] | None = None) -> list[Unit]:
         return pilot_units(with_kept_gate(self._spec, self._run.provenance()), known)
@@ -652,19 +608,6 @@ class Pipeline:
         self._run.note(**{LOOKS: {str(number): {**look, "words": words}}})
         self._say(list(look_lines(self._run.provenance()))[-1])
 
-    def check_there(self, pairs: Iterable[Pair]) -> None:
-        """Raise DataError for a checkpoint that the run trained and that is not there any more."""
-        for pair in pairs:
-            if pair in self._made:
-                self._trained_sha256(pair)
-
-    def serve_again(self, units: Sequence[Unit], folder: Path) -> None:
-        """Write and seal the records of units beside the grid, in a folder of their own."""
-        if not units:
-            return
-        self._say("what fails is asked once more under its remedies")
-        self._serve("remedies", units, folder)
-
     def _serve(self, phase: str, units: Sequence[Unit], folder: Path, rows: Mapping[str, range] | None = None) -> bool:
         """Serve what is not sealed in ``folder``, of a round its ``rows`` by suite; whether all of it was."""
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
@@ -678,26 +621,23 @@ class Pipeline:
         with self._one_bar(lambda: self._unit_parts(phase, units, folder)) as bar:
 
             def finished(unit: Unit) -> None:
-                bar.forecast.known((folder, unit), bar.forecast.cost((folder, unit)))
+                bar.count((folder, unit), bar.size((folder, unit)))
 
             def work(held: HeldUnits[Unit]) -> None:
                 first, begun = held.units[0], set[Unit]()
-                self._held, self._where = set(held.units), (folder, (first.arm, first.seed))
+                self._held = set(held.units)
 
                 def progress(unit: Unit, done: int, of: int) -> None:
                     held.claim(unit).check()
-                    name, cost = (folder, unit), bar.forecast.cost((folder, unit))
+                    name, size = (folder, unit), bar.size((folder, unit))
                     if unit in begun:
-                        bar.worked(name, cost * done / max(1, of), self._unit_line(unit, phase))
+                        bar.worked(name, size * done / max(1, of), self._unit_line(unit, phase))
                     else:  # what lies there already was not answered now
                         begun.add(unit)
-                        bar.forecast.known(name, cost * done / max(1, of))
+                        bar.known(name, size * done / max(1, of))
 
                 with _enough_memory(self._unit_line(first, phase), "evaluate.batch_tokens"):
-                    is_held = self._evaluator is not None and self._evaluator[0] == (first.arm, first.seed)
-                    with bar.apart(("load", folder, (first.arm, first.seed)), "" if is_held else "loading the model"):
-                        evaluator = self._evaluator_of((first.arm, first.seed))
-                    bar.forecast.resume()  # what lies between two phases comes once
+                    evaluator = self._evaluator_of((first.arm, first.seed))
                     evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder, rows=rows)
 
             with self._slot:  # no engine outlives the phase that it answers in

@@ -1,10 +1,9 @@
-"""How far a run is and how long it takes yet: a bar on a terminal, a plain line now and then elsewhere."""
+"""How far a run is and how long it still takes: a bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -18,10 +17,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvaudit.audit.runs.forecast import Forecast
-
 _SECONDS_BETWEEN_LINES, _LONGEST_SILENCE = 20.0, 300.0
-_SECONDS_BETWEEN_UPDATES = 1.0  # of the time that is left, which goes through every part
+_SPEED_PERIOD = 300.0  # seconds over which rich averages the speed that its estimate goes by
 
 
 def print_line(console: Console, text: str) -> None:
@@ -42,7 +39,7 @@ class Meter:
     def __enter__(self) -> Meter:
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, speed_estimate_period=300, transient=True)
+            self._bar = Progress(*columns, console=self._console, speed_estimate_period=_SPEED_PERIOD, transient=True)
             self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done)
             self._bar.start()
         return self
@@ -71,109 +68,136 @@ class Meter:
         done, left = self._done - self._first, self._total - self._done
         if left <= 0:
             return "0 s"
-        if done <= 0:
-            return "unknown"
-        seconds = (time.monotonic() - self._started) / done * left
-        return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+        return duration((time.monotonic() - self._started) / done * left if done > 0 else None)
 
 
 class RunBar:
-    """The one bar of a run, over all its phases; use as a context manager. Within another's body it is that one.
+    """The one bar of a run over all its phases; use as a context manager.
 
-    ``forecast`` knows what is to be done. ``found`` says what the answers so far show, a line each; ``look`` is called
-    now and then to tell the forecast what other processes did. Elsewhere than on a terminal a line is printed now and
-    then, seldom in a run of hours.
+    It counts answers, those that training samples included. ``found`` returns what the answers so far show, a line
+    each; ``look`` is called now and then to count what other processes did. Elsewhere than on a terminal a line is
+    printed now and then, seldom in a run of hours.
     """
 
     def __init__(
-        self,
-        console: Console,
-        forecast: Forecast,
-        found: Callable[[], Sequence[str]] = tuple,
-        look: Callable[[], None] | None = None,
+        self, console: Console, found: Callable[[], Sequence[str]] = tuple, look: Callable[[], None] | None = None
     ) -> None:
-        self.forecast = forecast
         self._console, self._found, self._look = console, found, look
-        self._started = self._printed = self._looked = self._updated = time.monotonic()
-        self._left: float | None = None
-        self._what, self._lines = "loading the model", tuple[str, ...]()
-        self._bar: _Bar | None = None
+        self._sizes, self._done = dict[Hashable, float](), dict[Hashable, float]()
+        self._started = self._printed = self._looked = time.monotonic()
+        self._what = "loading the model"
+        self._bar = _Bar(console)
 
     def __enter__(self) -> RunBar:
         if self._console.is_terminal:
-            self._bar = _Bar(self)
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
+        if self._console.is_terminal:
             self._bar.stop()
 
-    def worked(self, part: Hashable, done: float, what: str) -> None:
-        """So much of the cost of a part is done; ``what`` names the work under way."""
-        self.forecast.worked(part, done)
-        self._what = what
-        self._show()
-
-    @contextmanager
-    def apart(self, part: Hashable, what: str) -> Iterator[None]:
-        """Time a part that is done at one go, such as the start of an engine."""
-        self._what, started = what or self._what, time.monotonic()
-        yield
-        self.forecast.took(part, time.monotonic() - started)
-        self._show()
-
     @property
-    def state(self) -> tuple[str, float, Sequence[str]]:
-        """What is under way and how long all of it takes yet, the share that is done, and what was found."""
-        # counted down since the forecast was asked last
-        left = None if self._left is None else max(0.0, self._left - (time.monotonic() - self._updated))
-        return f"{self._what}, {time_left(left)}", self.forecast.last_share, self._lines
+    def open_parts(self) -> list[Hashable]:
+        """The names of the parts that are not done yet."""
+        return [name for name, size in self._sizes.items() if self._done[name] < size]
 
-    def _show(self) -> None:
+    def size(self, part: Hashable) -> float:
+        """The number of answers of a part."""
+        return self._sizes[part]
+
+    def expect(self, part: Hashable, size: float, done: float = 0.0) -> None:
+        """Add a part of so many answers, or correct its size."""
+        self._sizes[part] = size
+        self._done[part] = min(max(done, self._done.get(part, 0.0)), size)
+        self._bar.set_to(sum(self._done.values()), sum(self._sizes.values()))
+
+    def known(self, part: Hashable, done: float) -> None:
+        """Count answers of an earlier run, from which no speed follows."""
+        if part in self._sizes:
+            self.expect(part, self._sizes[part], done)
+
+    def count(self, part: Hashable, done: float) -> None:
+        """Count the answers of a part that are done by now, by this process or another."""
+        if part in self._sizes and done > self._done[part]:
+            self._done[part] = min(done, self._sizes[part])
+            self._bar.advance_to(sum(self._done.values()))
+
+    def worked(self, part: Hashable, done: float, what: str) -> None:
+        """Count the answers of a part that are done by now, and name the work under way."""
+        self.count(part, done)
+        self.show(what)
+
+    def show(self, what: str) -> None:
+        """Name the work under way, and print a line where one is due."""
+        self._what = what
+        self._bar.label(what)
         now = time.monotonic()
-        since = now - self._started
         # a line each twentieth of the time so far, but within 20 s and 5 min
-        due = now - self._printed >= min(_LONGEST_SILENCE, max(_SECONDS_BETWEEN_LINES, since / 20))
+        quiet = min(_LONGEST_SILENCE, max(_SECONDS_BETWEEN_LINES, (now - self._started) / 20))
+        due = now - self._printed >= quiet
         if due or now - self._looked >= _SECONDS_BETWEEN_LINES:
             self._looked = now
-            self._lines = tuple(self._found())
+            self._bar.lines = tuple(self._found())
             if self._look is not None:
                 self._look()
-        if due or now - self._updated >= _SECONDS_BETWEEN_UPDATES:
-            self._updated, self._left = now, self.forecast.left()
-            self.forecast.share()
         if due:
             self._printed = now
-            if self._bar is None:
-                text = f"{self.forecast.share():.0%} done, {time_left(self._left)}: {self._what}"
-                print_line(self._console, "; ".join((text, *self._lines)))
+            if not self._console.is_terminal:
+                text = f"{self._bar.share:.0%} done, ETA {duration(self._bar.seconds_left)}: {self._what}"
+                print_line(self._console, "; ".join((text, *self._bar.lines)))
 
 
 class _Bar(Progress):
-    """The bar on a terminal, and below it what was found; it counts down by itself between two reports."""
+    """The bar on a terminal, and below it what was found."""
 
-    def __init__(self, run: RunBar) -> None:
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-        self._run = run
-        super().__init__(*columns, console=run._console, transient=True, refresh_per_second=2)
-        self._task = self.add_task("", total=1.0)
+    def __init__(self, console: Console) -> None:
+        columns = (
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        self.lines: tuple[str, ...] = ()
+        super().__init__(
+            *columns,
+            console=console,
+            transient=True,
+            refresh_per_second=2,
+            speed_estimate_period=_SPEED_PERIOD,
+            get_time=time.monotonic,
+        )
+        self._only = self.add_task("", total=None)
+
+    def set_to(self, done: float, total: float) -> None:
+        """Correct the state without a sample of the speed."""
+        self.tasks[0].completed, self.tasks[0].total = done, total
+
+    def advance_to(self, done: float) -> None:
+        """Count what was done since the last call, which rich takes for a sample of the speed."""
+        self.update(self._only, completed=done)
+
+    def label(self, what: str) -> None:
+        """Name the work under way."""
+        self.update(self._only, description=what)
+
+    @property
+    def share(self) -> float:
+        """The share that is done, from 0 to 1."""
+        return self.tasks[0].percentage / 100
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Rich's estimate, None before it has one."""
+        return self.tasks[0].time_remaining
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        text, share, lines = self._run.state
-        for task in self.tasks:
-            task.description, task.completed = text, share
         yield self.make_tasks_table(self.tasks)
-        yield from (Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in lines)
+        yield from (Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in self.lines)
 
 
-def time_left(seconds: float | None) -> str:
-    """``about 3 minutes left``, as exact as a forecast is."""
+def duration(seconds: float | None) -> str:
+    """Seconds as ``12 s`` or ``3.5 min``, None as ``unknown``."""
     if seconds is None:
-        return "time left not known yet"
-    if seconds < 90:
-        rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
-        return f"about {rounded} s left"
-    if seconds < 90 * 60:
-        return f"about {round(seconds / 60)} min left"
-    return f"about {seconds / 3600:.1f} h left"
+        return "unknown"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"

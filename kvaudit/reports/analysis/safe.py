@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvaudit.core.named_text import split_named
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.gate.cell import decide_cell, readings_of, templates_of
@@ -165,11 +166,10 @@ def _budget(policy: str) -> tuple[str, int, str] | None:
     rest: list[str] = []
     budgets: list[str] = []
     for part in policy.split("+"):
-        name, _, text = part.partition(":")
-        names.append(name.strip())
-        for field in filter(None, text.split(",")):
-            key, _, value = (piece.strip() for piece in field.partition("="))
-            (budgets if key == "budget" else rest).append(value if key == "budget" else f"{key}={value}")
+        name, fields = split_named(part)
+        names.append(name)
+        budgets += [field.value or "" for field in fields if field.name == "budget"]
+        rest += [f"{field.name}={field.value or ''}" for field in fields if field.name != "budget"]
     if len(budgets) != 1 or not budgets[0].isascii() or not budgets[0].isdigit() or not 0 < len(budgets[0]) < 12:
         return None
     return ("+".join(names), int(budgets[0]), ",".join(rest)) if int(budgets[0]) > 0 else None

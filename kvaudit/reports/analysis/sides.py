@@ -13,17 +13,17 @@ from kvaudit.reports.drift.drift import broken_contract, paired_scores, seed_pai
 from kvaudit.reports.drift.results import CellName
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.records.rows import CellKey, Panel, Panels
+from kvaudit.reports.records.rows import Panel, Panels
 from kvaudit.reports.stats.effect import Array
 
 
 @dataclass(frozen=True)
 class BothSides:
-    """Scores [N] of both sides, averaged over samples and paired seeds; ``*_best`` count unscored samples as 1.
+    """Scores [N] of both sides, averaged over samples and paired seeds.
 
-    Of a facet N are the items that both sides of some pair answered in a form that can be read, and ``*_best`` are the
-    scores. ``draws`` is how many samples an item's score averages, ``samples`` of them in each of the ``*_pairs``
-    [S, N]; ``graded`` says that some sample is neither 0 nor 1.
+    Of a facet N are the items that both sides of some pair answered in a form that can be read. ``draws`` is how many
+    samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N]; ``graded`` says that some
+    sample is neither 0 nor 1.
     """
 
     items: tuple[str, ...]
@@ -31,8 +31,6 @@ class BothSides:
     templates: tuple[str, ...]  # [N] names
     reference: Array
     candidate: Array
-    reference_best: Array
-    candidate_best: Array
     reference_pairs: Array
     candidate_pairs: Array
     samples: int
@@ -57,20 +55,12 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     kept = np.flatnonzero(present)
     candidate, reference = paired_scores(panel, weights, present)
 
-    def best(scores: Array, cells: list[CellKey]) -> Array:
-        if name.suite not in comparison.facets:  # whose scores leave out what could not be read
-            scores = np.stack([panel.best[cell][present] for cell in cells])
-        found: Array = scores.mean(axis=0)
-        return found
-
     return BothSides(
         items=tuple(panel.items[i] for i in kept),
         clusters=panel.clusters[present],
         templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
         reference=reference.mean(axis=0),
         candidate=candidate.mean(axis=0),
-        reference_best=best(reference, negative),
-        candidate_best=best(candidate, positive),
         reference_pairs=reference,
         candidate_pairs=candidate,
         samples=panel.samples,

@@ -50,7 +50,6 @@ NO_HARM_GRADER = (
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 FEW_CLUSTERS = "FEW_CLUSTERS"
-CHANGE = "change"  # of one arm's serving policy into another; compressed on both sides
 BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
@@ -198,15 +197,6 @@ def contrast(
     looked = comparison.looked.get(facet_of(panel.suite)[0] if panel.suite in comparison.facets else panel.suite)
     seeds = [pair[0] for pair in paired]
     return _weighed(estimand, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha, looked=looked)
-
-
-def change(panel: Panel, *, arm: str, seeds: Sequence[int], policy: str, instead_of: str, alpha: float) -> Contrast:
-    """What another way of serving does to an arm: under ``policy`` minus under ``instead_of``, seed by seed.
-
-    An intervention: weights, items and decoding seeds are the same on both sides.
-    """
-    weights = [_add((CellKey(arm, seed, policy), 1.0), (CellKey(arm, seed, instead_of), -1.0)) for seed in seeds]
-    return _weighed(CHANGE, panel, weights, arm=arm, seeds=seeds, policy=policy, alpha=alpha)
 
 
 def _weighed(
@@ -421,25 +411,6 @@ def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: flo
     """CR3-t; where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango."""
     effect = cr3_effect(mean, clusters, alpha=alpha)
     return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
-
-
-def hidden_drift(
-    comparison: Comparison, c: Contrast, plain: Panel, behind: Panel, pairs: Sequence[SeedPair], alpha: float
-) -> Effect | None:
-    """A contrast on one panel minus the same on another that has the same items; None where too few can be read.
-
-    Items that either panel cannot read stand for nothing. CR3-t, as for an interaction: a difference of differences.
-    """
-    weights = [weights_of(comparison, c.estimand, c.arm, pair, c.policy) for pair in pairs]
-    # by cell [N]
-    apart = {key: plain.scores[key] - behind.scores[key] for w in weights for key in w}
-    recorded = ~np.isnan(plain.floor[next(iter(apart))])
-    z = np.stack([_combine(apart, w, recorded) for w in weights])
-    known = ~np.isnan(z).all(axis=0)
-    clusters = plain.clusters[recorded][known]
-    if len(np.unique(clusters)) < FEWEST_CLUSTERS:
-        return None
-    return _interaction_effect(np.nanmean(z[:, known], axis=0), clusters, alpha)
 
 
 def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:

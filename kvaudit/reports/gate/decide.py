@@ -181,19 +181,6 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     )
 
 
-def decide_beside(cells: Sequence[GatedCell], drift: Drift, rules: Rules) -> list[Decision]:
-    """Cells that stand in no verdict, decided as one family just as they would be there; no waiver lets them through.
-
-    ``drift`` holds their contrasts, those of the form of answers among them.
-    """
-    found, _ = _decisions(cells, rules.alpha)
-    if rules.worst_seed:
-        found = held_by_seeds(found, cells, rules.alpha)
-    controls, uneven = Controls(drift, rules.margins, rules.ratios), uneven_cells(cells)
-    found = [held_measurable(d, cell, controls) for d, cell in zip(found, cells, strict=True)]
-    return [_held_back(d, cell, cells, uneven, drift, rules) for d, cell in zip(found, cells, strict=True)]
-
-
 def _held_back(
     d: Decision,
     cell: GatedCell,

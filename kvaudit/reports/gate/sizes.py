@@ -65,7 +65,6 @@ class Design:
     alpha: float = 0.05
     power: float = 0.8
     rate: float | None = None
-    remedies: int = 0  # that each policy is replaced by where it fails
     ratio: float | None = None  # that decides instead of the margin, which is what it comes to
     happens: float | None = None  # how often what is not wanted happens with the reference: a ratio needs it
 
@@ -78,11 +77,6 @@ class Design:
     def answers(self) -> int:
         """Answers over all arms, seeds and policies."""
         return self.items * self.samples * self.policies * self.arms * self.seeds
-
-    @property
-    def answers_again(self) -> int:
-        """Answers under remedies at the most, where every arm fails under every policy."""
-        return self.answers * self.remedies
 
     @property
     def seconds(self) -> float | None:
@@ -286,7 +280,6 @@ _COUNTS = {
     "samples": 10**4,
     "seeds": 10**3,
     "policies": 10**4,
-    "remedies": 10**4,
     "arms": 10**3,
 }
 _SHARES = {"margin": "--margin", "discordance": "--discordance", "power": "--power"}
@@ -321,7 +314,7 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
 def check(design: Design) -> None:
     """Raise SpecError with the option that is wrong."""
     for name, most in _COUNTS.items():
-        value, least = getattr(design, name), {"clusters": 2, "remedies": 0}.get(name, 1)
+        value, least = getattr(design, name), 2 if name == "clusters" else 1
         if not least <= value <= most:
             raise SpecError(f"--{name.replace('_', '-')} is {value}, wanted a whole number from {least} to {most}")
     for name, option in _SHARES.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 
@@ -21,24 +20,3 @@ Facts = Mapping[str, Fact]
 def known(value: Any) -> Fact:
     """The value, or unknown where there is none."""
     return UNKNOWN if value is None or value == "" else Fact("known", value)
-
-
-@dataclass(frozen=True)
-class Owed:
-    """Several things of one kind that a disclosure tells alike, with a table of details of each.
-
-    ``key`` is their place in disclosure.json, ``one`` what a single one is called in a bill of materials. The details
-    are the rows under the fact ``details``; ``columns`` are their headings on a card, and under which names they stand.
-    """
-
-    key: str
-    one: str
-    title: str
-    rows: tuple[Facts, ...]
-    details: str
-    columns: Mapping[str, str]
-
-    @property
-    def heads(self) -> list[Facts]:
-        """Each without its details."""
-        return [{name: fact for name, fact in row.items() if name != self.details} for row in self.rows]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any
-
-from kvaudit.reports.drift.results import Contrast
 
 
 def dumped(body: Any) -> str:
@@ -26,11 +23,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def contrast_facts(c: Contrast) -> dict[str, Any]:
-    """A contrast without the sums that only the family's test needs."""
-    row = asdict(replace(c, sums=(), readings=(), judged_sums=(), seed_sums=(), unwanted=()))
-    for name in ("sums", "readings", "judged_sums", "seed_sums", "unwanted"):
-        del row[name]
-    return row

@@ -21,14 +21,14 @@ from kvaudit.reports.analysis.cache_use import Use, cache_use
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
-from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, Owed, known
+from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
 from kvaudit.reports.layout.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.sections.base import found_in, sections
+from kvaudit.reports.sections.base import found_in
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
@@ -110,7 +110,6 @@ class Disclosure:
     judging: Facts
     stack: Facts
     change_record: Facts
-    owed: tuple[Owed, ...]
     drift: tuple[Measured, ...]
     worst: Measured | None
     limits: tuple[str, ...]
@@ -206,7 +205,6 @@ def _of_all(page: Page) -> Disclosure:
         },
         stack=_stack(found),
         change_record=_change_record(found),
-        owed=tuple(owed for section in sections() if (owed := section.disclosed(found.values.get(section.name)))),
         drift=measured,
         worst=_worst(found, measured),
         limits=(_blind_spot(found), *limits(found)),

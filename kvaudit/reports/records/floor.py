@@ -37,18 +37,18 @@ def read_floor(run: Path, records: pd.DataFrame) -> AskedAgain:
     """What was asked again; raises DataError where it changed, or is not of the run's own checkpoints."""
     problems, unfinished = list[Problem](), list[str]()
     folders = [run / FLOOR_FOLDER / way for way in WAYS]
-    read = {folder.name: units_beside(folder, records, problems, unfinished, _REMEDY) for folder in folders}
+    read = {folder.name: _units_of(folder, records, problems, unfinished) for folder in folders}
     # a line that stands twice counts once
     found = {way: again.drop_duplicates(ONE_ANSWER) for way, again in read.items() if again is not None}
     return AskedAgain(found, tuple(problems), tuple(unfinished))
 
 
-def units_beside(
-    folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str], remedy: str
+def _units_of(
+    folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
     """The records of the finished units in a folder beside the grid, None without any; adds to the two lists.
 
-    Raises DataError, which ends in ``remedy``, where they changed, or pair with no record of the run: they are to be of
+    Raises DataError where they changed, or pair with no record of the run: they are to be of
     its checkpoints, its versions of suites and its conditions.
     """
     columns = Columns()
@@ -63,5 +63,5 @@ def units_beside(
     for column, by in _SAME.items():
         # over both tables, so that a checkpoint of another run is a second name
         if (names_under((records, found), column, by) > 1).any():
-            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {remedy}")
+            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_REMEDY}")
     return found

@@ -40,7 +40,6 @@ from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.floor import AskedAgain, read_floor
-from kvaudit.reports.records.remedies import Served, read_served
 from kvaudit.reports.records.rows import Columns, Panel, Problem, panels, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
@@ -88,11 +87,6 @@ class RunData:
     def floor(self) -> AskedAgain:
         """What engines were asked again beside the grid; raises DataError for files that do not fit."""
         return read_floor(self.run, self.records)
-
-    @cached_property
-    def remedies(self) -> Served:
-        """What was served beside the grid, where a policy failed; raises DataError for files that do not fit."""
-        return read_served(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
         """The whole records that stand at (file, line), read again from disk, file by file."""

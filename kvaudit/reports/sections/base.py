@@ -18,7 +18,6 @@ from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision
 from kvaudit.reports.layout.contrasts import contrasts_table, lowest
-from kvaudit.reports.layout.facts import Owed
 from kvaudit.reports.layout.tables import Passage, Table
 from kvaudit.reports.records.load import RunData
 
@@ -125,10 +124,6 @@ class Section(Generic[V]):
     def beside_gate(self, value: V, decided: Decided, gated: Sequence[Decision]) -> Iterator[Table | str]:
         """Tables and notes that stand by the gated cells."""
         yield from ()
-
-    def disclosed(self, value: V | None) -> Owed | None:
-        """What of it a model card owes its reader, whether anything was found or not; None for nothing ever."""
-        return None
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
         """What of it belongs on the card of one arm."""

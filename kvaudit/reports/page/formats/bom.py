@@ -44,8 +44,6 @@ def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
     for number, served in enumerate(told.serving, 1):
         if "engine" in served:  # of a run without engines every metric names its policy
             yield f"served_{number}", served
-    for owed in told.owed:
-        yield from ((f"{owed.one}_{number}", facts) for number, facts in enumerate(owed.heads, 1))
 
 
 def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:

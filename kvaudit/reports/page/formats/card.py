@@ -61,8 +61,6 @@ def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
     if stack := [(name, fact) for name, fact in told.stack.items() if fact.state == "known"]:
         rows = [f"| {escape(name.replace('_', ' '))} | {_word(fact)} |" for name, fact in stack]
         yield "\n".join(("| declared of the stack, not verified | |", "| --- | --- |", *rows))
-    if owed := [one.title for one in told.owed if one.rows]:
-        yield f"In disclosure.json too: {escape('; '.join(owed))}."
     if screen.before_relying:
         yield f"Read first: {escape(screen.before_relying)}."
     yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from kvaudit.reports.layout.facts import Fact
@@ -16,10 +16,7 @@ FILE = "disclosure.json"
 
 def render(page: Page) -> str:
     """The disclosure as JSON."""
-    told, body = disclosure_of(page), dict[str, Any]()
-    for name, value in asdict(replace(told, owed=())).items():
-        body |= {one.key: one.rows for one in told.owed} if name == "owed" else {name: value}
-    return dumped({"format": DISCLOSURE_FORMAT, **_told(body)})
+    return dumped({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
 
 
 def _told(value: Any) -> Any:

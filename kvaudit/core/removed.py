@@ -1,0 +1,98 @@
+"""The features that kvaudit no longer has, with what to do instead: whoever meets a removed name asks here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A feature that is gone.
+
+    ``commands`` are the words that called it, ``spec_keys`` its keys of a spec, ``imports`` its names in the package
+    ``kvaudit`` and its modules below it.
+    """
+
+    instead: str
+    commands: tuple[str, ...] = ()
+    spec_keys: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+
+REMOVED = (
+    Removed("in a clone of the repository: python -m bench.calibration", commands=("calibrate",)),
+    Removed("in a clone of the repository: python -m bench.pretraining", commands=("pretrain",)),
+    Removed(
+        "measure a guard as a system of its own: put an endpoint that has it in front of the model, and audit that",
+        commands=("guard", "grade guard", "list guards"),
+        spec_keys=("guard",),
+        imports=("Guard", "audit.judges.guards", "audit.runs.guard", "reports.records.guards"),
+    ),
+    Removed(
+        "list the policies to try in evaluate.policies of a spec: each gets a verdict of its own",
+        commands=("remedy", "replay remedy"),
+        spec_keys=("remedies",),
+        imports=("audit.policies.remedy", "audit.runs.remedy", "reports.records.remedies", "reports.analysis.remedies"),
+    ),
+    Removed(
+        "serve the model under its policies (kvaudit serve MODEL) and ask it, or use kvaudit.CompressedCache in Python",
+        commands=("generate",),
+    ),
+    Removed(
+        "kvaudit diagnose MODEL measures how far a setting moves the model's probabilities, in nats",
+        commands=("displace", "replay displace"),
+        imports=("audit.again.displace", "audit.again.teacher_forcing", "reports.analysis.displacement"),
+    ),
+    Removed(
+        "the verdict is the declared analysis alone; kvaudit plan RUN says what a next run would need",
+        imports=("reports.analysis.sensitivity", "reports.sections.methods", "reports.sections.reach"),
+    ),
+    Removed(
+        "kvaudit view RUN shows every answer that was lost, by template",
+        imports=("reports.sections.concentration",),
+    ),
+    Removed(
+        "kvaudit run asks these suites of any model, engine or endpoint, and kvaudit compare reads lm-eval's logs",
+        commands=("tasks", "harness tasks"),
+        imports=("audit.serving.harness.tasks",),
+    ),
+    Removed(
+        "the bar of a run counts answers and estimates the rest by their speed (audit.runs.progress)",
+        imports=("audit.runs.forecast",),
+    ),
+    Removed(
+        "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
+        commands=("show",),
+    ),
+)
+
+
+def removed_command(words: Sequence[str]) -> str | None:
+    """Return the line that refuses a removed command, None for words that begin with none."""
+    for name in (" ".join(words[:2]), *words[:1]):
+        if (instead := _instead(name, ((removed.commands, removed) for removed in REMOVED))) is not None:
+            return f"{name} is no longer a command of kvaudit; {instead}"
+    return None
+
+
+def removed_spec_key(key: str) -> str | None:
+    """Return the line that refuses a removed key of a spec, None for another key."""
+    instead = _instead(key, ((removed.spec_keys, removed) for removed in REMOVED))
+    return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
+
+
+def removed_import(name: str) -> str | None:
+    """Return the line that refuses a removed import, such as ``kvaudit.Guard``, None for another name."""
+    room, _, inside = name.partition(".")
+    if room != "kvaudit":
+        return None
+    for end in range(inside.count(".") + 1, 0, -1):
+        part = ".".join(inside.split(".")[:end])
+        if (instead := _instead(part, ((removed.imports, removed) for removed in REMOVED))) is not None:
+            return f"{name} is no longer part of kvaudit; {instead}"
+    return None
+
+
+def _instead(name: str, named: Iterable[tuple[tuple[str, ...], Removed]]) -> str | None:
+    return next((removed.instead for names, removed in named if name in names), None)

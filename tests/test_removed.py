@@ -1,0 +1,43 @@
+"""What kvaudit no longer has is refused in one line that says what to do instead."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from test_cli import refused
+
+import kvaudit
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.core.errors import SpecError
+from kvaudit.core.removed import REMOVED
+from kvaudit.core.spec import parse_spec
+
+SPEC_KEYS = [(key, removed.instead) for removed in REMOVED for key in removed.spec_keys]
+IMPORTS = [(name, removed.instead) for removed in REMOVED for name in removed.imports]
+
+
+@pytest.mark.parametrize(("key", "instead"), SPEC_KEYS)
+def test_a_removed_key_of_a_spec_says_what_to_do_instead(key: str, instead: str, tmp_path: Path) -> None:
+    text = f"{{name: a, {key}: [x], evaluate: {{policies: [none], suites: [math], context_tokens: [96]}}}}"
+    with pytest.raises(SpecError, match=f"{key} is no longer a key of a spec; "):
+        parse_spec(text, "spec", NAMES)
+    (tmp_path / "spec.yaml").write_text(text)
+    assert instead in refused("run", tmp_path / "spec.yaml")
+
+
+@pytest.mark.parametrize(("name", "instead"), IMPORTS)
+def test_a_plug_in_with_a_removed_import_says_what_to_do_instead(name: str, instead: str, tmp_path: Path) -> None:
+    package, _, last = f"kvaudit.{name}".rpartition(".")
+    line = f"import kvaudit.{name}" if "." in name else f"from {package} import {last}"
+    (tmp_path / "mine.py").write_text(line)
+    assert f"kvaudit.{name} is no longer part of kvaudit; {instead}" in refused(
+        "list", "policies", "--plugin", tmp_path / "mine.py"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, _ in IMPORTS])
+def test_no_removed_import_is_there(name: str) -> None:
+    with pytest.raises(ImportError):
+        importlib.import_module(f"kvaudit.{name}") if "." in name else getattr(kvaudit, name)
