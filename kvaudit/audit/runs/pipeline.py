@@ -424,8 +424,16 @@ class Pipeline:
         """Those of the steps that a checkpoint has on disk so far, whoever trains it."""
         return TelemetryLog(self._run.checkpoint(*pair) / TELEMETRY).count * self._step_answers(pair)
 
-    def _unit_parts(self, phase: str, units: Sequence[Unit], folder: Path) -> Iterator[BarPart]:
-        """The units of a phase; of the grid's the pilot has answered some rows, which are not answered again."""
+    def _unit_parts(
+        self, phase: str, units: Sequence[Unit], folder: Path, asked: Mapping[str, range] | None = None
+    ) -> Iterator[BarPart]:
+        """The units of a phase; of the grid's the pilot has answered some rows, which are not answered again.
+
+        ``asked`` are the rows of a round.
+        """
+        if asked is not None:
+            yield from (((folder, unit), len(asked[unit.suite]), 0) for unit in units)
+            return
         piloted = set(self._pilot_units(units)) if phase == "evaluate" else set[Unit]()
         for unit in units:
             rows = self._piloted(unit) if phase == "pilot" else self._rows(unit)
@@ -618,7 +626,7 @@ class Pipeline:
         was_whole = all(map(is_sealed, units))
         if not was_whole:
             self._load_base()
-        with self._one_bar(lambda: self._unit_parts(phase, units, folder)) as bar:
+        with self._one_bar(lambda: self._unit_parts(phase, units, folder, rows)) as bar:
 
             def finished(unit: Unit) -> None:
                 bar.count((folder, unit), bar.size((folder, unit)))

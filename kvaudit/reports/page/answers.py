@@ -21,7 +21,8 @@ from kvaudit.core.text import at_length, inline, length_label, some
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
-from kvaudit.reports.layout.words import facet_counted, happens, shortened
+from kvaudit.reports.layout.words import counted, facet_counted, happens, shortened
+from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 
 TRAINING = "training"
 QUESTIONS = (SERVING, TRAINING, DEPLOYED)
@@ -79,6 +80,7 @@ class Answer:
     question: str  # one of QUESTIONS
     asks: str
     groups: tuple[Subjects, ...]
+    of: str = ""  # what it is said of, where that is less than the question asks
 
     @property
     def status(self) -> Status | None:
@@ -88,7 +90,7 @@ class Answer:
     @property
     def line(self) -> str:
         """All of it after the question."""
-        said = "; ".join(group.line for group in self.groups)
+        said = self.of + "; ".join(group.line for group in self.groups)
         return f"{said[0].upper()}{said[1:]}." if said else "Not asked."
 
 
@@ -106,8 +108,14 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
             told = any(answer.groups for answer in found)
             text = "" if told else _short(str(broken[0]))
             groups = (Subjects(Status.INVALID, subjects, text, text, tuple(own)),)
-        found.append(Answer(name, _asks(sides, name), groups))
+        found.append(Answer(name, _asks(sides, name), groups, _few_seeds(sides) if name != SERVING else ""))
     return tuple(found)
+
+
+def _few_seeds(sides: Comparison) -> str:
+    """What an answer about arms is of where too few seeds were trained to speak of the recipe."""
+    seeds = len(sides.seeds)
+    return f"of {counted(seeds, 'seed')}, which says nothing of the recipe: " if seeds < SEEDS_NEEDED else ""
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
@@ -197,6 +205,9 @@ def why(sides: Comparison, d: Decision) -> tuple[str, str]:
         said = _short(f"{d.suite}: {d.reasons[0].text}") if d.reasons else "no number"
         return said, said
     said, brief = moved(sides, d), f"{what_counts(sides, d)} {before_after(sides, d)}, limit {_signed(sides, d)[0]}"
+    if question_of(sides, d) == TRAINING:
+        how = "uncompressed" if sides.is_uncompressed(d.policy) else f"under {sides.label(d.policy)}"
+        said = f"{said}, both {how}"
     return (f"{said}; {_MORE[d.larger]}" if d.larger else said), brief
 
 
