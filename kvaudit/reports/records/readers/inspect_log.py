@@ -164,7 +164,7 @@ class Inspect(Reader):
     reads = "Inspect .eval or .json log"
 
     def recognises(self, path: Path) -> bool:
-        """A zip with Inspect's header, or the start of a log that was not finished; half a log too; or the JSON of one."""
+        """A zip with Inspect's header or the start of a log that was not finished, half a log too, or a log in JSON."""
         if path.is_dir():
             return False
         if path.suffix == ".json":
