@@ -159,6 +159,11 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
         yield from _without(log, metric)
     if a.path == b.path and a.rows.equals(b.rows):
         yield "Both sides are the same file and the same cell: nothing was compared with anything else."
+    if other := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
+        yield (
+            f"The rendered prompts of {_some(other)} differ between the sides: another chat template, or one that "
+            "writes the date. What differs need not come from the cache."
+        )
     for side, names in _unshared(a, b):
         yield f"Not compared: only the {side} file has {_some(names)}."
     tasks = [log.facts.get("task") for log in (a, b)]

@@ -101,6 +101,7 @@ class Log:
     duplicates: int = 0  # rows that stood twice and that reading has left out already
     kept_out: Mapping[str, int] = field(default_factory=dict)
     scales: Mapping[str, Outside] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
+    prompts: Mapping[str, str] = field(default_factory=dict)  # what was asked -> sha256 of the rendered prompts
     notes: tuple[str, ...] = ()  # what has to be said of how it was read
     shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
     run: RunData | None = None  # of the folder of a run: what of it was chosen
