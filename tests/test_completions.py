@@ -398,3 +398,17 @@ def test_the_wait_is_the_longer_of_ours_and_the_servers(
 
 def test_an_answer_from_before_these_fields_is_still_known() -> None:
     assert Answer("yes", "stop", None, None, "m", 1.0) == answer(told(None), sent(), 1.0)
+
+
+def test_questions_that_begin_meanwhile_wait_for_a_busy_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, now = list[float](), [100.0]
+    monkeypatch.setattr("kvaudit.core.endpoint.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", slept.append)
+    line, _ = client(Replied(529, b""), completion("yes"), completion("yes"))
+    assert line.ask({}).text == "yes"
+    assert slept == [1.0]
+    assert line.ask({}).text == "yes"  # another thread's, while the first one still waits
+    assert slept == [1.0, 1.0]
+    now[0] = 102.0
+    line.ask({})
+    assert slept == [1.0, 1.0]

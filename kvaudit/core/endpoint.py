@@ -40,6 +40,7 @@ _LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
 _HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
 _TRIED_AGAIN = (408, 409, 425, 429)  # and whatever a server says of itself, from 500 on
 _SERVER = 500
+_BUSY = (429, 502, 503, 504, *range(520, 530))  # of all that ask, who wait together
 # names of errors that do not go away by waiting, in the statuses that say so else
 _NAMED_STATUS = {
     "insufficient_quota": 402, "insufficient_credits": 402, "billing_hard_limit_reached": 402,
@@ -60,11 +61,13 @@ class Scope(StrEnum):
 
 
 class Unanswered(Exception):
-    """A question without an answer. ``wait``: seconds that the endpoint asked for."""
+    """A question without an answer. ``wait``: seconds that the endpoint asked for; ``is_busy``: by all who ask it."""
 
-    def __init__(self, what: str, scope: Scope = Scope.TRY, wait: float | None = None) -> None:
+    def __init__(
+        self, what: str, scope: Scope = Scope.TRY, wait: float | None = None, *, is_busy: bool = False
+    ) -> None:
         super().__init__(inline(one_line(what)))
-        self.scope, self.wait = scope, wait
+        self.scope, self.wait, self.is_busy = scope, wait, is_busy
 
 
 class RefusedRequest(Unanswered):
@@ -121,7 +124,7 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
         self._endpoint, self._key, self._transport = endpoint, key, transport
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._lock, self._free_at, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], until: float = math.inf) -> ChatCompletion:
         """The completion of a request; raises Unanswered once no further try would help, or at the time ``until``."""
@@ -142,9 +145,13 @@ class EndpointClient:
             if number:
                 # seconds: 1, 2, 4 and so on, or what the endpoint asked for where that is longer
                 wait = max(2.0 ** (number - 1), why.wait or 0.0)
+                if why.is_busy:
+                    self._busy_until = max(self._busy_until, time.monotonic() + wait)
                 time.sleep(max(0.0, min(wait, until - time.monotonic())))
             if until <= time.monotonic():
                 break
+            if not number:
+                self._wait_for_others(until)
             try:
                 return read(self._reply(path, raw, until))
             except Unanswered as error:
@@ -182,7 +189,7 @@ class EndpointClient:
         if {status, *named} & set(_HOPELESS):
             return Unanswered(what, Scope.ENDPOINT)
         if status in _TRIED_AGAIN or status >= _SERVER:
-            return Unanswered(what, Scope.TRY, wait)
+            return Unanswered(what, Scope.TRY, wait, is_busy=status in _BUSY)
         return RefusedRequest(what)
 
     def _completion(self, raw: bytes) -> ChatCompletion:
@@ -196,6 +203,11 @@ class EndpointClient:
 
     def _struck(self, text: str) -> str:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
+
+    def _wait_for_others(self, until: float) -> None:
+        """Begin no question while another one waits for an endpoint that is busy: its next try comes first."""
+        if (left := min(self._busy_until, until) - time.monotonic()) > 0:
+            time.sleep(left)
 
     def _take_turn(self) -> None:
         """Wait until another try keeps to the rate."""
