@@ -141,6 +141,7 @@ def compare(
     metric: str | None = None,
     cluster: str | None = None,
     lower_is_better: bool = False,
+    higher_is_better: bool = False,
     items_are_independent: bool = False,
     select_reference: Mapping[str, str] | None = None,
     select_candidate: Mapping[str, str] | None = None,
@@ -150,7 +151,8 @@ def compare(
     ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``ratios`` say instead how many times as
     often at most what is not wanted may happen. ``cluster`` says which items share a template: a field of the rows,
     ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. Of a run folder ``select_reference`` and
-    ``select_candidate`` choose by arm, policy, seed, suite or context.
+    ``select_candidate`` choose by arm, policy, seed, suite or context. A metric whose name speaks of harm wants
+    ``lower_is_better`` or ``higher_is_better``.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
@@ -166,6 +168,7 @@ def compare(
         cluster=cluster,
         items_are_independent=items_are_independent,
         lower_is_better=lower_is_better,
+        higher_is_better=higher_is_better,
         select=(select_reference or {}, select_candidate or {}),
     )
     (name,) = chosen_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))

@@ -12,6 +12,29 @@ from pathlib import Path
 _MARK = re.compile(r"[ \t]*«([^«»]+)»")
 
 PLANTED = {
+    "serving/trt.sh": """
+#!/bin/bash
+trtllm-serve org/model --backend pytorch --kv_cache_dtype fp8 «tensorrt-llm.kv-cache-dtype-flag»
+""",
+    "serving/omlx/model_settings.json": """
+{
+  "omlx": {"turboquantKvEnabled": true} «mlx.turboquant-kv»
+}
+""",
+    "rl/sky.sh": """
+uv run -m skyrl.train.entrypoints.main_base \\
+  trainer.algorithm.off_policy_correction.tis_ratio_type=token «skyrl.off-policy-correction»
+""",
+    "rl/areal.yaml": """
+actor:
+  use_decoupled_loss: true «areal.decoupled-loss»
+""",
+    "rl/swift.sh": """
+swift rlhf --rlhf_type grpo --rollout_importance_sampling_mode token_truncate «swift.rollout-importance-sampling»
+""",
+    "rl/openrlhf.sh": """
+python -m openrlhf.cli.train_ppo_ray --enable_vllm_is_correction «openrlhf.vllm-is-correction»
+""",
     "serving/vllm.sh": r"""
 #!/bin/bash
 # vllm serve was tried with --kv-cache-dtype fp8 first

@@ -161,7 +161,7 @@ def test_suites_of_other_names_are_not_one(tmp_path: Path) -> None:
     header = "item,cluster,score,suite"
     a, b, unnamed = (
         table(tmp_path / f"{n}.csv", [(*row, suite) for row in rows_of()], header)
-        for n, suite in enumerate(("harm", "math", ""))
+        for n, suite in enumerate(("tone", "math", ""))
     )
     code, said = compared(a, b)
     assert code == 5

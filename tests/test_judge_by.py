@@ -332,3 +332,14 @@ def test_a_run_whose_spec_names_a_judge_is_judged_and_reported_twice(tmp_path: P
 
 def test_only_a_judge_has_a_folder_of_its_own(run: Path) -> None:
     assert "give --out FOLDER" in refused("grade", "judge", run)
+
+
+@pytest.mark.parametrize(
+    ("reply", "quoted"), [("perhaps", "it replied 'perhaps'"), ("", "it replied ''"), ("0 3 3", "it replied '0 3 3'")]
+)
+def test_a_judge_that_failed_on_every_answer_is_refused_with_its_reply(run: Path, reply: str, quoted: str) -> None:
+    with endpoint(says(reply)) as server:
+        judge = f"rubric-endpoint:base_url={server.url},model=m,tries=1"
+        code, _, err = kvaudit("grade", "judge", run, "--judge", judge)
+    assert code == 2
+    assert f"failed on all 4 answers that it was asked about: {quoted}" in err.strip().splitlines()[-1]

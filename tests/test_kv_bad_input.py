@@ -128,6 +128,55 @@ def test_a_second_conversation_in_a_used_cache_is_one_line() -> None:
             model(ids, attention_mask=torch.ones_like(ids), past_key_values=past)
 
 
+def generated(model: Any, ids: torch.Tensor, past: CompressedCache, **options: Any) -> None:
+    mask = torch.ones_like(ids)
+    model.generate(
+        ids, past_key_values=past, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0, **options
+    )
+
+
+def test_a_used_cache_is_said_to_be_one() -> None:
+    model, ids = random_model(), torch.tensor(prompts(20, 20))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    generated(model, ids, past)
+    for other in (ids, ids[:, :9], torch.tensor(prompts(15, 15))):
+        with pytest.raises(RunError, match=r"holds \d+ tokens and is given .*make a new cache"):
+            generated(model, other, past)
+
+
+def test_use_cache_false_is_named() -> None:
+    model, ids = random_model(), torch.tensor(prompts(20, 20))
+    past = CompressedCache.for_model(model, "streaming:budget=12,sink=2")
+    with pytest.raises(RunError, match=r"holds 20 tokens and is given all of them again .* leave use_cache out"):
+        generated(model, ids, past, use_cache=False)
+
+
+class Pipeline:
+    """Holds a model and a tokenizer, as transformers' pipelines do."""
+
+    def __init__(self) -> None:
+        self.model, self.tokenizer = random_model(), None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: torch.nn.DataParallel(random_model()), "a DataParallel, which wraps a model; give its model.module"),
+        (Pipeline, "a Pipeline, which holds a model; give its pipe.model"),
+        (lambda: "vendor/model", "'vendor/model', which names a model; load it"),
+        (lambda: Path("models/a"), "'models/a', which names a model; load it"),
+        (lambda: type(random_model()), "the class LlamaForCausalLM; load a model of it"),
+        (lambda: random_model().config, "a LlamaConfig"),
+        (lambda: None, "a NoneType"),
+    ],
+)
+def test_what_only_holds_or_names_a_model_is_told_what_it_is(given: Callable[[], Any], said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        CompressedCache.for_model(given(), "streaming:budget=12,sink=2")
+    assert str(error.value).startswith(f"wanted a loaded transformers model, got {said}")
+    assert "\n" not in str(error.value)
+
+
 def test_pins_without_a_policy_that_pins_and_of_another_prompt_are_one_line() -> None:
     model, pins = random_model(), torch.ones(1, 7, dtype=torch.bool)
     with pytest.raises(SpecError, match="go together"):

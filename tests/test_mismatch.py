@@ -15,7 +15,7 @@ from again_world import measure
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.again import mismatch as command
-from kvaudit.audit.again.mismatch import Survey, survey
+from kvaudit.audit.again.mismatch import Filled, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import imported
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -159,10 +159,55 @@ def whole(line: Line) -> Line:
     }  # fmt: skip
 
 
+def prime_rl(line: Line) -> Line:
+    prompt, completion = line["prompt_ids"], line["completion_ids"]
+    return {
+        "prompt_ids": prompt, "prompt_mask": [0] * len(prompt), "completion_ids": completion, "is_truncated": False,
+        "completion_mask": [1] * len(completion), "completion_logprobs": line["logprobs"], "reward": 1.0,
+    }  # fmt: skip
+
+
+def skyrl(line: Line) -> Line:
+    return {
+        "prompt_token_ids": line["prompt_ids"], "response_ids": line["completion_ids"], "stop_reason": "stop",
+        "rollout_logprobs": line["logprobs"], "loss_masks": [1] * len(line["logprobs"]), "rewards": [0.0, 1.0],
+    }  # fmt: skip
+
+
+def nemo_rl(line: Line) -> Line:
+    start, length = len(line["prompt_ids"]), len(line["completion_ids"])
+    return {
+        "token_ids": [*line["prompt_ids"], *line["completion_ids"], 0, 0], "input_lengths": start + length,
+        "token_loss_mask": [0] * start + [1] * length + [0, 0], "rewards": 1.0, "idx": 0,
+        "generation_logprobs": [0.0] * start + line["logprobs"] + [0.0, 0.0], "content": "x",
+    }  # fmt: skip
+
+
+def areal(line: Line) -> Line:
+    start, length = len(line["prompt_ids"]), len(line["completion_ids"])
+    return {
+        "input_ids": [*line["prompt_ids"], *line["completion_ids"], 0], "loss_mask": [0] * start + [1] * length + [0],
+        "logprobs": [0.0] * start + line["logprobs"] + [0.0], "attention_mask": [1] * (start + length) + [0],
+        "versions": [-1] * (start + length + 1), "rewards": 0.0,
+    }  # fmt: skip
+
+
+def sglang(line: Line) -> Line:
+    drawn = [[value, token, None] for value, token in zip(line["logprobs"], line["completion_ids"], strict=True)]
+    meta = {
+        "output_token_logprobs": drawn,
+        "input_token_logprobs": [[None, token, None] for token in line["prompt_ids"]],
+    }
+    return {"text": "x", "output_ids": line["completion_ids"], "meta_info": {"id": "a", "prompt_tokens": 4, **meta}}
+
+
 @pytest.mark.parametrize(
     ("rewrite", "stack"),
-    [(slime, "slime"), (verl, "verl"), (vllm, "vLLM"), (chat, "vLLM"), (trl, "kvaudit"), (whole, "kvaudit")],
-)
+    [
+        (slime, "slime"), (verl, "verl"), (vllm, "vLLM"), (chat, "vLLM"), (trl, "kvaudit"), (whole, "kvaudit"),
+        (prime_rl, "prime-rl"), (skyrl, "SkyRL"), (nemo_rl, "NeMo-RL"), (areal, "AReaL"), (sglang, "SGLang"),
+    ],
+)  # fmt: skip
 def test_every_stack_s_names_give_the_same_rollout(
     rewrite: Callable[[Line], Line], stack: str, sampled: list[Line], tmp_path: Path
 ) -> None:
@@ -229,6 +274,13 @@ BAD: list[tuple[Any, str]] = [
     ({"input": "a", "output": "b", "score": 1.0}, "line 2 holds texts and no token ids, as verl's rollout_data_dir"),
     (slime(GOOD | {"reward": 1.0}) | {"response_length": 9}, "line 2 has 4 tokens, 9 of them behind the prompt"),
     (verl(GOOD | {"reward": 1.0, "group": 1}) | {"attention_mask": [1]}, "line 2 has 1 values in attention_mask for 7"),
+    ({"trajectory": [], "task": "x"}, "line 2 is of no stack known here, by its keys trajectory, task; known are"),
+    ({"messages": [], "loss_mask": [1]}, "line 2 is of no stack known here, by its keys messages, loss_mask;"),
+    ({"meta_info": {"output_token_logprobs": [[-1.0, 3, None]]}}, "line 2 has no ids of its prompt; ask the server"),
+    (GOOD | {"logprobs": [-1.0, -9999.0]}, "line 2 has log-prob -9999 at token 3, which stands for -inf"),
+    (GOOD | {"logprobs": [-100.0, -1.0]}, "line 2 has log-prob -100 at token 2, which stands for -inf"),
+    (vllm(GOOD | {"logprobs": [-1e9, -1.0]}), "line 2 has log-prob -1e+09 at token 2, which stands for -inf"),
+    (areal(GOOD | {"logprobs": [-1.0, -1e4]}), "line 2 has log-prob -10000 at token 3, which stands for -inf"),
     ([1, 2], "line 2 holds a list, wanted an object"),
     ('{"prompt_ids": [1, 2], "compl', "line 2 is not JSON (Unterminated string"),
     ("[" * 100_000, "line 2 is not JSON ("),
@@ -243,6 +295,43 @@ def test_bad_input_is_told_with_file_and_line(bad: Any, words: str, loaded: Load
         measure(loaded, survey(file))
     assert words in str(told.value)
     assert "rollouts.jsonl'" in str(told.value)
+
+
+def zeroed(line: Line, start: int, stop: int | None = None) -> Line:
+    told = list(line["logprobs"])
+    told[start:stop] = [0.0] * len(told[start:stop])
+    return line | {"logprobs": told}
+
+
+def test_log_probs_that_were_filled_in_are_named_with_line_and_token(
+    sampled: list[Line], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """All of one rollout, the tails of all, the tail of one, and a single one that nothing but filling explains."""
+    files = {
+        "one": ([sampled[0], zeroed(sampled[1], 0), *sampled[2:]], "9 log-probs in 1 rollouts", "line 2 token 4"),
+        "tails": ([zeroed(line, 2) for line in sampled], "87 log-probs in 6 rollouts", "line 1 token 5"),
+        "tail": ([*sampled[:3], zeroed(sampled[3], -3)], "3 log-probs in 1 rollouts", "line 4 token 22"),
+        "single": ([*sampled[:3], zeroed(sampled[3], 5, 6)], "1 log-probs in 1 rollouts", "line 4 token 11"),
+    }
+    for name, (lines, count, place) in files.items():
+        done = asked(written(tmp_path / f"{name}.jsonl", lines), "--model", tiny_folder)
+        told = " ".join(done.stdout.split())
+        assert done.exit_code == 3, told
+        assert f"alarm: {count} are exactly 0, first {place}" in told
+        assert "no alarm" not in told
+
+
+def test_a_zero_of_a_masked_token_says_nothing(sampled: list[Line], loaded: LoadedModel, tmp_path: Path) -> None:
+    mask = [0, 0, 0, 1] + [1] * (len(sampled[1]["logprobs"]) - 4)
+    line = zeroed(sampled[1], 0, 3) | {"mask": mask}
+    assert measure(loaded, survey(written(tmp_path / "masked.jsonl", [line]))).filled is None
+
+
+def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
+    filled, sure = Filled(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
+    ones = torch.ones(1, 4, dtype=torch.bool)
+    filled.add(PaddedRollouts(torch.zeros(1, 4), sure, ones, torch.zeros(1, 4), ["line 1"], [2]))
+    assert (filled.tokens, filled.doubted, filled.place) == (4, 1, "")
 
 
 def test_what_is_refused_is_one_line_and_exit_code_2(tiny_folder: Path, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ FAILURES: dict[str, Callable[[], Replied]] = {
     "content is no text": lambda: completion(["I must refuse."]),  # type: ignore[arg-type]
     "claims to have read 20 tokens": lambda: completion("I must refuse.", usage=READ),
     "claims 400 tokens": lambda: completion("I must refuse.", usage={"completion_tokens": 400}),
-    "prompt_tokens are no number": lambda: completion("I must refuse.", usage={"prompt_tokens": -1}),
+    "ended by 'tool_calls'": lambda: completion("I must refuse.", "tool_calls"),
     "cut after 2 tokens": lambda: completion("I", "length", usage={"completion_tokens": 2}),
     "ended by 'content_filter'": lambda: completion("", "content_filter"),
 }

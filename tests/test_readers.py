@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -565,3 +566,121 @@ def test_a_torn_agentdojo_log_is_named_and_another_tools_file_left_alone(dojo):
 def test_two_pipelines_of_agentdojo_are_two_results():
     with pytest.raises(DataError, match=r"holds several pipelines \(candidate; reference\); give"):
         read(AGENTDOJO)
+
+
+# forms that other releases and programs write
+
+
+def scores_of(log):
+    return {(row.item, row.metric): row.score for row in log.rows.itertuples()}
+
+
+def old_lm_eval(tmp_path, *lines):
+    """A log without metrics and filter: (doc_id, scores) a line."""
+    rows = ({"doc_id": i, "doc": {}, "target": "x", "resps": [], "filtered_resps": [], **own} for i, own in lines)
+    return written(tmp_path, "old.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_an_old_lm_eval_log_scores_by_every_number_of_a_line(tmp_path):
+    log = read(old_lm_eval(tmp_path, (0, {"acc": 1.0, "acc_norm": 0.0}), (1, {"acc": 0, "acc_norm": True})))
+    wanted = {("0", "acc"): 1.0, ("0", "acc_norm"): 0.0, ("1", "acc"): 0.0, ("1", "acc_norm"): 1.0}
+    assert scores_of(log) == wanted
+    assert "names neither metrics nor filters" in log.notes[0]
+
+
+def test_documents_that_an_old_lm_eval_log_holds_once_for_every_filter_count_once_where_all_agree(tmp_path):
+    log = read(old_lm_eval(tmp_path, (0, {"em": 1.0}), (1, {"em": 0.0}), (0, {"em": 1.0}), (1, {"em": 0.0})))
+    assert scores_of(log) == {("0", "em"): 1.0, ("1", "em"): 0.0}
+    assert "2 documents stand up to 2 times, once for every filter; all scored alike" in log.notes[0]
+
+
+def test_filters_that_an_old_lm_eval_log_does_not_name_are_metrics_where_they_differ(tmp_path):
+    log = read(old_lm_eval(tmp_path, (0, {"em": 1.0}), (1, {"em": 0.0}), (0, {"em": 1.0}), (1, {"em": 1.0})))
+    assert log.metrics == {"em", "em,filter-2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("item;score;cluster\na;1;t\nb;0,5;t\n", "utf-8"),
+        ("item\tscore\tcluster\na\t1\tt\nb\t0.5\tt\n", "utf-8"),
+        ("item|score|cluster\na|1|t\nb|0.5|t\n", "utf-8"),
+        ("Item,Score,Cluster\na,1,t\nb,0.5,t\n", "utf-8"),
+        ("ITEM;SCORE;CLUSTER\r\na;1;t\r\nb;0,5;t\r\n", "utf-8-sig"),
+        ("item,score,cluster\na,1,t\nb,0.5,t\n", "utf-16"),
+        ("item,score,cluster\na,1,t\nb,0.5,t\n", "utf-16-le"),
+        ("item,score,cluster\na,1,t\nb,0.5,t\n", "utf-16-be"),
+        ("item\tscore\tcluster\na\t1\tt\nb\t0,5\tt\n", "utf-16"),
+    ],
+)
+def test_a_table_is_read_in_the_forms_that_spreadsheets_write(tmp_path, text, encoding):
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode(encoding))
+    log = read(path)
+    assert scores_of(log) == {("a", "score"): 1.0, ("b", "score"): 0.5}
+    assert set(log.rows["cluster"]) == {"t"}
+    assert log.problems == ()
+
+
+def test_names_in_two_cases_are_one_column_twice(tmp_path):
+    with pytest.raises(DataError, match="has several columns 'score'"):
+        read(written(tmp_path, "t.csv", "item,score,Score\na,1,1\n"))
+
+
+def test_a_decimal_comma_between_commas_is_no_score(tmp_path):
+    log = read(written(tmp_path, "t.csv", 'item,score\na,"0,5"\nb,1\n'))
+    assert log.problems == ("t.csv:2: score '0,5' is not a number",)
+
+
+def json_log(tmp_path, name="log.json", **parts):
+    samples = [
+        {
+            "id": i,
+            "epoch": 1,
+            "input": f"q{i}",
+            "target": "x",
+            "scores": {"match": {"value": v}},
+            "metadata": {"k": "t"},
+        }
+        for i, v in enumerate("CIC")
+    ]
+    body = {"version": 2, "status": "success", "eval": {"task": "t"}, "samples": samples, **parts}
+    return written(tmp_path, name, json.dumps(body))
+
+
+def test_an_inspect_log_in_json_reads_as_its_eval_does(tmp_path):
+    log = read(json_log(tmp_path), cluster="k")
+    assert scores_of(log) == {("0", "match"): 1.0, ("1", "match"): 0.0, ("2", "match"): 1.0}
+    assert (log.reader, set(log.rows["cluster"]), log.unfinished) == ("inspect", {"t"}, "")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"samples": None}, "is the header of an Inspect log, without its samples"),
+        ({"samples": []}, "holds no row of a Inspect .eval or .json log"),
+        ({"samples": [7]}, "not a JSON object"),
+    ],
+)
+def test_an_inspect_log_in_json_that_holds_no_sample_is_one_line(tmp_path, parts, said):
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(json_log(tmp_path, **parts))
+
+
+def test_an_inspect_log_in_json_that_was_not_finished_says_so(tmp_path):
+    assert read(json_log(tmp_path, status="started")).unfinished == "Inspect's status is 'started'"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.xlsx", "PK", "a spreadsheet, which is not read; save it as CSV"),
+        ("t.parquet", "PAR1", "write it as CSV with the columns item and score"),
+        ("s.jsonl.gz", "x", "run gunzip on it first"),
+        ("results_2024.json", '{"results": {}, "configs": {}}', "give the samples_*.jsonl that --log_samples writes"),
+        ("write_out.json", '[{"doc_id": 0, "prompt_0": "q", "acc": "1.0"}]', "run the task again with --log_samples"),
+    ],
+)
+def test_a_file_that_no_reader_knows_is_named_with_what_helps(tmp_path, name, text, said):
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(written(tmp_path, name, text))

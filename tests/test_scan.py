@@ -341,3 +341,183 @@ inline = {a = 1, kv_cache_dtype = "fp8_inc"}
         (17, "fp8_inc"),
         (18, "int4_per_token_head"),
     ]
+
+
+# what another tool writes in
+
+TEMPLATED = {
+    "a word of a list": ("a.yaml", 'args: ["--kv-cache-dtype", "{{ kv }}"]\n'),
+    "a flag with its value": ("a.yaml", "args:\n- --kv-cache-dtype={{ .Values.kv }}\n"),
+    "a flag with a prefix": ("a.yaml", "args:\n- --kv-cache-dtype=fp8_{{ .Values.kind }}\n"),
+    "a command in a string": ("a.yaml", 'command: ["sh", "-c", "vllm serve m --kv-cache-dtype {{ kv }} --port 1"]\n'),
+    "a closed list of values": ("a.yaml", 'args: ["lmdeploy", "--quant-policy", "{{ policy }}"]\n'),
+    "a variable in a list": ("a.yaml", 'environment: ["OLLAMA_KV_CACHE_TYPE={{ kv }}"]\n'),
+    "a reference of a cloud": ("a.yaml", "args:\n- --kv-cache-dtype\n- !Ref KvType\n"),
+    "a reference in a list": ("a.yaml", 'args: ["--kv-cache-dtype", !Ref KvType]\n'),
+    "a text of a cloud": ("a.yaml", 'args:\n- !Sub "--kv-cache-dtype=${KvType}"\n'),
+    "a joined text of a cloud": ("a.yaml", 'args: !Join [" ", ["--kv-cache-dtype", !GetAtt A.Kv]]\n'),
+    "a variable of a cloud": ("a.yaml", "env:\n- name: OLLAMA_KV_CACHE_TYPE\n  value: !Ref KvType\n"),
+    "a value of a mapping": ("a.yaml", "vllm:\n  kv-cache-dtype: !vault |\n    abc\n"),
+    "a list with a reference": ("a.yaml", "vllm:\n  kv_cache_dtype: [!Ref KvType]\n"),
+    "json": ("a.json", '{"args": ["--cache-type-k", "{{kv}}"]}'),
+    "toml": ("a.toml", 'args = ["--cache-type-k", "{{ kv }}"]\n'),
+    "a script that is written": ("a.sh.j2", "vllm serve {{ model }} --kv-cache-dtype {{ kv_dtype }}\n"),
+    "variables that are written": ("a.env.j2", "OLLAMA_KV_CACHE_TYPE={{ kv }}\n"),
+    "a justfile": ("justfile", "serve:\n    vllm serve m --kv-cache-dtype {{kv}}\n"),
+    "erb": ("a.yaml", 'args: ["--kv-cache-dtype", "<%= kv %>"]\n'),
+    "a blank of sed": ("a.sh", "vllm serve m --kv-cache-dtype @KV_DTYPE@\n"),
+    "a format of python": ("a.py", 'run("vllm serve m --kv-cache-dtype {kv}")\n'),
+    "a variable within": ("a.sh", "vllm serve m --kv-cache-dtype fp8_$KIND\n"),
+    "an expression in a list": ("a.py", 'run(["vllm", "serve", "--kv-cache-dtype", choose(1)])\n'),
+    "a default that is off": ("a.sh", 'vllm serve m --kv-cache-dtype "${KV:-auto}"\n'),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), TEMPLATED.values(), ids=TEMPLATED)
+def test_a_value_that_another_tool_writes_is_not_readable(name: str, text: str, tmp_path: Path) -> None:
+    result = one(tmp_path, name, text)
+    assert (len(result.not_readable), result.found, result.not_found) == (1, [], [])
+    assert "a_template" not in result.not_readable[0].reason
+
+
+DEFAULTS = {
+    "a shell": ("a.sh", 'vllm serve m --kv-cache-dtype "${KV:-fp8}"\n', "fp8"),
+    "a dash": ("a.sh", 'vllm serve m --kv-cache-dtype "${KV-fp8}"\n', "fp8"),
+    "an assignment": ("a.sh", 'vllm serve m --kv-cache-dtype "${KV:=fp8}"\n', "fp8"),
+    "an argument": ("a.sh", "KV=${1:-fp8}\nvllm serve m --kv-cache-dtype $KV\n", "fp8"),
+    "a variable of its own name": (
+        "a.sh",
+        'KV_CACHE_DTYPE="${KV_CACHE_DTYPE:-fp8}"\nvllm serve m --kv-cache-dtype "${KV_CACHE_DTYPE}"\n',
+        "fp8",
+    ),
+    "compose": ("a.yml", "services: {ollama: {environment: ['OLLAMA_KV_CACHE_TYPE=${KV:-q8_0}']}}\n", "q8_0"),
+    "omegaconf": ("a.yaml", 'vllm: {kv_cache_dtype: "${oc.env:KV,fp8}"}\n', "fp8"),
+    "helm": ("a.yaml", 'args:\n- --kv-cache-dtype={{ .Values.kv | default "fp8_e5m2" }}\n', "fp8_e5m2"),
+    "ansible": ("a.yaml", "args: ['--kv-cache-dtype', \"{{ kv | default('fp8') }}\"]\n", "fp8"),
+    "a workflow": ("a.yaml", "run: vllm serve m --kv-cache-dtype ${{ inputs.kv || 'fp8' }}\n", "fp8"),
+    "python": ("a.py", 'import os\nLLM("m", kv_cache_dtype=os.environ.get("KV", "fp8"))\n', "fp8"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "value"), DEFAULTS.values(), ids=DEFAULTS)
+def test_a_default_that_compresses_is_found_as_default(name: str, text: str, value: str, tmp_path: Path) -> None:
+    result = one(tmp_path, name, text)
+    assert [(finding.value, finding.by_default) for finding in result.found] == [(value, True)]
+
+
+# names in every spelling
+
+
+@pytest.mark.parametrize(
+    ("text", "engines", "value"),
+    [
+        ("sglang: {kvCacheDtype: fp8_e4m3}\n", ("sglang",), "fp8_e4m3"),
+        ("vllmConfig: {kvCacheDtype: fp8}\n", ("vllm",), "fp8"),
+        ("spec: {cacheTypeK: q8_0}\n", ("llama.cpp",), "q8_0"),
+        ("lmdeploy: {quantPolicy: 8}\n", ("lmdeploy",), "8"),
+        ("mlxServer: {kvBits: 4}\n", ("mlx",), "4"),
+        ("ollama: {OLLAMA_KV_CACHE_TYPE: q4_0}\n", ("ollama",), "q4_0"),
+    ],
+)
+def test_a_key_in_camel_case_is_the_key(text: str, engines: tuple[str, ...], value: str, tmp_path: Path) -> None:
+    assert [(one.engines, one.value) for one in one(tmp_path, "a.yaml", text).found] == [(engines, value)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        (".env", "KV_CACHE_DTYPE=fp8\n", "fp8"),
+        ("prod.env", "KV_CACHE_DTYPE=fp8_e5m2\n", "fp8_e5m2"),
+        ("a.env", "VLLM_KV_CACHE_DTYPE=fp8\n", "fp8"),
+        ("a.env", "QUANT_POLICY=8\n", "8"),
+        ("a.env", "TYPE_K=8\n", "8"),
+    ],
+)
+def test_a_variable_that_is_named_like_a_key_is_found(name: str, text: str, value: str, tmp_path: Path) -> None:
+    assert [finding.value for finding in one(tmp_path, name, text).found] == [value]
+
+
+def test_a_variable_that_the_script_itself_uses_is_found_once_and_by_its_engine(tmp_path: Path) -> None:
+    text = "export KV_CACHE_DTYPE=fp8_e5m2\nvllm serve m --kv-cache-dtype $KV_CACHE_DTYPE\n"
+    assert [(one.line, one.engines) for one in one(tmp_path, "a.sh", text).found] == [(2, ("vllm",))]
+
+
+def test_a_variable_of_the_environment_of_tgi_is_still_its_own(tmp_path: Path) -> None:
+    text = "export KV_CACHE_DTYPE=fp8_e5m2\ntext-generation-launcher --model-id m\n"
+    assert [(one.line, one.engines) for one in one(tmp_path, "a.sh", text).found] == [(1, ("tgi",))]
+
+
+# who launches it
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", "trtllm-serve m --kv_cache_dtype fp8\n"),
+        ("a.sh", "python quantize.py --qformat full_prec --kv_cache_dtype int8\ntrtllm-build --checkpoint_dir c\n"),
+        ("a.yaml", "# trtllm-serve --config\nkv_cache_dtype: fp8\n"),
+        ("a.sh", "python quantize.py --qformat int4_awq --kv_cache_dtype fp8\n"),
+    ],
+)
+def test_a_flag_that_several_engines_have_is_of_the_one_that_is_named(name: str, text: str, tmp_path: Path) -> None:
+    assert [finding.engines for finding in one(tmp_path, name, text).found] == [("tensorrt-llm",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "state"),
+    [
+        ("a.sh", "uv run -m skyrl.train.main generator.engine_init_kwargs.kv_cache_dtype=fp8\n", "open"),
+        (
+            "a.sh",
+            "uv run -m skyrl.train.main trainer.algorithm.off_policy_correction.tis_ratio_type=token "
+            "generator.engine_init_kwargs.kv_cache_dtype=fp8\n",
+            "corrected",
+        ),
+        ("a.yaml", "actor: {use_decoupled_loss: true}\nsglang: {kv_cache_dtype: fp8_e5m2}\n", "corrected"),
+        ("a.yaml", "actor: {use_decoupled_loss: false}\nsglang: {kv_cache_dtype: fp8_e5m2}\n", "open"),
+        ("a.sh", 'swift rollout --vllm_engine_kwargs \'{"kv_cache_dtype": "fp8"}\'\n', "open"),
+        (
+            "a.sh",
+            'swift rlhf --rlhf_type grpo --vllm_engine_kwargs \'{"kv_cache_dtype": "fp8"}\' '
+            "--rollout_importance_sampling_mode token_truncate\n",
+            "corrected",
+        ),
+        (
+            "a.sh",
+            "python -m openrlhf.cli.train_ppo_ray --kv_cache_dtype fp8 --enable_vllm_is_correction\n",
+            "corrected",
+        ),
+    ],
+)
+def test_what_a_trainer_launches_are_rollouts(name: str, text: str, state: str, tmp_path: Path) -> None:
+    assert [(one.role, one.state) for one in one(tmp_path, name, text).found] == [("rollout", state)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("a.json", '{"models": [{"model": "q.gguf", "type_k": 8}]}', "8"),
+        ("a.sh", "llama-server -m g.gguf -ctk-first q8_0,4\n", "q8_0,4"),
+        ("a.py", "import llama_cpp\nllama_cpp.Llama('m', type_k=llama_cpp.GGML_TYPE_Q8_0)\n", "Q8_0"),
+        ("a.py", "from llama_cpp import GGML_TYPE_Q4_0, Llama\nLlama('m', type_k=GGML_TYPE_Q4_0)\n", "Q4_0"),
+        ("a.py", "import llama_cpp\nllama_cpp.Llama('m', type_k=llama_cpp.GGMLType.Q8_0)\n", "q8_0"),
+        ("a.ini", "[model]\nctk = q8_0\n", "q8_0"),
+        ("a.json", '{"llama": {"kCacheQuantizationType": "q8_0"}}', "q8_0"),
+    ],
+)
+def test_the_type_of_a_cache_is_found_in_what_wraps_llama_cpp(name: str, text: str, value: str, tmp_path: Path) -> None:
+    assert [finding.value for finding in one(tmp_path, name, text).found] == [value]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "import llama_cpp\nllama_cpp.Llama('m', type_k=llama_cpp.GGML_TYPE_F16)\n"),
+        ("a.sh", "llama-server -m g.gguf -ctk-first f16,4\n"),
+        ("a.yaml", "spec: {cacheTypeK: f16}\n"),
+        ("a.env", "KV_CACHE_DTYPE=auto\n"),
+    ],
+)
+def test_a_cache_that_is_not_compressed_is_not_found(name: str, text: str, tmp_path: Path) -> None:
+    result = one(tmp_path, name, text)
+    assert (result.found, result.not_readable) == ([], [])

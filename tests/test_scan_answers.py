@@ -189,6 +189,7 @@ def test_the_json_has_the_fields_that_a_disclosure_takes() -> None:
         "lossy": True,
         "key": "kv_cache_compression_config.algorithm",
         "value": "triattention",
+        "by_default": False,
         "policy": "triattention:budget=1024,interval=64",
         "since": "seen in 1.3.0rc27",
         "source": "https://nvidia.github.io/TensorRT-LLM/llm-api/reference/TriAttentionKvCacheCompressionConfig.html",

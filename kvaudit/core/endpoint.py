@@ -20,13 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
+from functools import cached_property
 from http.client import HTTPException
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from kvaudit.core.completions import ChatCompletion, NoCompletion, ServerError, completion_of, error_in
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
-from kvaudit.core.text import clip, guide, inline, is_text, one_line
+from kvaudit.core.text import clip, guide, inline, one_line
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"(?i)https?:/|localhost[:/]|\d{1,3}(\.\d{1,3}){3}[:/]")  # one slash: a path has lost the other
@@ -36,7 +38,16 @@ _GRACE = 0.5  # seconds in which a reply that is late says so itself
 _LONGEST_REPLY = 1 << 20  # bytes
 _LONGEST_WAIT = 120.0  # seconds that an endpoint may ask for
 _HOPELESS = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # of every question, not of this one
-_TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+_TRIED_AGAIN = (408, 409, 425, 429)  # and whatever a server says of itself, from 500 on
+_SERVER = 500
+_BUSY = (429, 502, 503, 504, *range(520, 530))  # of all that ask, who wait together
+# names of errors that do not go away by waiting, in the statuses that say so else
+_NAMED_STATUS = {
+    "insufficient_quota": 402, "insufficient_credits": 402, "billing_hard_limit_reached": 402,
+    "invalid_api_key": 401, "authentication_error": 401, "unauthorized": 401, "permission_denied": 403,
+    "permission_error": 403, "model_not_found": 404, "invalid_request_error": 400, "invalid_request": 400,
+    "badrequesterror": 400, "context_length_exceeded": 400,
+}  # fmt: skip
 _SECRET = (401, 403)  # whose words may hold a part of the key
 _SHORTEST_KEY = 8  # characters that are struck out of what is said; a shorter one may be a word
 
@@ -50,11 +61,13 @@ class Scope(StrEnum):
 
 
 class Unanswered(Exception):
-    """A question without an answer. ``wait``: seconds that the endpoint asked for."""
+    """A question without an answer. ``wait``: seconds that the endpoint asked for; ``is_busy``: by all who ask it."""
 
-    def __init__(self, what: str, scope: Scope = Scope.TRY, wait: float | None = None) -> None:
+    def __init__(
+        self, what: str, scope: Scope = Scope.TRY, wait: float | None = None, *, is_busy: bool = False
+    ) -> None:
         super().__init__(inline(one_line(what)))
-        self.scope, self.wait = scope, wait
+        self.scope, self.wait, self.is_busy = scope, wait, is_busy
 
 
 class RefusedRequest(Unanswered):
@@ -74,16 +87,6 @@ class Replied(NamedTuple):
 
 # address, body, headers, seconds for a whole reply
 Transport = Callable[[str, bytes, Mapping[str, str], float], Replied]
-
-
-@dataclass(frozen=True)
-class ChatCompletion:
-    """A chat completion as the endpoint says it; nothing in it is checked but that the texts are texts."""
-
-    text: str
-    finish_reason: str
-    model: str
-    usage: Any
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class EndpointClient:
     def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
         self._endpoint, self._key, self._transport = endpoint, key, transport
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._lock, self._free_at, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], until: float = math.inf) -> ChatCompletion:
         """The completion of a request; raises Unanswered once no further try would help, or at the time ``until``."""
@@ -140,11 +143,15 @@ class EndpointClient:
         why = Unanswered("it was not asked")
         for number in range(self._endpoint.tries):
             if number:
-                # seconds: 1, 2, 4 and so on, or what the endpoint asked for
-                wait = 2.0 ** (number - 1) if why.wait is None else why.wait
+                # seconds: 1, 2, 4 and so on, or what the endpoint asked for where that is longer
+                wait = max(2.0 ** (number - 1), why.wait or 0.0)
+                if why.is_busy:
+                    self._busy_until = max(self._busy_until, time.monotonic() + wait)
                 time.sleep(max(0.0, min(wait, until - time.monotonic())))
             if until <= time.monotonic():
                 break
+            if not number:
+                self._wait_for_others(until)
             try:
                 return read(self._reply(path, raw, until))
             except Unanswered as error:
@@ -171,27 +178,36 @@ class EndpointClient:
 
     def _refused(self, replied: Replied) -> Unanswered:
         """What a status means: for all questions, for this one (too long, or filtered), or for this try."""
-        message = "" if replied.status in _SECRET else _error_message(replied.body)
-        what = self._struck(f"status {replied.status}" + (f": {message}" if message else ""))
-        if replied.status in _TRIED_AGAIN:
-            return Unanswered(what, Scope.TRY, _retry_after(replied.retry_after))
-        return Unanswered(what, Scope.ENDPOINT) if replied.status in _HOPELESS else RefusedRequest(what)
+        error = error_in(replied.body)
+        return self._failed(replied.status, error, f"status {replied.status}", _retry_after(replied.retry_after))
+
+    def _failed(self, status: int, error: ServerError | None, what: str, wait: float | None = None) -> Unanswered:
+        """An error by its status, and in the server's own words; the one rule of what is tried again."""
+        named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
+        message = error.message if error and status not in _SECRET else ""
+        what = self._struck(what + (f": {message}" if message else ""))
+        if {status, *named} & set(_HOPELESS):
+            return Unanswered(what, Scope.ENDPOINT)
+        if status in _TRIED_AGAIN or status >= _SERVER:
+            return Unanswered(what, Scope.TRY, wait, is_busy=status in _BUSY)
+        return RefusedRequest(what)
 
     def _completion(self, raw: bytes) -> ChatCompletion:
+        if error := error_in(raw):
+            kind = f" ({error.codes[0]})" if error.codes else ""
+            raise self._failed(_status_of(error), error, f"an error in a reply of status 200{kind}")
         try:
-            body = json.loads(raw)
-            choice = body["choices"][0]
-            text, finish, model = choice["message"]["content"], choice.get("finish_reason"), body.get("model")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            raise Unanswered("a reply that is no chat completion", Scope.QUESTION) from None
-        text = "" if text is None else text  # as some say it of an empty answer
-        if not isinstance(text, str) or not is_text(text):
-            raise Unanswered("a reply whose content is no text", Scope.QUESTION)
-        ended, named = (self._struck(w) if isinstance(w, str) and is_text(w) else "" for w in (finish, model))
-        return ChatCompletion(self._struck(text), ended, named, body.get("usage"))
+            return completion_of(raw, self._struck)
+        except NoCompletion as why:
+            raise Unanswered(str(why), Scope.TRY if why.again else Scope.QUESTION) from None
 
     def _struck(self, text: str) -> str:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
+
+    def _wait_for_others(self, until: float) -> None:
+        """Begin no question while another one waits for an endpoint that is busy: its next try comes first."""
+        if (left := min(self._busy_until, until) - time.monotonic()) > 0:
+            time.sleep(left)
 
     def _take_turn(self) -> None:
         """Wait until another try keeps to the rate."""
@@ -271,7 +287,13 @@ class EndpointModel:
                 f"{self.who}: {self.base_url} does not answer ({why}; model {self.model}, {key}); what was answered "
                 "before is kept: go on when it answers, or give another base_url, model or key"
             ) from None
-        return [reply.text if isinstance(reply, ChatCompletion) else None for reply in replies]
+        self.unread.extend(str(reply) for reply in replies if isinstance(reply, Unanswered))
+        return [reply.answer if isinstance(reply, ChatCompletion) else None for reply in replies]
+
+    @cached_property
+    def unread(self) -> list[str]:
+        """Why questions went without an answer, so that it can be quoted."""
+        return []
 
     @property
     def _endpoint(self) -> Endpoint:
@@ -345,13 +367,11 @@ def _object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _error_message(raw: bytes) -> str:
-    """What an error's body says is wrong, empty where it says so in no known way."""
-    try:
-        message = json.loads(raw)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return message if isinstance(message, str) and is_text(message) else ""
+def _status_of(error: ServerError) -> int:
+    """The status that an error inside a reply would have had; one of no kind that is known may pass."""
+    numbers = [int(code) for code in error.codes if code.isascii() and code.isdigit() and len(code) == 3]
+    named = [_NAMED_STATUS[code] for code in error.codes if code in _NAMED_STATUS]
+    return next(iter((*numbers, *named)), _SERVER)
 
 
 def _retry_after(header: str | None) -> float | None:

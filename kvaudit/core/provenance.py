@@ -32,6 +32,8 @@ INPUTS = "inputs"  # what a run reads: kind -> name -> sha256
 ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds
 WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
 DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a margin and the default of its kind holds
+PROMPTS = "prompts"  # a unit ("arm/seed suite at length @ policy") -> sha256 of its prompts as the template wrote them
+UNSTEADY = "template_names"  # what the chat template names that may write something else another day
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
 FOUND = "found"  # the one entry of it
@@ -45,11 +47,11 @@ _MOST_ITEMS = 1_000_000  # of a suite
 _NAMED = 3  # changes that a refusal spells out
 _TEXTS = (
     *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
-    ANYWAY,
+    *(ANYWAY, UNSTEADY),
 )
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED, DEFAULT_MARGINS),
+    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS),
 )
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
 
@@ -93,6 +95,30 @@ def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A table of a provenance, empty where it has none: files of strangers may hold anything."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+_OF_POLICY, _SEVERAL = " @ ", " and "
+
+
+def unit_of_prompts(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
+    """What a unit is called under PROMPTS: what all units of one question share, then its policy."""
+    return f"{arm}/{seed} {suite} at {context}{_OF_POLICY}{policy}"
+
+
+def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The sha256 of rendered prompts: what was asked -> policy -> sha256; several of a unit that asked by two."""
+    found: dict[str, dict[str, str]] = {}
+    for unit, digest in table_of(provenance, PROMPTS).items():
+        question, _, policy = str(unit).rpartition(_OF_POLICY)
+        found.setdefault(question, {})[policy] = str(digest)
+    return found
+
+
+def both_prompts(then: str | None, now: str) -> str:
+    """What stands for a unit that went on by ``now`` where it had begun by ``then``."""
+    if then is None:
+        return now
+    return then if now in then.split(_SEVERAL) else f"{then}{_SEVERAL}{now}"
 
 
 NOT_SHOWN = "not shown"  # what an engine said nothing of that could be checked, under SERVED_BY

@@ -21,7 +21,14 @@ from kvaudit.core.text import inline
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
 # fields that came later, as they are where a row has none; left out of a row where they say nothing
-_LATER: Mapping[str, Any] = {"spans": {}, "unsure": False, "kv_bytes_live": None, "logprob": None, "unanswered": ""}
+_LATER: Mapping[str, Any] = {
+    "spans": {},
+    "unsure": False,
+    "kv_bytes_live": None,
+    "logprob": None,
+    "unanswered": "",
+    "said_in": "",
+}
 
 
 class Role(StrEnum):
@@ -129,6 +136,7 @@ class UngradedAnswer(NamedTuple):
     transcript: tuple[Message, ...]
     logprob: float | None = None
     unanswered: str = ""
+    said_in: str = ""
 
 
 class CacheUse(NamedTuple):
@@ -154,7 +162,7 @@ class Record:
     its cache: then ``retention`` and all bytes are None, and ``survival`` is empty. ``logprob`` is the sum of the
     log-probs of what was said, in nats, as the engine gave it, None where it gave none. ``unanswered``: why the
     conversation ended without an answer, in the words of a server that gave none, on one line; empty where it ended
-    with one.
+    with one. ``said_in``: where a server put the words of the last answer (``ChatCompletion``), empty for its content.
     """
 
     run: str
@@ -188,6 +196,7 @@ class Record:
     kv_bytes_live: int | None = None
     logprob: float | None = None
     unanswered: str = ""
+    said_in: str = ""
     format: int = RECORD_FORMAT
 
     @classmethod
@@ -250,7 +259,7 @@ class Record:
         row["spans"] = {
             name: KeptSpan(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
         }
-        for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words")):
+        for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words"), ("said_in", str, "words")):
             if not isinstance(row[name], kind):
                 raise DataError(f"record holds {name} {str(row[name])[:40]!r}, wanted {wanted}, or nothing")
         row["unanswered"] = inline(row["unanswered"])  # a server's words: half characters in them stay readable

@@ -12,15 +12,32 @@ from kvaudit.core.records import Message, Role
 THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
-def parted(text: str, *, opened: bool) -> tuple[Message, ...]:
+def parted(text: str, *, opened: bool | None) -> tuple[Message, ...]:
     """What a model said: its thought, where it began with one, and its answer, empty where the thought never ended.
 
-    ``opened``: the chat template begins the thought, so that the model only ends it.
+    ``opened``: the chat template begins the thought, so that the model only ends it; None: nobody sees the template,
+    and what ends a thought that was never begun tells that it does.
     """
-    if not opened and not text.lstrip().startswith(THOUGHT_OPENING):
+    if not (ends_unopened(text) if opened is None else opened) and not text.lstrip().startswith(THOUGHT_OPENING):
         return (Message(Role.ASSISTANT, text),)
     thought, end, answer = text.partition(THOUGHT_CLOSING)
     return Message(Role.THOUGHT, thought + end), Message(Role.ASSISTANT, answer)
+
+
+def ends_unopened(text: str) -> bool:
+    """Whether a text ends a thought that it did not begin."""
+    before, end, _ = text.partition(THOUGHT_CLOSING)
+    return bool(end) and THOUGHT_OPENING not in before
+
+
+def holds_thought(text: str) -> bool:
+    """Whether an answer as it was graded begins with a thought, with or without the tag that opens it."""
+    return text.lstrip().startswith(THOUGHT_OPENING) or ends_unopened(text)
+
+
+def as_thought(text: str, *, closed: bool) -> Message:
+    """A thought that came in a field of its own; one that was cut is not closed."""
+    return Message(Role.THOUGHT, f"{THOUGHT_OPENING}{text}{THOUGHT_CLOSING if closed else ''}")
 
 
 def heard(transcript: Sequence[Message]) -> tuple[Message, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,8 @@ from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import scientific
 
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
+# nats: that a sampler is sure of a token to the last bit and a learner is not happens seldom, twice in a rollout hardly
+_DOUBTED, _REFUTED, _FEWEST_FILLED = -0.05, -2.0, 2
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens that are held
 
 
@@ -81,6 +83,46 @@ class FilePanel:
     temperature: float
     panel: dict[str, float | None]
     alarms: list[Bound]
+    filled: Filled | None = None
+
+
+@dataclass
+class Filled:
+    """Log-probs of exactly 0, which are no news where the learner is sure of the token too, and filled in elsewhere.
+
+    ``place`` and ``token``, from 0 in its rollout, are the first zero of the first rollout that must have been filled.
+    ``doubted`` are the tokens that the learner is not sure of, ``learner`` the sum of what it gives them, in nats.
+    """
+
+    rollouts: int = 0
+    tokens: int = 0
+    doubted: int = 0
+    learner: float = 0.0
+    place: str = ""
+    token: int = 0
+
+    def add(self, part: PaddedRollouts) -> None:
+        """Count the zeros of some rollouts."""
+        zeros = part.sampled & (part.sampler == 0)  # [B, R]
+        doubted, refuted = zeros & (part.learner < _DOUBTED), zeros & (part.learner < _REFUTED)
+        self.rollouts += int(zeros.any(1).sum())
+        self.tokens += int(zeros.sum())
+        self.doubted += int(doubted.sum())
+        self.learner += float(part.learner[doubted].sum())
+        wrong = ((doubted.sum(1) >= _FEWEST_FILLED) | refuted.any(1)).nonzero()[:, 0].tolist()
+        if wrong and not self.place:
+            self.place, first = part.places[wrong[0]], int(zeros[wrong[0]].nonzero()[0])
+            self.token = part.prompts[wrong[0]] + first
+
+    @property
+    def line(self) -> str:
+        """What is said of them."""
+        return (
+            f"alarm: {self.tokens} log-probs in {self.rollouts} rollouts are exactly 0, first {inline(self.place)} "
+            f"token {self.token}, though the learner gives {self.doubted} of these tokens "
+            f"{self.learner / self.doubted:.3g} on average: filled in for missing ones, or of a greedy choice. The "
+            "numbers above count them as true: record them anew, or mask those tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +133,8 @@ class PaddedRollouts:
     learner: Tensor
     sampled: Tensor
     advantages: Tensor
+    places: Sequence[str] = ()
+    prompts: Sequence[int] = ()  # tokens before the first column of each
 
     def __len__(self) -> int:
         return len(self.sampled)
@@ -150,17 +194,20 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
                 learner=_learner(model.model, rollouts, sampled, temperature or 1.0),
                 sampled=sampled,
                 advantages=_padded([_advantages(row, piece) for row in rows]),
+                places=[row.place for row in rows],
+                prompts=[row.rollout.prompt_length for row in rows],
             )
 
     def summed(self, piece: Survey, model: LoadedModel, parts: Iterator[PaddedRollouts]) -> FilePanel:  # noqa: ARG002
-        panel = MismatchPanel()
+        panel, filled = MismatchPanel(), Filled()
         for part in parts:
             panel.add(part.sampler, part.learner, part.sampled, part.advantages)
+            filled.add(part)
         numbers = panel.numbers()
-        return FilePanel(self._temperature_of(piece), numbers, alarms(numbers))
+        return FilePanel(self._temperature_of(piece), numbers, alarms(numbers), filled if filled.place else None)
 
     def differs(self, total: FilePanel) -> bool:
-        return bool(total.alarms)
+        return bool(total.alarms) or total.filled is not None
 
     def lines(self, found: Sequence[tuple[Survey, FilePanel]]) -> Iterator[str | Table]:
         bounds = {bound.name: bound.limit for bound in MISMATCH}
@@ -176,7 +223,9 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
             yield Table(("number", "value", "alarm"), tuple(rows))
             for bound in total.alarms:
                 yield f"alarm: {bound.name} is {scientific(total.panel[bound.name])}, {bound.limit}: {bound.meaning}"
-            if not total.alarms:
+            if total.filled:
+                yield total.filled.line
+            if not self.differs(total):
                 yield "no alarm: the numbers keep within the bounds above"
 
     def to_json(self, total: FilePanel) -> str:
@@ -199,6 +248,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
             "temperature": total.temperature,
             "panel": total.panel,
             "alarms": rung,
+            "filled": asdict(total.filled) if total.filled else None,
         }
         return json.dumps(table, indent=1, allow_nan=False) + "\n"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from inspect import signature
+from os import PathLike
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvaudit.audit.policies import softmax
-from kvaudit.core.errors import RunError
+from kvaudit.core.errors import RunError, SpecError
 
 NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
@@ -219,15 +220,34 @@ def causal_attention(
 def unwrapped(model: Any) -> Any:
     """The transformers model that a compiled or peft model calls, or the model itself.
 
-    Raises RunError for adapters that put tokens of their own before the prompt.
+    Raises RunError for adapters that put tokens of their own before the prompt, SpecError for what is no model.
     """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if not hasattr(model, "get_base_model"):
+        require_model(model)
         return model
     if model.active_peft_config.is_prompt_learning:
         raise RunError("adapters that add virtual tokens move every position; use LoRA or the like, or merge them")
     return model.get_base_model()
+
+
+def require_model(model: Any) -> None:
+    """Raise SpecError for what only holds or names a transformers model, in a sentence about what it is."""
+    if hasattr(type(model), "_supports_attention_backend"):
+        return
+    kind = type(model).__name__
+    if isinstance(model, str | PathLike):
+        got = f"{str(model)!r}, which names a model; load it: AutoModelForCausalLM.from_pretrained(...)"
+    elif isinstance(model, type):
+        got = f"the class {model.__name__}; load a model of it: {model.__name__}.from_pretrained(...)"
+    elif hasattr(model, "module"):  # DataParallel, DistributedDataParallel, an engine of DeepSpeed
+        got = f"a {kind}, which wraps a model; give its model.module"
+    elif hasattr(model, "model") and hasattr(model, "tokenizer"):
+        got = f"a {kind}, which holds a model; give its pipe.model"
+    else:
+        got = f"a {kind}"
+    raise SpecError(f"wanted a loaded transformers model, got {got}")
 
 
 def decoder_of(model: Any) -> Any:

@@ -183,6 +183,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
         positions = row_positions(attention_mask, self._evicting.seen, new)
+        self._require_going_on(position_ids, positions)
         require_positions(position_ids, positions)
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:
@@ -193,6 +194,27 @@ class CompressedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.announced = True
         return self._evicting
+
+    def _require_going_on(self, asked: Tensor | None, own: Tensor) -> None:
+        """Raise RunError where a cache that holds a conversation is given one that begins anew; positions [B, Q]."""
+        real = own >= 0
+        if asked is None or self._real is None or asked.dim() != 2 or not bool(real.any()):
+            return
+        alike = len(asked) in (1, len(own)) and asked.shape[1] == own.shape[1]
+        first = int((asked.expand(len(own), -1)[real] if alike else asked).min())
+        # generate cuts a new prompt off by what it takes to be held already
+        if first >= int(own[real].min()):
+            return
+        held = self._real.shape[1]
+        if own.shape[1] > held and first == 0:
+            raise RunError(
+                f"this CompressedCache holds {held} tokens and is given all of them again with the next one, as "
+                "use_cache=False does; leave use_cache out"
+            )
+        raise RunError(
+            f"this CompressedCache holds {held} tokens and is given positions from {first} on, as of another "
+            "conversation; make a new cache for each: CompressedCache.for_model(model, ...)"
+        )
 
     def _on_host(
         self, mask: Tensor | None, position_ids: Tensor | None, new: int

@@ -57,6 +57,10 @@ def compare(
         list[str] | None, option(help="The metric, where there are several; twice for two judges.")
     ] = None,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is desired.")] = False,
+    higher_is_better: Annotated[
+        bool,
+        typer.Option("--higher-is-better", help="A score of 1 is desired, though the metric's name speaks of harm."),
+    ] = False,
     select_a: Annotated[list[str] | None, option(help="Of a run: arm=, policy=, seed=, suite=, context=.")] = None,
     select_b: Annotated[list[str] | None, option(help="The same for B.")] = None,
     out: Annotated[Path | None, option(help="A folder for the report.")] = None,
@@ -80,6 +84,7 @@ def compare(
             cluster=cluster,
             items_are_independent=items_are_independent,
             lower_is_better=lower_is_better,
+            higher_is_better=higher_is_better,
             select=(selectors(select_a or (), "--select-a"), selectors(select_b or (), "--select-b")),
         )
         names = chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))

@@ -10,7 +10,7 @@ import typer
 
 from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
-from kvaudit.core.errors import AuditError, SpecError
+from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     changes = judging.work()
     _print(changes)
     console = wide_console()
+    if chosen is not None:
+        _check_spoke(chosen, changes)
     if failed := sum(change.failed for change in changes):
         say(console, f"unscored: the judge failed on {failed} answers; the same command asks it again")
     if chosen is not None:
@@ -107,6 +109,17 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     shown = "report" if source.spec.probe is None else "probe"
     say(console, f"judged: {inline(str(place))}; show it with: kvaudit {shown} {inline(str(place))}")
     return place
+
+
+def _check_spoke(judge: Judge, changes: Sequence[SuiteChange]) -> None:
+    """Raise RunError where the judge failed on all that it was asked."""
+    failed, judged = (sum(part) for part in zip(*((change.failed, change.judged) for change in changes), strict=True))
+    if failed and failed == judged:
+        quoted = f": {inline(judge.unread[0])}" if judge.unread else ""
+        raise RunError(
+            f"judge {judge.name} failed on all {failed} answers that it was asked about{quoted}; wanted a judge whose "
+            "replies can be read: give another model or options, the same command asks again"
+        )
 
 
 def _note(

@@ -109,18 +109,20 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     run = open_run(folder, plan.spec, resume=resume)
     say(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
     failed = Probe(run, plan, base_url, client, Console(stderr=True)).work()
-    for why, count in failed.most_common():
-        say(console, f"unscored: {count} conversations, {inline(why)}; --resume asks them again")
+    for failure in failed:
+        say(console, inline(failure.line))
     return True
 
 
 def _show(folder: Path, baseline: Path | None) -> None:
     """Print what a probe says by itself, and write it into its folder ``report``."""
-    from kvaudit.reports.page.probe import length_table, lines, noise_table, probe_files, probe_findings
+    from kvaudit.reports.page.probe import first_lines, length_table, lines, noise_table, probe_files, probe_findings
     from kvaudit.reports.records.load import load_run
 
     found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
     console: Console = wide_console()
+    for line in first_lines(found):
+        say(console, inline(line))
     for table in (noise_table(found), length_table(found)):
         if table:
             print_table(console, table)

@@ -60,7 +60,8 @@ def seed_of_turn(seed: int, turn: int) -> int:
 class Reply:
     """An answer. ``logprob`` is the sum of the engine's log-probs of its tokens in nats, None where it gives none.
 
-    ``text`` is the answer of an engine that gives no tokens, which then are none. ``refused`` is what a server said
+    ``text`` is the answer of an engine that gives no tokens, which then are none; ``thought`` and ``said_in`` are those
+    of a ``ChatCompletion``. ``refused`` is what a server said
     that would not answer this request, though it may others.
     """
 
@@ -69,6 +70,8 @@ class Reply:
     logprob: float | None = None
     text: str | None = None
     refused: str | None = None
+    thought: str | None = None
+    said_in: str = ""
 
     def __post_init__(self) -> None:
         assert self.finish in (("stop", "length") if self.refused is None else ("error",)), self

@@ -93,7 +93,10 @@ class _EndpointSession(Session):
     def __init__(self, settings: Settings, work: Work) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
         self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
+        from kvaudit.audit.sampling.chat_calls import Readings
+
         held = self._held_to_ours()
+        self._held, self._readings = bool(held), Readings()
         shown = held or "held to ours by the number of tokens that it says it read, where it says so"
         unseen = "weights" if held else "weights and chat template"
         self.described = {"prompts": shown, "model": self._first(), NOT_SHOWN: unseen}
@@ -101,10 +104,18 @@ class _EndpointSession(Session):
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
         """Replies are texts, or what the server said instead of one."""
         until = time.monotonic() + self._part.answer
+        first = {one.messages: n for n, one in reversed(list(enumerate(asked)))}
+        # every prompt once before any is asked again: what is claimed of the first tells how to read the next claim
+        order = sorted(range(len(asked)), key=lambda n: first[asked[n].messages] != n)
+        parts = [order[: len(first)], order[len(first) :]]
+        found = dict[int, Reply]()
         try:
-            return all_at_once(lambda one: self._reply(one, until), asked, self._part.at_once, until)
+            for part in filter(None, parts):
+                replies = all_at_once(lambda n: self._reply(asked[n], until), part, self._part.at_once, until)
+                found.update(zip(part, replies, strict=True))
         except Unanswered as why:
             raise self._failed(why) from None
+        return [found[n] for n in range(len(asked))]
 
     def stop(self) -> None:
         """It is not ours to stop."""
@@ -116,7 +127,7 @@ class _EndpointSession(Session):
             found = self._answer(asked.messages, len(asked.ids), asked.most, more, until)
         except RefusedRequest as why:
             return Reply((), "error", refused=str(why))
-        return Reply((), found.finish, text=found.text)
+        return Reply((), found.finish, text=found.text, thought=found.thought, said_in=found.said_in)
 
     def _answer(
         self, messages: Sequence[Message], sent: int, most: int, more: Mapping[str, Any], until: float
@@ -125,17 +136,22 @@ class _EndpointSession(Session):
 
         Raises Unanswered, also where a conversation that begins has another number of tokens there than here.
         """
-        from kvaudit.audit.sampling.chat_calls import answer, wire
+        from kvaudit.audit.sampling.chat_calls import Sent, answer, wire
 
-        body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), "max_tokens": most, **more}
+        rows = wire(messages, Role.USER)
+        body = {"model": self._settings["model"], "messages": rows, "max_tokens": most, **more}
         said = self._client.ask(body | self._options, until)
-        found = answer(said, sent=sent, messages=len(messages), exact=True, limit=most, seconds=0.0)
+        seen = self._held or self._readings.unread(rows) == 0
+        if seen:
+            self._readings.note(rows)
+        found = answer(said, Sent(rows, sent, True, most), 0.0, self._readings)
         # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
-        if begins and found.prompt_tokens not in (None, sent):
+        read = found.prompt_tokens
+        # of what it has read before a server may count only what was no longer in its cache
+        if begins and read is not None and (read > sent or (read < sent and not seen)):
             raise Unanswered(
-                f"another prompt than ours: it read {found.prompt_tokens} tokens, by the model's own template it is "
-                f"{sent}",
+                f"another prompt than ours: it read {read} tokens, by the model's own template it is {sent}",
                 Scope.QUESTION,
             )
         return found

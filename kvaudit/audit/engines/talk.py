@@ -33,6 +33,7 @@ class _Row:
         self.talk, self._model = talk, model
         self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0
+        self.said_in = ""
 
     def asked(self, decoding: Decoding, seed: int) -> Asked:
         said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
@@ -50,7 +51,8 @@ class _Row:
             self.talk.exchange.break_off(reply.refused)
             return
         if reply.text is not None:
-            self._take_text(reply.text, reply.finish)
+            self.said_in = reply.said_in
+            self._take_text(reply.text, reply.finish, reply.thought)
             return
         ids = reply.ids
         if self.talk.suite.until:  # texts that end an answer
@@ -63,13 +65,13 @@ class _Row:
         self.talk.answer(Completion(ids, (), "stop" if cut else reply.finish))
         self._ids = (*self._ids, *ids, *self.talk.take_pending().ids)
 
-    def _take_text(self, text: str, finish: str) -> None:
+    def _take_text(self, text: str, finish: str, thought: str | None) -> None:
         self.logprob = None
         end = self.talk.end_of(text)
         if end is not None:
             text, finish = text[:end], "stop"
-        self.talk.new_tokens += self._model.chat.count_tokens(text)
-        messages = self.talk.exchange.hear(text, finish)
+        self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
+        messages = self.talk.exchange.hear(text, finish, thought)
         self.talk.exchange.go_on(messages)
         # no tokens of the answer to go on from: the whole conversation is rendered anew
         self._ids = self._model.chat.opening(self.talk.exchange.transcript).ids if self.talk.open else ()
@@ -121,5 +123,6 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
         seconds=seconds,
         logprob=row.logprob,
         unanswered=exchange.unanswered,
+        said_in=row.said_in,
     )
     return EngineRow(exchange.item, exchange.grade(), answer)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.audit.engines.weights import ServedWeights
+from kvaudit.core.completions import finish_of
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -106,14 +107,16 @@ class WorkedSession(Session):
 def as_reply(row: Any, asked: Asked, tokens: int) -> Reply | None:
     """A reply that can be one to what was asked of a model of so many ``tokens``; None for any other."""
     try:
-        ids, finish, logprob = row["ids"], row["finish"], row["logprob"]
-        good = isinstance(ids, list) and len(ids) <= asked.most and finish in ("stop", "length")
+        ids, finish, logprob = row["ids"], finish_of(row["finish"]), row["logprob"]
+        good = isinstance(ids, list) and len(ids) <= asked.most and finish is not None
         # no truth values, which are whole numbers to Python
         good = good and all(type(token) is int and 0 <= token < tokens for token in ids)
         good = good and (logprob is None or math.isfinite(logprob))
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
-    return Reply(tuple(ids), finish, None if logprob is None else float(logprob)) if good else None
+    if not good or finish is None:
+        return None
+    return Reply(tuple(ids), finish, None if logprob is None else float(logprob))
 
 
 def vocabulary_of(work: Work) -> int:

@@ -69,6 +69,11 @@ class Grader(Generic[Q, G]):
         """What the file is called that remembers its grades."""
         return f"answers-{self.folder}.jsonl"
 
+    @cached_property
+    def unread(self) -> list[str]:
+        """What its model said instead of a grade, so that it can be quoted."""
+        return []
+
     # what a kind of grader says
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:

@@ -14,8 +14,10 @@ from kvaudit.audit.judges.base import Judge
 from kvaudit.core.errors import UnknownName
 from kvaudit.core.questions import Question, Reading
 from kvaudit.core.records import Message, Role
+from kvaudit.core.text import clip
 
 VERSION = 1
+LONGEST_QUOTED = 120  # characters of a reply that could not be read
 LONGEST_SHOWN = 6000  # characters of either text; of a longer one both ends are shown
 WORD_TOKENS = 8  # for one word and what a model puts around it
 _SYSTEM = (
@@ -114,7 +116,14 @@ class RubricJudge(Judge):
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         of = harm_of if self.grades_harm else _refusal_of
-        return [None if reply is None else of(reply) for reply in self.replies(self.rubric, questions)]
+        replies = self.replies(self.rubric, questions)
+        found = [None if reply is None else of(reply) for reply in replies]
+        self.unread.extend(
+            f"it replied {clip(reply, LONGEST_QUOTED)!r}"
+            for reply, reading in zip(replies, found, strict=True)
+            if reply is not None and reading is None
+        )
+        return found
 
 
 def rubric_named(asks: str) -> Rubric:

@@ -1,4 +1,4 @@
-"""Rollouts of other stacks, one JSON object a line, by the names that vLLM, verl, slime and we write.
+"""Rollouts of other stacks, one JSON object a line, by the names that each of them and we write (``STACKS``).
 
 Described in docs/rollout-files.md. Every value is checked, since the file is a stranger's. A file is read line by
 line, as often as somebody asks, and never held.
@@ -21,11 +21,12 @@ from kvaudit.audit.replay.interchange_form import Form, Index, Length
 from kvaudit.audit.replay.recorded import unsound
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
-from kvaudit.core.text import clip, guide
+from kvaudit.core.text import clip, clipped, guide, some
 
 PAGE = guide("rollout-files.md")
 _LEDGERS = (".json", ".safetensors")  # of kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
+_LOWEST = -100.0  # nats that a token can have that was drawn: beyond that float32 has no probability
 _SHOWN = 200  # characters of what is wrong
 _LARGEST = 1e300  # size of a reward or an advantage, so that a group of them can be added up
 
@@ -209,13 +210,118 @@ class VllmLine(ForeignLine):
         return found
 
 
-StackLine = OwnLine | SlimeLine | VerlLine | VllmLine
+class PrimeRlLine(ForeignLine):
+    """A rollout of prime-rl: lists of the prompt and of the completion, each with its mask."""
+
+    prompt_ids: list[Index]
+    completion_ids: list[Index]
+    completion_logprobs: list[float]
+    completion_mask: list[Flag] | None = None
+    advantage: ToldNumber | list[ToldNumber] | None = None
+    reward: ToldNumber | None = None
+    example_id: str | int | None = None
+
+    def parts(self) -> list[RolloutLists]:
+        """The one rollout of the line."""
+        ids, start = self.prompt_ids + self.completion_ids, len(self.prompt_ids)
+        origin = (self.advantage, self.reward, _named(self.example_id))
+        return [RolloutLists(ids, start, self.completion_logprobs, self.completion_mask, *origin)]
+
+
+class SkyRlLine(ForeignLine):
+    """A trajectory of SkyRL's generator: prompt and response, the lists about the response."""
+
+    prompt_token_ids: list[Index]
+    response_ids: list[Index]
+    rollout_logprobs: list[float]
+    loss_mask: Annotated[list[Flag] | None, Field(validation_alias=AliasChoices("loss_mask", "loss_masks"))] = None
+    reward: Annotated[Any, Field(validation_alias=AliasChoices("reward", "rewards"))] = None  # a number, or by token
+
+    def parts(self) -> list[RolloutLists]:
+        """The one rollout of the line."""
+        ids, start = self.prompt_token_ids + self.response_ids, len(self.prompt_token_ids)
+        reward = _reward(self.reward) if isinstance(self.reward, int | float) else None
+        return [RolloutLists(ids, start, self.rollout_logprobs, self.loss_mask, None, reward)]
+
+
+class NemoRlLine(ForeignLine):
+    """A row of NeMo-RL's train_data_step*.jsonl: lists of all tokens, padded on the right."""
+
+    token_ids: list[Index]
+    token_loss_mask: list[Flag]
+    generation_logprobs: list[float]
+    input_lengths: Length | None = None
+    advantages: list[ToldNumber] | None = None
+    rewards: ToldNumber | None = None
+
+    def parts(self) -> list[RolloutLists]:
+        """The one rollout of the line, without its padding."""
+        end = len(self.token_ids) if self.input_lengths is None else self.input_lengths
+        lists: dict[str, list[Any]] = {
+            "token_loss_mask": self.token_loss_mask,
+            "generation_logprobs": self.generation_logprobs,
+        }
+        if self.advantages is not None:
+            lists["advantages"] = self.advantages
+        return [_behind_the_prompt(self.token_ids, lists, end, self.rewards)]
+
+
+class ArealLine(ForeignLine):
+    """A rollout of AReaL: lists of all tokens, by a mask of what the model drew."""
+
+    input_ids: list[Index]
+    loss_mask: list[Flag]
+    logprobs: list[float]
+    attention_mask: list[Flag] | None = None
+    rewards: ToldNumber | None = None
+
+    def parts(self) -> list[RolloutLists]:
+        """The one rollout of the line, without its padding."""
+        end = len(self.input_ids) if self.attention_mask is None else sum(self.attention_mask)
+        lists: dict[str, list[Any]] = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
+        return [_behind_the_prompt(self.input_ids, lists, end, self.rewards)]
+
+
+class SglangMeta(ForeignLine):
+    """What SGLang says of an answer: [log-prob, id, text] of every token."""
+
+    output_token_logprobs: list[tuple[float, Index, Any]]
+    input_token_logprobs: list[tuple[Any, Index, Any]] | None = None
+
+
+class SglangLine(ForeignLine):
+    """An answer of SGLang's own ``/generate``, asked with ``return_logprob`` and ``logprob_start_len: 0``."""
+
+    meta_info: SglangMeta
+    output_ids: list[Index] | None = None
+    input_ids: list[Index] | None = None
+    reward: ToldNumber | None = None
+
+    def parts(self) -> list[RolloutLists]:
+        """The one rollout of the line."""
+        drawn = self.meta_info.output_token_logprobs
+        ids = [row[1] for row in drawn]
+        if self.output_ids is not None and self.output_ids != ids:
+            raise ValueError("has other output_ids than the tokens of its output_token_logprobs")
+        prompt = self.input_ids or [row[1] for row in self.meta_info.input_token_logprobs or ()]
+        if not prompt:
+            raise ValueError("has no ids of its prompt; ask the server with return_logprob and logprob_start_len: 0")
+        return [RolloutLists(prompt + ids, len(prompt), [row[0] for row in drawn], None, None, self.reward)]
+
+
+StackLine = OwnLine | SlimeLine | VerlLine | VllmLine | PrimeRlLine | SkyRlLine | NemoRlLine | ArealLine | SglangLine
 # by the keys that give a stack away; whatever has none of them is held to our own layout
 STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
     "vLLM": (frozenset({"choices"}), VllmLine),
     "slime": (frozenset({"tokens", "response_length"}), SlimeLine),
     "verl": (frozenset({"prompts", "responses"}), VerlLine),
+    "prime-rl": (frozenset({"completion_ids", "completion_logprobs"}), PrimeRlLine),
+    "SkyRL": (frozenset({"prompt_token_ids", "response_ids"}), SkyRlLine),
+    "NeMo-RL": (frozenset({"token_ids", "generation_logprobs"}), NemoRlLine),
+    "AReaL": (frozenset({"input_ids", "loss_mask", "logprobs"}), ArealLine),
+    "SGLang": (frozenset({"meta_info"}), SglangLine),
 }
+_OWN_TOKENS = {"ids", "prompt_ids", "completion_ids"}  # one of them, at least, is in a line of ours
 OWN: Literal["kvaudit"] = "kvaudit"
 
 
@@ -285,6 +391,11 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
     if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
         raise ValueError(f"holds texts and no token ids, as verl's rollout_data_dir does; {PAGE} has what to write")
     stack, form = next(((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), (OWN, OwnLine))
+    if form is OwnLine and not _OWN_TOKENS & value.keys() and not value.keys() <= OwnLine.model_fields.keys():
+        raise ValueError(
+            f"is of no stack known here, by its keys {some(map(clipped, value), 6)}; known are {', '.join(STACKS)} and "
+            f"our own; {PAGE} has what to write"
+        )
     line: StackLine = form.model_validate(value)
     parts = line.parts()
     for number, part in enumerate(parts):
@@ -293,11 +404,38 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
             undrawn.append(where)
             continue
         rollout = _rollout(part)
-        if fault := unsound(rollout):
+        if fault := unsound(rollout) or _stand_in(rollout):
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
         origin = (part.reward, part.group, line.temperature, line.tokenizer_sha256)
         yield ImportedRollout(where, stack, rollout, _advantages(part.advantage, length), *origin)
+
+
+def _behind_the_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, reward: float | None) -> RolloutLists:
+    """A rollout from lists of all tokens: mask, log-probs and perhaps advantages, in this order, up to ``end``.
+
+    The prompt ends where the model first drew; without a drawn token all but the last are the prompt.
+    """
+    for name, values in lists.items():
+        _fitting(name, values, len(ids), "tokens")
+    mask, logprobs, *advantages = lists.values()
+    start = mask.index(1) if 1 in mask else end - 1
+    told = advantages[0][start:end] if advantages else None
+    return RolloutLists(ids[:end], start, logprobs[start:end], mask[start:end], told, reward)
+
+
+def _stand_in(rollout: Rollout) -> str | None:
+    """Say where a number stands that no sampled token has: engines write -9999 for -inf, and for what is missing."""
+    drawn = rollout.sampled.nonzero()[:, 0]
+    low = (rollout.sampler_logprobs[drawn] <= _LOWEST).nonzero()
+    if not len(low):
+        return None
+    token = int(drawn[int(low[0])])
+    value = float(rollout.sampler_logprobs[token])
+    return (
+        f"has log-prob {value:g} at token {token}, which stands for -inf or for a missing one: no sampler draws such a "
+        "token; mask it, or leave the rollout out"
+    )
 
 
 def _draws_nothing(part: RolloutLists) -> bool:

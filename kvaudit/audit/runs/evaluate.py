@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +19,7 @@ from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Unit, UnitFiles, sealed_records
-from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.chat import Chat, Rendered
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packed import packed
@@ -27,6 +29,7 @@ from kvaudit.audit.training.reward_trial import check_reward_tells
 from kvaudit.audit.training.rewards.base import paying_of
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
@@ -193,6 +196,8 @@ class Evaluator:
                 files[unit] = stack.enter_context(RecordFile(place, wanted, identity))
             for unit, file in files.items():
                 note(unit, file)
+            if (folder or run.records) == run.records:
+                self._note_prompts(run, files, batches)
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
@@ -214,6 +219,21 @@ class Evaluator:
                         records = self._answers(unit, suite, fresh[unit], own, shared)
                         files[unit].append(_whole(batch, records, known[unit], samples))
                         note(unit, files[unit])
+
+    def _note_prompts(
+        self, run: RunFolder, files: Mapping[Unit, RecordFile], batches: Sequence[Sequence[Item]]
+    ) -> None:
+        """Note the hash of the prompts of every unit that is not whole, beside that of those it began with."""
+        due = {unit: file for unit, file in files.items() if file.batches < len(batches)}
+        if not due:
+            return
+        now, known = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
+        found = {}
+        for unit, file in due.items():
+            name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
+            found[name] = both_prompts(known.get(name) if file.rows else None, now)
+        names = ", ".join(self._model.chat.unsteady)
+        run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
 
     def _answers(
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
@@ -320,6 +340,15 @@ def _cache_use(played: GradedRow) -> CacheUse:
         kv_bytes_live=rollout.kv_bytes_live,
         spans=played.spans,
     )
+
+
+def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
+    """sha256 of items' prompts as the template writes them now, whatever their order."""
+    texts = sorted((item.item_id, chat.opening_text(item.messages)) for batch in batches for item in batch)
+    digest = hashlib.sha256()
+    for name, text in texts:
+        digest.update(json.dumps([name, text]).encode())
+    return digest.hexdigest()
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer
+from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unsteady_names
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, message_rows
 from kvaudit.core.spans import Place, Span, places_of
@@ -89,6 +89,11 @@ class Chat:
     def opening_text(self, messages: Sequence[Message]) -> str:
         """The whole prompt as text, generation prompt included."""
         return self._text_after((), messages)
+
+    @property
+    def unsteady(self) -> list[str]:
+        """What the template names by which it may write something else another day."""
+        return unsteady_names(self._source)
 
     def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
         """The tokens after a finished assistant completion: end-of-turn, the new messages, generation prompt.

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import TOOL_PREFIX
-from kvaudit.core.endpoint import ChatCompletion, RefusedRequest, Scope, Unanswered
+from kvaudit.core.completions import ChatCompletion, Finish, finish_of, is_filtered
+from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 from kvaudit.core.thoughts import heard
 
-# how a finish is called here and there; what else there is (a filter, a tool call) is no answer
-_FINISHES = {"stop": "stop", "end_turn": "stop", "eos": "stop", "length": "length", "max_tokens": "length"}
-_FILTERED = "content_filter"
 _FRAME = 64, 16  # tokens that a chat template may put around a conversation, and around a message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
 _SPARE = 16  # tokens beyond the limit of an answer that count as rounding
+_ENDED_BY_ERROR = "error"  # how gateways say that the server behind them failed under way
+
+WireRows = Sequence[Mapping[str, str]]  # a conversation as it goes over the wire
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply that counts. Tokens are None where the endpoint says nothing of them; seconds are the call's."""
+    """A reply that counts. Tokens are None where the endpoint says nothing of them; seconds are the call's.
+
+    ``thought`` and ``said_in`` are those of a ``ChatCompletion``.
+    """
 
     text: str
-    finish: Literal["stop", "length"]
+    finish: Finish
     prompt_tokens: int | None
     new_tokens: int | None
     model: str
     seconds: float
+    thought: str | None = None
+    said_in: str = ""
+
+
+class Sent(NamedTuple):
+    """What went out: a conversation of so many ``tokens``, by a tokenizer where ``exact``, and the ``limit`` of new
+    ones."""
+
+    rows: WireRows
+    tokens: int
+    exact: bool
+    limit: int
 
 
 def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
@@ -47,36 +64,118 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
     return found
 
 
-def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool, limit: int, seconds: float) -> Answer:
+class Readings:
+    """What an endpoint is known to have read whole. Some count only what they had not read before; threads share it."""
+
+    def __init__(self) -> None:
+        self._lock, self._whole = threading.Lock(), set[tuple[tuple[str, str], ...]]()
+
+    def note(self, rows: WireRows) -> None:
+        """Note a conversation that was read whole, and all of its beginnings."""
+        said = _said(rows)
+        with self._lock:
+            self._whole.update(said[:end] for end in range(1, len(said) + 1))
+
+    def unread(self, rows: WireRows) -> float:
+        """The share of a conversation's characters behind the longest beginning that was read before."""
+        said = _said(rows)
+        with self._lock:
+            known = next((end for end in range(len(said), 0, -1) if said[:end] in self._whole), 0)
+        sizes = [len(content) + 1 for _, content in said]
+        return sum(sizes[known:]) / sum(sizes)
+
+
+def _said(rows: WireRows) -> tuple[tuple[str, str], ...]:
+    return tuple((row["role"], row["content"]) for row in rows)
+
+
+def answer(completion: ChatCompletion, sent: Sent, seconds: float, readings: Readings | None = None) -> Answer:
     """A completion as an answer; raises Unanswered for one that cannot be to what was sent.
 
-    ``sent`` tokens in so many ``messages``, by a tokenizer where ``exact``; at most ``limit`` were to be written.
+    Counts are claims: one that contradicts ours breaks an answer, one that is no number says nothing. A claim that is
+    too small says nothing either where ``readings`` know that the conversation began with what was read before.
     """
-    finish = _FINISHES.get(completion.finish_reason)
-    if completion.finish_reason == _FILTERED:
-        said = f", behind {completion.text!r}" if completion.text else ""
-        raise RefusedRequest(f"it ended by {_FILTERED!r}, which is no end of an answer{said}")
-    if finish is None:
-        raise _broken(f"it ended by {completion.finish_reason[:40]!r}, which is no end of an answer")
-    read, drawn = (_number(completion.usage, key) for key in ("prompt_tokens", "completion_tokens"))
-    share = _COUNTED if exact else _ESTIMATED
-    most = sent * (1 + share) + _FRAME[0] + _FRAME[1] * messages
+    drawn = _number(completion.usage, "completion_tokens") or None
+    finish = _finish(completion, drawn, sent.limit)
+    read = _read_tokens(completion.usage, sent, readings or Readings())
+    _check_drawn(completion, finish, drawn, sent.limit)
+    return Answer(
+        text=completion.text,
+        finish=finish,
+        prompt_tokens=read,
+        new_tokens=drawn,
+        model=completion.model[:200],
+        seconds=seconds,
+        thought=completion.thought,
+        said_in=completion.said_in,
+    )
+
+
+def _finish(completion: ChatCompletion, drawn: int | None, limit: int) -> Finish:
+    """How an answer ended; an endpoint that does not say stopped, unless it wrote all that it might."""
+    word = completion.finish_reason
+    said = f", behind {completion.text!r}" if completion.text else ""
+    if is_filtered(word):
+        raise RefusedRequest(f"it ended by {word[:40]!r}, which is no end of an answer{said}")
+    if word == _ENDED_BY_ERROR:
+        raise Unanswered("it ended by 'error', which is no end of an answer")
+    found = finish_of(word) if word else "stop" if drawn is None or drawn < limit else "length"
+    if found is None:
+        raise _broken(f"it ended by {word[:40]!r}, which is no end of an answer")
+    return found
+
+
+def _read_tokens(usage: Any, sent: Sent, readings: Readings) -> int | None:
+    """The tokens that it claims to have read, None where it claims nothing; raises Unanswered for another prompt."""
+    read = _number(usage, "prompt_tokens") or None
+    if read is None:
+        return None
+    share = _COUNTED if sent.exact else _ESTIMATED
+    least, most = sent.tokens / (1 + share), sent.tokens * (1 + share) + _FRAME[0] + _FRAME[1] * len(sent.rows)
+    if read < least:
+        # what came out of a cache is counted beside what was read, if at all
+        read += _cached(usage)
+    unread = readings.unread(sent.rows) if read < least else 1.0
+    if unread < 1 and read >= least * unread:
+        return None
     # a context that was cut, or another one, is no question of ours
-    if read is not None and not sent / (1 + share) <= read <= most:
-        raise _broken(f"it claims to have read {read} tokens where about {sent} were sent")
-    if drawn is not None and drawn > limit + _SPARE:
-        raise _broken(f"it claims {drawn} tokens where at most {limit} were asked for")
-    if drawn is not None and finish == "length" and drawn < limit / 2:
+    if not least <= read <= most:
+        raise _broken(f"it claims to have read {read} tokens where about {sent.tokens} were sent")
+    readings.note(sent.rows)
+    return read
+
+
+def _check_drawn(completion: ChatCompletion, finish: Finish, drawn: int | None, limit: int) -> None:
+    """Raise Unanswered for a claim of new tokens that no answer of this limit has; thoughts may go beyond it."""
+    if drawn is None:
+        return
+    thought = _number(_details(completion.usage, "completion"), "reasoning_tokens") or 0
+    spoken = drawn - min(thought, drawn)
+    if spoken > limit + _SPARE and not (completion.thought and not thought):
+        raise _broken(f"it claims {spoken} tokens where at most {limit} were asked for")
+    if finish == "length" and drawn < limit / 2:
         raise _broken(f"it was cut after {drawn} tokens where {limit} were free")
-    return Answer(completion.text, finish, read, drawn, completion.model[:200], seconds)  # type: ignore[arg-type]
+
+
+def _cached(usage: Any) -> int:
+    own = _number(_details(usage, "prompt"), "cached_tokens") or 0
+    return own or (_number(usage, "cache_read_input_tokens") or 0) + (
+        _number(usage, "cache_creation_input_tokens") or 0
+    )
+
+
+def _details(usage: Any, kind: str) -> Any:
+    """The table of what tokens of a kind are made of, or usage itself, as some put it there."""
+    found = usage.get(f"{kind}_tokens_details") if isinstance(usage, Mapping) else None
+    return found if isinstance(found, Mapping) else usage
 
 
 def _number(usage: Any, key: str) -> int | None:
-    """Tokens of a kind, None where nothing is said of them."""
-    value = usage.get(key) if isinstance(usage, Mapping) else usage
-    if value is not None and (type(value) is not int or value < 0):
-        raise _broken(f"its {key} are no number")
-    return value
+    """Tokens of a kind; None where nothing is said of them, or something that is no number of tokens."""
+    value = usage.get(key) if isinstance(usage, Mapping) else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _broken(what: str) -> Unanswered:

@@ -10,7 +10,7 @@ from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
 from kvaudit.core.questions import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
-from kvaudit.core.thoughts import THOUGHT_CLOSING, heard, parted, with_thoughts
+from kvaudit.core.thoughts import THOUGHT_CLOSING, as_thought, heard, parted, with_thoughts
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
@@ -20,25 +20,28 @@ class Exchange:
     """One conversation under way. ``finish`` is how it ended: stop | length | turns | error, and ``unanswered`` why.
 
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader. ``opens_thought``: the prompt begins it.
+    nor grader. ``opens_thought``: the prompt begins it; None: nobody knows (see ``parted``).
     """
 
-    def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool = False) -> None:
+    def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool | None = False) -> None:
         self.suite, self.item = suite, item
         self.transcript = item.messages
         self.open, self.finish, self.unanswered = True, "", ""
         self._thinks, self._opens_thought = thinks, opens_thought
         self._turns = 0
 
-    def said(self, text: str) -> tuple[Message, ...]:
-        """An answer as messages."""
+    def said(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
+        """An answer as messages; a ``thought`` that came in a field of its own is never heard as said."""
+        if thought is not None:
+            closed = bool(text.strip()) or finish_reason != "length"
+            return as_thought(thought, closed=closed), Message(Role.ASSISTANT, text)
         if self._thinks:
             return parted(text, opened=self._opens_thought)
         return (Message(Role.ASSISTANT, text),)
 
-    def hear(self, text: str, finish_reason: str) -> tuple[Message, ...]:
+    def hear(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
         """Take an answer and return the environment's reply, for ``go_on``; none once the conversation is over."""
-        said = self.said(text)
+        said = self.said(text, finish_reason, thought)
         self.transcript += said
         self._turns += 1
         self.finish = finish_reason

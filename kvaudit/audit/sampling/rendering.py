@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -30,10 +31,16 @@ _CHARACTERS = 16 << 20
 _REMEMBERED = 128 << 20  # bytes of texts that are kept, the latest
 _ENTRY = 256  # bytes that a text takes beside its own
 _UNSTEADY = ("strftime_now", "random", "lipsum")  # names by which a template may say something else each time
+_WRITES = re.compile(r"\b(strftime_now|lipsum)\b|\|\s*(random)\b|\b(random)\s*\(")
 _TOO_MUCH = (
     f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {_CHARACTERS >> 20} million characters for "
     "one conversation; mend it or take another model"
 )
+
+
+def unsteady_names(template: str) -> list[str]:
+    """What a template names by which it may write something else another day, or every time."""
+    return sorted({next(filter(None, found)) for found in _WRITES.findall(template)})
 
 
 class TemplateRefusal(Exception):

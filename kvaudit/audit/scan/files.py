@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.audit.scan.python import read_python
-from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable
+from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, split_camel
 from kvaudit.audit.scan.shell import read_dockerfile, read_settings, read_shell
 from kvaudit.audit.scan.shell_words import HereDocument
 from kvaudit.audit.scan.toml_text import read_toml_text
-from kvaudit.audit.scan.trees import read_json_text, read_yaml_text
+from kvaudit.audit.scan.trees import read_json_text, read_yaml_text, without_templates
 from kvaudit.core.errors import DataError, SpecError
 
 LARGEST_CONFIGURATION = 500_000  # bytes of a configuration; what is larger is data
@@ -105,13 +105,17 @@ def read_file(path: Path) -> Contents:
         return Contents((), [(error.line, error.reason)], "")
     sheet = Sheet()
     unread: list[tuple[int, str]] = []
+    plain = without_templates(text) if path.suffix.lower() in _TEMPLATES else text
     try:
-        for body in _READERS[dialect_of(path.name) or _guessed(text)](text, sheet) or ():
+        for body in _READERS[dialect_of(path.name) or _guessed(text)](plain, sheet) or ():
             _read_quietly(body, sheet)
     except Unreadable as error:
         unread.append((error.line, error.reason))
     _expand_json(sheet)
-    return Contents(sheet.settings, [*unread, *sheet.unread], text.lower())
+    apart = split_camel(text)
+    # words are looked up in names in camelCase too, and in these as they are written
+    words = text.lower() if apart == text else f"{text}\n{apart}".lower()
+    return Contents(sheet.settings, [*unread, *sheet.unread], words)
 
 
 def _read_quietly(body: HereDocument, sheet: Sheet) -> None:

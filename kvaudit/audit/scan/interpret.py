@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.scan.files import Contents
-from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching
-from kvaudit.audit.scan.sheet import Mapping, Setting, Unknown, Value
+from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching, named_like_a_key
+from kvaudit.audit.scan.sheet import Default, Mapping, Setting, Unknown, Value, comparable
 from kvaudit.core.text import clip
 
 State = Literal["open", "declared", "corrected", "lossless", "native"]
@@ -31,6 +31,7 @@ class Finding:
     block: int
     state: State = "open"
     answer: str = ""  # what answers for it
+    by_default: bool = False  # the value stands where the launch sets no other
 
 
 class NotReadable(NamedTuple):
@@ -63,16 +64,20 @@ class Interpreter:
         unread: dict[tuple[int, str], NotReadable] = {}
         met: set[str] = set()  # rules whose key stands in the file, whatever its value
         for setting in self.contents.settings:
+            if self._is_own_variable(setting):
+                continue  # its value is read where the script uses it
             wanted = [rule for rule in matching(setting, self.rules) if self._stands(rule, setting)]
             met |= {rule.id for rule in wanted}
             engines = self._engines(wanted, setting)
             theirs = [rule for rule in wanted if rule.engine in engines]
-            if theirs and _only_running_tells(setting, theirs[0]):
-                value = setting.value.text if isinstance(setting.value, Unknown) else "another word"
-                reason = f"{_spelt(setting)} has the value {value!r}, which only running would tell"
+            if theirs and _only_running_tells(setting, theirs):
+                reason = (
+                    f"{_spelt(setting)} has the value {_open_value(setting.value)!r}, which only running would tell"
+                )
                 unread[setting.line, theirs[0].id] = NotReadable(self.name, setting.line, clip(reason, _LONGEST))
             elif rule := next((rule for rule in theirs if rule.holds(setting.value)), None):
-                finding = self._finding(setting, rule, engines)
+                holding = tuple(one.engine for one in theirs if one.holds(setting.value))
+                finding = self._finding(setting, rule, tuple(dict.fromkeys(holding)))
                 found.setdefault((_same(setting), rule.id, finding.value), finding)
         # what is on by default is not, where the file itself says on or off
         kept = [finding for finding in found.values() if finding.rule.overruled not in met]
@@ -89,7 +94,14 @@ class Interpreter:
             value=clip(_text_of(setting.value), _LONGEST),
             policy=rule.policy_of(setting.value, self.siblings[setting.group]),
             block=setting.block,
+            by_default=isinstance(setting.value, Default),
         )
+
+    def _is_own_variable(self, setting: Setting) -> bool:
+        """Whether a variable that is named like a key, and belongs to no engine, is only used by the file itself."""
+        if setting.kind != "env" or not named_like_a_key(setting.key[0], self.rules):
+            return False
+        return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
 
     def _stands(self, rule: ScanRule, setting: Setting) -> bool:
         """Whether the file is of the kind that the rule is about, and no sibling switches the key off."""
@@ -151,11 +163,21 @@ def _parts(text: str) -> set[str]:
     return parts | {piece for part in parts for piece in part.split("_")}
 
 
-def _only_running_tells(setting: Setting, rule: ScanRule) -> bool:
-    """Whether the value is not known, or stands apart from a flag that needs one."""
-    if isinstance(setting.value, Unknown):
+def _only_running_tells(setting: Setting, rules: Sequence[ScanRule]) -> bool:
+    """Whether the value is not known, or stands apart from a flag that needs one; a default counts where it matters."""
+    value = setting.value
+    if isinstance(value, Unknown):
         return True
-    return setting.kind == "flag" and setting.value is True and rule.named
+    if isinstance(value, Default) or (isinstance(value, tuple) and any(isinstance(one, Unknown) for one in value)):
+        return not any(rule.holds(value) for rule in rules)
+    return setting.kind == "flag" and value is True and rules[0].named
+
+
+def _open_value(value: Value) -> str:
+    """How a value that is not known is written."""
+    if isinstance(value, tuple):
+        return next(one.text for one in value if isinstance(one, Unknown))
+    return value.text if isinstance(value, Unknown | Default) else "another word"
 
 
 def _same(setting: Setting) -> tuple[int, str]:
@@ -166,7 +188,7 @@ def _same(setting: Setting) -> tuple[int, str]:
 
 
 def _last(setting: Setting) -> str:
-    return setting.key[-1].lstrip("-").replace("-", "_")
+    return comparable(setting.key[-1].lstrip("-"))
 
 
 def _spelt(setting: Setting) -> str:
@@ -177,6 +199,8 @@ def _spelt(setting: Setting) -> str:
 
 
 def _text_of(value: Value) -> str:
+    if isinstance(value, Default):
+        return value.value
     if isinstance(value, Mapping):
         return "{...}"
     if isinstance(value, tuple):

@@ -11,6 +11,7 @@ import warnings
 
 from kvaudit.audit.scan.sheet import (
     DEEPEST_TREE,
+    Default,
     Mapping,
     Setting,
     Sheet,
@@ -28,6 +29,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 # take the words of a command one by one
 _OF_WORDS = {"append", "insert", "create_subprocess_exec", "execl", "execlp", "execlpe", "spawnl", "spawnlp"}
 _SETTING = {"setdefault", "putenv", "setenv"}  # a variable of the environment
+_GGML = "GGML_TYPE_"  # constants that llama.cpp's bindings take for the type of a cache
 _FAR = 500  # lines in which the next flag of a string is looked up
 _TALKING = {"print", "log", "debug", "info", "warning", "warn", "error", "exception", "critical", "fail", "exit"}
 
@@ -224,15 +226,32 @@ def _literal(node: ast.expr) -> Value:
         return tuple(_literal(item) for item in node.elts)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
         return -node.operand.value if isinstance(node.operand.value, int | float) else Unknown("an expression")
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and (node.value.id == "torch" or node.value.id[:1].isupper())
-    ):
-        return node.attr.lower()
+    if isinstance(node, ast.Attribute | ast.Name) and (constant := _constant(node)):
+        return constant
     if isinstance(node, ast.Call) and _callee(node.func)[:1].isupper():
         return Mapping()  # a class of configurations, whose own arguments are settings
-    return Unknown("an expression")
+    return _variable_or_else(node) or Unknown("an expression")
+
+
+def _constant(node: ast.Attribute | ast.Name) -> str:
+    """The value that a constant of a library is named after, as in torch.float8_e4m3fn; empty for any other name."""
+    name = _callee(node)
+    if name.startswith(_GGML):
+        return name.removeprefix(_GGML)
+    owner = _callee(node.value) if isinstance(node, ast.Attribute) else ""
+    return name.lower() if owner == "torch" or owner[:1].isupper() else ""
+
+
+def _variable_or_else(node: ast.expr) -> Default | None:
+    """What ``os.environ.get("NAME", "fp8")`` and ``os.getenv`` give where the variable is not set."""
+    if not isinstance(node, ast.Call):
+        return None
+    of_environment = isinstance(node.func, ast.Attribute) and _callee(node.func.value) == "environ"
+    if not (_callee(node.func) == "getenv" or (of_environment and _callee(node.func) == "get")):
+        return None
+    if len(node.args) != 2 or not isinstance(node.args[1], ast.Constant) or not isinstance(node.args[1].value, str):
+        return None
+    return Default(node.args[1].value, ast.unparse(node))
 
 
 def _callee(node: ast.expr) -> str:

@@ -83,6 +83,7 @@ def _key_row(finding: Finding) -> dict[str, Any]:
         "mechanism": finding.rule.mechanism,
         "key": finding.key,
         "value": finding.value,
+        "by_default": finding.by_default,
         "since": finding.rule.since,
         "source": finding.rule.source,
         "note": finding.rule.note,
@@ -99,7 +100,8 @@ def _engines(finding: Finding) -> str:
 
 def _setting(finding: Finding) -> str:
     named = finding.key.endswith("(...)") or finding.key.startswith("import ")
-    return finding.key if named else f"{finding.key} = {finding.value}"
+    default = " (by default)" if finding.by_default else ""
+    return finding.key if named else f"{finding.key} = {finding.value}{default}"
 
 
 def _state(finding: Finding) -> str:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.audit.scan.sheet import Mapping, Setting, Unknown, Value, comparable
+from kvaudit.audit.scan.sheet import Default, Mapping, Setting, Unknown, Value, comparable
 from kvaudit.core.files import parse_yaml
 
 ConfigurationRole = Literal["rollout", "serving", "both", "unknown"]
@@ -67,6 +67,7 @@ class ScanRule:
 
     def holds(self, value: Value) -> bool:
         """Whether the mechanism is on with this value; the value is known."""
+        value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # a table of which key is which flag
         if self.when == "set" or isinstance(value, Mapping):
@@ -79,10 +80,12 @@ class ScanRule:
             return isinstance(value, tuple) and any(str(entry).lower() in _lower(wanted) for entry in value)
         if isinstance(value, tuple):  # what there is to choose from
             return any(self.holds(entry) for entry in value if not isinstance(entry, Unknown))  # type: ignore[arg-type]
-        return _is_set(value) and (str(value).lower() in _lower(wanted)) == (test == "in")
+        named = {str(value).lower(), str(value).lower().partition(",")[0]}  # q8_0,4: of four layers
+        return _is_set(value) and bool(named & _lower(wanted)) == (test == "in")
 
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
         """Our policy that comes nearest, from the value and what stands beside it, or ``no equivalent``."""
+        value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):
             return self.policy.get(str(value).lower(), NO_EQUIVALENT)
         if "{" not in self.policy:
@@ -136,6 +139,17 @@ def _matching(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRul
                 yield len(pattern), rule
     if setting.kind == "key" and setting.key[-1].isupper():  # `environment: {NAME: value}`
         yield from _matching(setting._replace(kind="env", key=setting.key[-1:]), rules)
+    if setting.kind == "env":
+        yield from ((1, rule) for rule in named_like_a_key(setting.key[0], rules))
+
+
+def named_like_a_key(variable: str, rules: ScanRules) -> list[ScanRule]:
+    """The rules for whose key, or for whose engine's key, a variable is named: KV_CACHE_DTYPE, VLLM_KV_CACHE_DTYPE."""
+    name = comparable(variable)
+    owner = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
+    key = name.removeprefix(f"{comparable(owner)}_") if owner else name
+    alone = [rule for pattern, rule in rules.patterns.get(("key", key), ()) if pattern == (key,)]
+    return [rule for rule in alone if rule.engine == owner or not owner]
 
 
 def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:

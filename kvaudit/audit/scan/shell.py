@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, Value, read_value
+from kvaudit.audit.scan.sheet import Setting, Sheet, Unknown, Unreadable, Value, blank_of, read_value
 from kvaudit.audit.scan.shell_words import HereDocument, ShellCommand, Word, parts_of
 
 _ASSIGNMENT = re.compile(r"(?s)\+{0,2}([A-Za-z_][\w.\-/@]*)\+?=(.*)")
@@ -26,6 +26,7 @@ _SETTING = re.compile(r"(?m)^(?:export[ \t]+)?([A-Za-z][\w.\-]*)[ \t]*[:?+]?=[ \
 _TALKING = {"echo", "printf", "log", "die", "warn", ":"}  # their words are for people
 _HERE = re.compile(r"<<-?[\"']?([A-Za-z_]\w*)")
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
+_TEMPLATE = re.compile(r"\$?\{\{[^{}\n]*\}\}")  # of a justfile, or of what writes the script
 _DEEPEST = 3  # a command in a string of a command
 
 
@@ -34,7 +35,7 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
     commands: list[ShellCommand] = []
     texts: list[HereDocument] = []
     try:
-        for part in parts_of(text, line):
+        for part in parts_of(_TEMPLATE.sub(lambda match: blank_of(match[0]), text), line):
             if isinstance(part, HereDocument):
                 texts.append(part)
             else:
@@ -110,7 +111,8 @@ def _assigned_once(commands: list[ShellCommand]) -> dict[str, str]:
                 values.setdefault(match[1], set()).add(match[2])
     looped = {words[1].text for words, _ in commands if len(words) > 1 and words[0].text in ("for", "read", "select")}
     once = {name: next(iter(found)) for name, found in values.items() if len(found) == 1 and name not in looped}
-    return {name: value for name, value in once.items() if "$" not in value and "`" not in value}
+    # a default is as good as a text: it stands where the script is given nothing else
+    return {name: value for name, value in once.items() if not isinstance(read_value(value), Unknown)}
 
 
 def _read_command(command: ShellCommand, known: dict[str, str], sheet: Sheet, depth: int) -> None:

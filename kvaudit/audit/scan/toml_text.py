@@ -7,8 +7,8 @@ import tomllib
 from bisect import bisect_left
 from typing import Any
 
-from kvaudit.audit.scan.sheet import DEEPEST_TREE, Sheet, Unreadable, read_value
-from kvaudit.audit.scan.trees import BLANK, TEMPLATE, Branch, Leaf, Series, Tree, unblanked, walk
+from kvaudit.audit.scan.sheet import DEEPEST_TREE, Sheet, Unreadable, blank_of, read_value
+from kvaudit.audit.scan.trees import TEMPLATE, Branch, Leaf, Series, Tree, walk
 
 _FAR = 500  # lines in which an entry of a list, or of a table in braces, is looked up
 _NAME = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
@@ -44,7 +44,7 @@ class _Located:
             return Series(self._items(value, path, line), line)
         text = value if isinstance(value, str) else ""
         kept = value if isinstance(value, bool | int | float) else read_value(str(value))
-        return Leaf(unblanked(kept), line, text if " " in text else "", line)
+        return Leaf(kept, line, text if " " in text else "", line)
 
     def _item(self, name: str, child: Any, path: tuple[str, ...], line: int) -> tuple[str, int, Tree]:
         rows = self.keys.get(path) or self.tables.get(path) or []
@@ -98,4 +98,5 @@ def _dotted(text: str) -> tuple[str, ...]:
 def _toml_blank(match: re.Match[str]) -> str:
     """A text in place of a template, in quotes unless the template is in them."""
     quoted = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].count('"') % 2
-    return (BLANK if quoted else f'"{BLANK}"') + "\n" * match[0].count("\n")
+    blank = blank_of(match[0])
+    return (blank if quoted else f'"{blank}"') + "\n" * match[0].count("\n")

@@ -15,12 +15,14 @@ import yaml
 from kvaudit.audit.scan.sheet import (
     DEEPEST_TREE,
     MOST_SETTINGS,
+    Default,
     Mapping,
     Setting,
     Sheet,
     Unknown,
     Unreadable,
     Value,
+    blank_of,
     read_value,
     spelt,
 )
@@ -28,11 +30,10 @@ from kvaudit.audit.scan.shell import read_line, read_shell, read_words
 from kvaudit.audit.scan.shell_words import Word
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
-TEMPLATE = re.compile(r"\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)
+TEMPLATE = re.compile(r"\$?\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)
 _COMMENT = re.compile(r"\{#(?:(?!\{#).)*?#\}", re.DOTALL)
 _STATEMENT = re.compile(r"\{%(?:(?!\{%).)*?%\}", re.DOTALL)  # writes nothing by itself
 _TEMPLATE_LINE = re.compile(r"(?m)^[ \t]*\{\{-?[^{}\n]*\}\}[ \t]*$")
-BLANK = "__a_template_of_another_tool__"
 _OTHER_BREAKS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
 _YAML_TAG = "tag:yaml.org,2002:"
 _COMMENT_LINE = re.compile(r"(?m)^[ \t]*//.*$")
@@ -70,7 +71,7 @@ Tree = Leaf | Branch | Series
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
     """The settings of YAML; raises Unreadable where it is broken, or stands for more than a file may hold."""
-    blanked = _without_templates(text)
+    blanked = without_templates(text)
     try:
         _refuse_deep(blanked)
         for document in yaml.compose_all(blanked, Loader=_LOADER):
@@ -177,7 +178,7 @@ class _Composed:
         if isinstance(node, yaml.SequenceNode):
             return Series([self.tree(item, depth + 1) for item in node.value], line)
         value = _scalar(node.tag, node.value)
-        if not isinstance(value, str | Unknown) or not _SEVERAL_WORDS.search(node.value):
+        if not isinstance(value, str | Unknown | Default) or not _SEVERAL_WORDS.search(node.value):
             return Leaf(value, line)
         source, first = self._source(node)
         return Leaf(value, line, source, first + self.offset)
@@ -195,7 +196,7 @@ class _Composed:
         return "\\\n".join([rows[0][start.column :], *rows[1:]]), start.line + 1
 
 
-def _without_templates(text: str) -> str:
+def without_templates(text: str) -> str:
     """The text with templates blanked, line for line: a line that is one goes, a value that is one has no value.
 
     Breaks that only YAML takes for the end of a line go, too.
@@ -206,18 +207,19 @@ def _without_templates(text: str) -> str:
     for nothing in (_COMMENT, _STATEMENT):
         text = nothing.sub(lambda match: "\n" * match[0].count("\n"), text)
     text = _TEMPLATE_LINE.sub("", text)
-    return TEMPLATE.sub(lambda match: BLANK + "\n" * match[0].count("\n"), text)
+    return TEMPLATE.sub(blanked_template, text)
 
 
-def unblanked(value: Value) -> Value:
-    """The value, or Unknown where it was a template."""
-    return Unknown("a template") if isinstance(value, str) and BLANK in value else value
+def blanked_template(match: re.Match[str]) -> str:
+    """A word in place of a template, with as many lines."""
+    return blank_of(match[0]) + "\n" * match[0].count("\n")
 
 
 def _scalar(tag: str, text: str) -> Value:
     """A YAML scalar as its value; a tag of its own stands for what only its tool knows."""
     if not tag.startswith(_YAML_TAG):
-        return Unknown(tag)
+        words = _FLAG.match(text) or _ASSIGNED.match(text)  # !Sub "--kv-cache-dtype=${KvType}"
+        return read_value(text) if words else Unknown(f"{tag} {text}".strip())
     kind = tag.removeprefix(_YAML_TAG)
     if kind == "null":
         return None
@@ -225,7 +227,7 @@ def _scalar(tag: str, text: str) -> Value:
         return text.lower() in ("true", "yes", "on")
     if kind in ("int", "float"):
         return _number(text)
-    return unblanked(read_value(text)) if kind == "str" else Unknown(tag)
+    return read_value(text) if kind == "str" else Unknown(tag)
 
 
 def _number(text: str) -> Value:

@@ -20,6 +20,7 @@ from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.core.text import clipped
+from kvaudit.reports.compare.direction import Direction, direction_of
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.drift.answers import reference_answers
 from kvaudit.reports.drift.comparison import Comparison
@@ -45,6 +46,7 @@ class Sides:
     reference: Log
     candidate: Log
     lower_is_better: bool = False
+    higher_is_better: bool = False
     own_clusters: bool = False
 
     @property
@@ -76,6 +78,7 @@ def read_sides(
     cluster: str | None = None,
     items_are_independent: bool = False,
     lower_is_better: bool = False,
+    higher_is_better: bool = False,
     select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Sides:
     """Both files, read; ``cluster`` says which items share a template, ``select`` narrows files of several cells.
@@ -88,7 +91,13 @@ def read_sides(
         check_checkpoints(path)  # a file, or another tool's folder, has none
     rule = cluster_rule(cluster) if cluster is not None else None
     old, new = (read_log(path, Request(rule, own)) for path, own in zip((reference, candidate), select, strict=True))
-    return Sides(old, new, lower_is_better=lower_is_better, own_clusters=rule is not None)
+    return Sides(
+        old,
+        new,
+        lower_is_better=lower_is_better,
+        higher_is_better=higher_is_better,
+        own_clusters=rule is not None,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class Compared:
     metric: str
     findings: Findings
     notes: tuple[str, ...]
+    direction: Direction
     records: pd.DataFrame = field(repr=False, compare=False)
 
     @property
@@ -148,7 +158,10 @@ def compare(
     _check_ratios(ratios or {}, margins or {})
     if not 0 < alpha < 0.5:
         raise SpecError(f"--alpha is {alpha:g}, wanted a number above 0 and below 0.5")
-    how = {"lower_is_better": sides.lower_is_better, "own_clusters": sides.own_clusters}
+    direction = direction_of(
+        (sides.reference, sides.candidate), metric, lower=sides.lower_is_better, higher=sides.higher_is_better
+    )
+    how = {"lower_is_better": direction.lower_is_better, "own_clusters": sides.own_clusters}
     pairs = paired(sides.reference, sides.candidate, metric, **how)
     if items_are_independent and pairs.unclustered is None:
         raise SpecError("--items-are-independent: the files name which items share a cluster; leave the option out")
@@ -177,7 +190,7 @@ def compare(
     )
     problems = (*sides.reference.problems, *sides.candidate.problems)
     found = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
-    return Compared(sides, metric, found, pairs.notes, records)
+    return Compared(sides, metric, found, pairs.notes, direction, records)
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:

@@ -36,7 +36,7 @@ def comparison_banner(compared: Compared) -> Banner:
         status=verdict.status,
         sentence=verdict_sentence(verdict),
         number=number(head) if head and head.effect else "",
-        about=_about(compared, head) if head else "",
+        about=_about(compared, head) if head and head.effect else inline(compared.direction.sentence(compared.metric)),
         asides=tuple(inline(line) for line in _asides(compared, head)),
     )
 
@@ -47,7 +47,8 @@ def _about(compared: Compared, d: Decision) -> str:
     items = f"{effect.n_items} items {_grouped(compared, effect.n_clusters)}"
     return inline(
         f"{_cell(compared, d)}, {sides.names[1]} minus {sides.names[0]}: {items}, 95 % interval, "
-        f"{churn_words(compared.findings, d)}. {why_quoted(compared.findings, d)}"
+        f"{churn_words(compared.findings, d)}. {compared.direction.sentence(compared.metric)}. "
+        f"{why_quoted(compared.findings, d)}"
     )
 
 
@@ -233,6 +234,8 @@ def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[s
     page = comparison_page(compared, two)
     body: dict[str, Any] = json.loads(drift.render(page))
     body["notes"], body["metric"] = [*page.banner.asides, *comparison_cautions(compared)], compared.metric
+    better = "lower" if compared.direction.lower_is_better else "higher"
+    body["direction"] = {"better": better, "because": compared.direction.because}
     body["files"] = {REFERENCE: str(compared.sides.reference.path), CANDIDATE: str(compared.sides.candidate.path)}
     told = json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
     return dict(zip(_FILES, (html.render(page), markdown.render(page), told), strict=True))

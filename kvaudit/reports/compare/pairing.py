@@ -17,7 +17,7 @@ from kvaudit.reports.drift.comparison import PlannedUnit, Reason, comparison_of,
 from kvaudit.reports.drift.drift import UNSCORED_LIMIT
 from kvaudit.reports.gate.verdict import NO_CLUSTERS
 from kvaudit.reports.layout.words import percent
-from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, READERS, Log
+from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
@@ -86,8 +86,6 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     Raises DataError for scores on another scale, SpecError for clusters that are not where they were said to be.
     """
     check_scale(a, b, metric)
-    if lower_is_better:
-        _check_turn(a, b)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
     reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b, metric))
     tables = _one_suite(tables, a)
@@ -103,21 +101,11 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     both["cluster"] = both["cluster"].fillna(both["item"])  # INVALID already, and no part of another cluster
     if lower_is_better:
         both["score"] = 1 - both["score"]
-        notes.append(f"Lower is better for {metric}: every score was taken as 1 - score.")
+        notes.append(f"Every score of {metric} was taken as 1 - score, so that 1 is desired.")
     names = {"item": "item_id", "cluster": "cluster_id", "sample": "sample_index", "seed": "train_seed"}
     records = both.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
     unclustered = _unclustered(a, b) if alone else None
     return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
-
-
-def _check_turn(a: Log, b: Log) -> None:
-    """Raise SpecError for scores that are turned round where their reader has turned them so that 1 is desired."""
-    for log in (a, b):
-        if READERS.get(log.reader).oriented:
-            raise SpecError(
-                f"--lower-is-better: in {log.path.name} ({log.reader}) 1 is what is desired in every metric already, "
-                "an attack that failed too; leave the option out"
-            )
 
 
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
@@ -167,9 +155,15 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
     for log in (a, b):
         if log.problems:
             yield f"{log.path.name}: {len(log.problems)} lines were kept out; the first: {log.problems[0]}"
+        yield from (f"{log.path.name}: {note}" for note in log.notes)
         yield from _without(log, metric)
     if a.path == b.path and a.rows.equals(b.rows):
         yield "Both sides are the same file and the same cell: nothing was compared with anything else."
+    if other := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
+        yield (
+            f"The rendered prompts of {_some(other)} differ between the sides: another chat template, or one that "
+            "writes the date. What differs need not come from the cache."
+        )
     for side, names in _unshared(a, b):
         yield f"Not compared: only the {side} file has {_some(names)}."
     tasks = [log.facts.get("task") for log in (a, b)]

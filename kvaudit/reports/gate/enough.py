@@ -61,7 +61,7 @@ class Short:
 
     metric: Metric
     items: int
-    templates: int  # whole ones, of equal weight
+    templates: int  # effective ones: as many of equal weight tell as much
     required: int
     most: int  # templates that a round holds
     enough: int | None
@@ -69,10 +69,15 @@ class Short:
     @property
     def line(self) -> str:
         """For a person; that more may be lost is nobody's advice."""
-        name = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} templates"
+        need = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} effective templates"
         if self.enough is None:
-            return f"{name}, the suite has {self.most} at the most: no number of items would do"
-        return f"{name}, {self.items} items hold {self.templates}: {self.enough} items would do"
+            return f"{need}, the suite has {self.most} at the most: no number of items would do"
+        if self.templates < self.required:
+            return f"{need}, {self.items} items hold {self.templates}: {self.enough} items would do"
+        return (
+            f"{need} that hold about as many items each; {self.items} items come to {self.templates}, of which some "
+            f"hold more than this margin allows: {self.enough} items would do, spread evenly"
+        )
 
 
 def counts_of(layout: Layout, items: int, facet: str | None) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -23,7 +24,9 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.provenance import ASKED
 from kvaudit.core.provenance import table_of as recorded
+from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
+from kvaudit.core.thoughts import holds_thought
 from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent
@@ -78,6 +81,26 @@ class Length:
 
 
 @dataclass(frozen=True)
+class AnswersHeard:
+    """What came of the conversations that were scored: how many, and of how many nothing can be told.
+
+    ``empty``: no word was said, whatever was thought; ``cut`` behind some words; ``thoughts`` were graded as said.
+    ``beside``: place of the words -> answers, where that was not the content of a message.
+    """
+
+    scored: int
+    empty: int
+    cut: int
+    thoughts: int
+    beside: Mapping[str, int]
+
+    @property
+    def none_of_use(self) -> bool:
+        """Whether there is no answer but empty and cut ones."""
+        return self.scored > 0 and self.empty + self.cut == self.scored
+
+
+@dataclass(frozen=True)
 class ProbeFindings:
     """All of it. ``unscored`` conversations of ``records``."""
 
@@ -87,6 +110,7 @@ class ProbeFindings:
     temperature: float
     records: int
     unscored: int
+    answers: AnswersHeard
     noise: tuple[Noise, ...]
     lengths: tuple[Length, ...]
 
@@ -103,6 +127,7 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
         temperature=data.spec.evaluate.temperature,
         records=len(data.records),
         unscored=int(data.records["score"].isna().sum()),
+        answers=_answers(data),
         noise=tuple(_noise(data)),
         lengths=tuple(_signed(list(_lengths(data, baseline)))),
     )
@@ -123,6 +148,22 @@ def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
             f"{str(baseline.run)!r} was asked something else ({changed[0]}); a baseline is a probe by the same plan "
             "and the same version of kvaudit"
         )
+
+
+def _answers(data: RunData) -> AnswersHeard:
+    scored = data.records[data.records["score"].notna()]
+    places = [(str(file), int(line)) for file, line in scored[["file", "line"]].itertuples(index=False)]
+    records = [record for _, record in data.records_at(places)]
+    last = [record.transcript[-1] for record in records]
+    spoke = [said.role is Role.ASSISTANT and bool(said.content.strip()) for said in last]
+    beside = Counter(record.said_in for record in records if record.said_in)
+    return AnswersHeard(
+        scored=len(records),
+        empty=spoke.count(False),
+        cut=sum(own and record.outcome is Outcome.TRUNCATED for own, record in zip(spoke, records, strict=True)),
+        thoughts=sum(holds_thought(said.content) for said in last),
+        beside=dict(beside.most_common()),
+    )
 
 
 def _noise(data: RunData) -> Iterator[Noise]:
@@ -271,7 +312,9 @@ def lines(found: ProbeFindings) -> Iterator[str]:
     yield _meaning(found)
     if found.unscored:
         share = percent(found.unscored / found.records)
-        yield f"unscored: {found.unscored} of {found.records} conversations ({share}); no outcome, and asked again"
+        yield f"unscored: {found.unscored} of {found.records} conversations ({share}); no outcome"
+    for place, count in found.answers.beside.items():
+        yield f"words: of {count} of {found.answers.scored} answers in {place}, not in a plain content"
     yield _HOW
     yield _said(found)
 
@@ -279,7 +322,7 @@ def lines(found: ProbeFindings) -> Iterator[str]:
 def probe_files(found: ProbeFindings) -> dict[str, str]:
     """File name -> text."""
     tables = ("Noise: two answers to one item", noise_table(found)), ("Length", length_table(found))
-    parts = [f"# Probe {escape(found.run)} of {escape(found.model)}"]
+    parts = [f"# Probe {escape(found.run)} of {escape(found.model)}", *map(escape, first_lines(found))]
     parts += [f"## {title}\n\n{as_table(table)}" for title, table in tables if table]
     parts += [escape(line) for line in lines(found)]
     body = json.dumps({"format": 1, **asdict(found)}, indent=1, ensure_ascii=False, allow_nan=False)
@@ -312,7 +355,28 @@ def _meaning(found: ProbeFindings) -> str:
     return f"{most}; at temperature 0 every second answer was the first one's, word for word"
 
 
+def first_lines(found: ProbeFindings) -> Iterator[str]:
+    """What has to be known before the tables: of which answers no behaviour can be read."""
+    said = found.answers
+    if said.empty:
+        thought = said.beside.get("reasoning", 0)
+        behind = f", {thought} of them behind a thought" if thought else ""
+        yield (
+            f"empty: {said.empty} of {said.scored} answers are empty{behind}; an answer that is not there scores "
+            "nothing, whatever the model would have said"
+        )
+    if said.cut:
+        yield f"cut: {said.cut} of {said.scored} answers were cut before they ended; give the suite more max_new_tokens"
+    if said.thoughts:
+        yield (
+            f"thoughts: {said.thoughts} of {said.scored} answers begin with a thought that was graded as said; "
+            "evaluate: {think: strip} grades what comes behind it"
+        )
+
+
 def _said(found: ProbeFindings) -> str:
+    if found.answers.none_of_use:
+        return "length: not measured, every answer is empty or cut"
     signs = [f"{length.metric} at {length.long}" for length in found.lengths if length.sign]
     deciding = [length.against or length.effect for length in found.lengths if length.decides]
     if not any(isinstance(effect, Effect) for effect in deciding):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.core.provenance import STOPPED, WORKED_WITH, table_of
+from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
 from kvaudit.core.text import at_length, length_label, some
 from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
 from kvaudit.reports.gate.decide import is_apart, suite_of
@@ -33,6 +33,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (50, _labels(findings)),
         (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
         (71, _versions(findings.provenance)),
+        (72, _prompts(findings.provenance)),
         (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
     ]
@@ -130,6 +131,21 @@ def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(table, Mapping) and len(table) > 1:
         found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
         yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {some_of(found)}."
+
+
+def _prompts(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Whether one question was asked by other prompts under other policies, and what of the template may do so."""
+    names = str(provenance.get(UNSTEADY) or "")
+    other = [name for name, own in prompts_by_question(provenance).items() if len(set(own.values())) > 1]
+    writes = f"the chat template names {names}, by which it writes something else another day" if names else ""
+    if other:
+        why = writes or "the chat template wrote something else"
+        yield (
+            f"PROMPTS differ between policies in {some_of(other)}: {why}. "
+            "What differs there need not come from the cache; run these units again within one day."
+        )
+    elif writes:
+        yield f"PROMPTS may differ on another day: {writes}. Within this run all policies were asked alike."
 
 
 def _place(sides: Comparison, d: Decision) -> str:

@@ -77,6 +77,7 @@ class _Line(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
     kv_bytes_live: int | None = None
     logprob: float | None = None
     unanswered: str = ""
+    said_in: str = ""
 
 
 _NAMES = _Line.__struct_fields__

@@ -94,7 +94,8 @@ def _kept(raw: bytes) -> Iterator[tuple[str, Answer]]:
 
 
 def _is_answer(found: Answer) -> bool:
-    texts = all(isinstance(text, str) and is_text(text) for text in (found.text, found.model))
+    words = (found.text, found.model, found.said_in, "" if found.thought is None else found.thought)
+    texts = all(isinstance(text, str) and is_text(text) for text in words)
     counts = all(n is None or (type(n) is int and n >= 0) for n in (found.prompt_tokens, found.new_tokens))
     timed = isinstance(found.seconds, float) and math.isfinite(found.seconds)
     return texts and counts and timed and found.finish in ("stop", "length")

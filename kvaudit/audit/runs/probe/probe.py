@@ -1,18 +1,20 @@
 """A probe at work: conversations over calls, records of them, and an end where an endpoint answers no more.
 
-    records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {why: conversations}, ...}
+    records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {why: conversations}, "lasting": [why], ...}
 
 A conversation in which a call failed is unscored. The unit is sealed all the same, and made again when the probe goes
-on: what was answered is remembered (``calls``), so only what failed is asked.
+on: what was answered is remembered (``calls``), so only what failed is asked. What is ``lasting`` another try would not
+mend.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,7 @@ from kvaudit.audit.runs.folder import RunFolder, utc_now
 from kvaudit.audit.runs.probe.calls import Calls, call_key, request
 from kvaudit.audit.runs.probe.plan import Plan, ProbeUnit
 from kvaudit.audit.runs.progress import Meter, print_line
-from kvaudit.audit.sampling.chat_calls import Answer, answer
+from kvaudit.audit.sampling.chat_calls import Answer, Readings, Sent, answer
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
@@ -41,6 +43,16 @@ CALLS = "calls.jsonl"
 _STREAK = 8  # calls that fail one after the other before the rest is left for another time
 _NAMED = 20  # reasons that a seal names
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
+_NUMBER = re.compile(r"(?<!status )\b\w*\d[\w.]*")  # and the names of requests, which hold some
+# what it does, and what to do about it; what waiting never mends is not told to be resumed
+_REMEDY = {
+    Scope.TRY: ("does not answer", "go on with --resume when it answers"),
+    Scope.ENDPOINT: ("does not answer", "mend what it names, then go on with --resume"),
+    Scope.QUESTION: (
+        f"gave no answer that counts to {_STREAK} questions in a row",
+        "asked again it would say the same; see what it serves, and whether the plan suits it",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,35 @@ class _Talk:
     sample: int
     exchange: Exchange
     answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why so many conversations are unscored. ``alike``: other reasons that differ from it in numbers alone."""
+
+    why: str
+    count: int
+    alike: int
+    lasting: bool
+
+    @property
+    def line(self) -> str:
+        """What is said of it, and what to do about it."""
+        others = f" ({self.alike} more reasons differ in their numbers alone)" if self.alike else ""
+        does = "asked again it would say the same" if self.lasting else "--resume asks them again"
+        return f"unscored: {self.count} conversations, {self.why}{others}; {does}"
+
+
+def grouped(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
+    """Reasons that differ in numbers alone as one, told by its most frequent wording."""
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for why, _ in failed.most_common():
+        kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)
+    found = [
+        Failure(alike[0], sum(failed[why] for why in alike), len(alike) - 1, known)
+        for (_, known), alike in kinds.items()
+    ]
+    return sorted(found, key=lambda failure: -failure.count)
 
 
 class Probe:
@@ -68,9 +109,10 @@ class Probe:
         self._lock, self._streak, self._is_ending = threading.Lock(), 0, False
         self._tried = set[str]()
         self._models = Counter[str]()
+        self._readings, self._lasting = Readings(), set[str]()
 
-    def work(self) -> Counter[str]:
-        """Ask what is not answered yet; returns how many conversations are unscored, by reason."""
+    def work(self) -> list[Failure]:
+        """Ask what is not answered yet; returns why conversations are unscored, the most frequent reason first."""
         units = self._plan.units
         with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
             work_through(
@@ -84,10 +126,12 @@ class Probe:
         if self._models:
             self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_NAMED])}})
         self._run.note(finished=utc_now())
-        failed = Counter[str]()
+        failed, lasting = Counter[str](), set[str]()
         for unit in units:
-            failed.update(read_json(self._seal(unit)).get("failed", {}))
-        return failed
+            seal = read_json(self._seal(unit))
+            failed.update(seal.get("failed", {}))
+            lasting.update(seal.get("lasting", []))
+        return grouped(failed, lasting)
 
     def _hold(self, asked: dict[str, str]) -> None:
         """Note what is asked and where, and refuse to go on with anything else."""
@@ -125,15 +169,21 @@ class Probe:
         write_whole(self._run.records / f"{unit.name}.jsonl", lines)
         self._tried.add(unit.name)
         failed = Counter(talk.exchange.unanswered for talk in talks if talk.exchange.unanswered)
+        told = dict(failed.most_common(_NAMED))
         sealed = {"records": len(talks), "sha256": hashlib.sha256(lines).hexdigest(), "checkpoint": UNKNOWN}
-        write_json(self._seal(unit), {**sealed, "inputs": self._inputs, "failed": dict(failed.most_common(_NAMED))})
+        lasting = sorted(self._lasting & told.keys())
+        write_json(self._seal(unit), {**sealed, "inputs": self._inputs, "failed": told, "lasting": lasting})
 
     def _talks(self, unit: ProbeUnit) -> list[_Talk]:
         samples = range(self._spec.evaluate.samples_of(unit.suite.name))
         pool = ThreadPoolExecutor(self._part.at_once)
         try:
-            rows = [(unit, item, sample) for item in unit.items for sample in samples]
-            return list(pool.map(lambda row: self._talk(*row), rows))
+
+            def talks(item: Item) -> list[_Talk]:
+                # one after the other: what an endpoint claims of the first tells how to read its claim of the next
+                return [self._talk(unit, item, sample) for sample in samples]
+
+            return [talk for own in pool.map(talks, unit.items) for talk in own]
         finally:
             self._is_ending = True  # of threads that are left where something was raised; no others are
             pool.shutdown(cancel_futures=True)
@@ -142,15 +192,19 @@ class Probe:
     def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
         thinks = self._spec.evaluate.think is not None
-        exchange, found = Exchange(unit.suite, item, thinks=thinks), list[Answer]()
+        # nobody sees the template of an endpoint, so an answer itself tells whether a thought was begun for it
+        exchange = Exchange(unit.suite, item, thinks=thinks, opens_thought=None)
+        found = list[Answer]()
         while exchange.open:
             try:
                 said = self._answer(unit, exchange.transcript, row_seed(self._spec.evaluate.seed, item, sample), sample)
             except Unanswered as error:
                 exchange.break_off(str(error))
+                if error.scope is not Scope.TRY:
+                    self._lasting.add(exchange.unanswered)
                 break
             found.append(said)
-            exchange.go_on(exchange.hear(said.text, said.finish))
+            exchange.go_on(exchange.hear(said.text, said.finish, said.thought))
         if not found:
             exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
         with self._lock:
@@ -164,22 +218,19 @@ class Probe:
         body = request(self._spec, unit.suite, transcript, seed & _LARGEST_SEED)
         key = call_key(body, sample)
         known = self._calls.find(key)
+        rows = body["messages"]
         if known is not None:
+            if known.prompt_tokens is not None:
+                self._readings.note(rows)
             return known
         if self._is_ending:
             raise Unanswered("it was not asked")
-        sent = sum(self._plan.count(row["content"]) for row in body["messages"])
+        tokens = sum(self._plan.count(row["content"]) for row in rows)
+        sent = Sent(rows, tokens, self._part.tokenizer is not None, unit.suite.max_new_tokens)
         started = time.perf_counter()
         try:
             completion = self._client.ask(body)
-            found = answer(
-                completion,
-                sent=sent,
-                messages=len(body["messages"]),
-                exact=self._part.tokenizer is not None,
-                limit=unit.suite.max_new_tokens,
-                seconds=time.perf_counter() - started,
-            )
+            found = answer(completion, sent, time.perf_counter() - started, self._readings)
         except Unanswered as error:
             self._calls.keep(key, error)
             self._failed(error)
@@ -195,9 +246,9 @@ class Probe:
             if why.scope is not Scope.ENDPOINT and self._streak < _STREAK:
                 return
         key = f"key from {self._part.key}" if self._part.key else "no key"
+        said, does = _REMEDY[why.scope]
         raise RunError(
-            f"probe: {self._url} does not answer ({why}; model {self._spec.model}, {key}); what was answered is kept: "
-            "go on with --resume when it answers"
+            f"probe: {self._url} {said} ({why}; model {self._spec.model}, {key}); what was answered is kept: {does}"
         )
 
     def _record(self, unit: ProbeUnit, talk: _Talk) -> Record:
@@ -228,6 +279,7 @@ class Probe:
             seconds=sum(said.seconds for said in talk.answers),
             transcript=exchange.transcript,
             unanswered=exchange.unanswered,
+            said_in=talk.answers[-1].said_in if talk.answers else "",
         )
         # the cache is out of sight: kept and allocated are unknown
         cache = CacheUse(retention=0.0, kv_bytes_peak=0, kv_bytes_dense=0)

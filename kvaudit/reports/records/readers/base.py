@@ -101,6 +101,8 @@ class Log:
     duplicates: int = 0  # rows that stood twice and that reading has left out already
     kept_out: Mapping[str, int] = field(default_factory=dict)
     scales: Mapping[str, Outside] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
+    prompts: Mapping[str, str] = field(default_factory=dict)  # what was asked -> sha256 of the rendered prompts
+    notes: tuple[str, ...] = ()  # what has to be said of how it was read
     shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
     run: RunData | None = None  # of the folder of a run: what of it was chosen
     select: Mapping[str, str] = field(default_factory=dict)
@@ -285,6 +287,34 @@ def read_log(path: Path, request: Request) -> Log:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
 
 
+_BY_ENDING = {
+    ".xlsx": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
+    ".xls": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
+    ".parquet": "a table of Parquet, which is not read; write it as CSV with the columns item and score",
+    ".gz": "compressed by gzip, which is not unpacked; run gunzip on it first",
+    ".zst": "compressed by Zstandard, which is not unpacked; run unzstd on it first",
+}
+_LOOKED_AT = 4096  # bytes of the beginning of a file
+
+
+def foreign_kind(path: Path) -> str:
+    """What a file is that no reader knows, and the command or file that helps; empty where that is not known."""
+    if path.is_dir():
+        return ""
+    if said := _BY_ENDING.get(path.suffix.lower()):
+        return said
+    with path.open("rb") as handle:
+        start = handle.read(_LOOKED_AT)
+    if start.lstrip().startswith(b"{") and b'"results"' in start and path.name.startswith("results"):
+        return "lm-eval's summary, which holds no answers; give the samples_*.jsonl that --log_samples writes beside it"
+    if start.lstrip().startswith(b"[") and b'"doc_id"' in start and b'"prompt_0"' in start:
+        return (
+            "what lm-eval wrote with --write_out before 0.4, which is not read; run the task again with --log_samples, "
+            "or write its doc_id and metric as CSV with the columns item and score"
+        )
+    return ""
+
+
 def _reader_of(path: Path) -> Reader:
     if not path.exists():
         raise DataError(f"{str(path)!r} does not exist; give a result file or the folder of a run")
@@ -292,5 +322,7 @@ def _reader_of(path: Path) -> Reader:
     for reader in readers:
         if reader.recognises(path):
             return reader
+    if what := foreign_kind(path):
+        raise DataError(f"{str(path)!r} is {what}")
     known = "; ".join(reader.reads for reader in readers)
     raise DataError(f"{str(path)!r} is no result file that is known: {known}")

@@ -1,4 +1,4 @@
-"""Inspect's ``.eval`` log: a zip of JSON, one member per sample and epoch.
+"""Inspect's logs: ``.eval``, a zip of JSON with one member per sample and epoch, and ``.json``, all of it in one.
 
 Scores become numbers as Inspect makes them: C 1, P 0.5, I and N 0, yes and true 1, no and false 0, numbers themselves.
 A scorer that gives several values is one metric per value, SCORER.VALUE. An epoch is a repeat of its item. Logs that
@@ -43,6 +43,7 @@ LARGEST_RATIO = 400
 MOST_MEMBERS = 2_000_000
 ZSTANDARD, ENCRYPTED = 93, 0x1  # a method and a flag of the zip format
 PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what Python unpacks no further than it is asked to
+_LOOKED_AT = 4096  # bytes of the beginning of a log in JSON
 _LOCAL_HEADER = 30  # bytes before the name of a member
 _DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, NotImplementedError),
@@ -160,12 +161,14 @@ class Inspect(Reader):
     """Inspect evaluation log."""
 
     name = "inspect"
-    reads = "Inspect .eval log"
+    reads = "Inspect .eval or .json log"
 
     def recognises(self, path: Path) -> bool:
-        """A zip with Inspect's header, or with the start of a log that was not finished; half a log too."""
+        """A zip with Inspect's header or the start of a log that was not finished, half a log too, or a log in JSON."""
         if path.is_dir():
             return False
+        if path.suffix == ".json":
+            return _starts_as_json_log(path)
         if not zipfile.is_zipfile(path):
             return path.suffix == ".eval" and _starts_as_zip(path)
         try:
@@ -178,11 +181,11 @@ class Inspect(Reader):
         """Every scorer of every sample; a sample that failed has no score under any of them."""
         problems, shared = Problems(), SharedFields("metadata.")
         scores, failed = CollectedScores(problems), list[Row]()
-        with Archive(path) as archive:
-            header = archive.json(HEADER if HEADER in archive else START)  # one of them is what it was recognised by
-            for name in filter(_SAMPLE.match, archive):
+        with _JsonLog(path) if path.suffix == ".json" else Archive(path) as log:
+            header = log.json(HEADER if HEADER in log else START)  # one of them is what it was recognised by
+            for name in filter(_SAMPLE.match, log):
                 try:
-                    sample = archive.json(name)
+                    sample = log.json(name)
                     item = _add(sample, request, scores, failed, f"{path.name}:{name}")
                     shared.add(item, sample.get("metadata"), sample.get("target"))
                 except (MissingPackage, TooLarge):  # of the whole log, not of one sample
@@ -203,6 +206,50 @@ class Inspect(Reader):
             unfinished=_unfinished(header, status),
             shared_fields=shared.names(),
         )
+
+
+class _JsonLog:
+    """A log in one JSON, as the archive that it would be. Raises DataError for one that is too long, or none."""
+
+    def __init__(self, path: Path) -> None:
+        if path.stat().st_size > LARGEST_TOTAL:
+            raise TooLarge(
+                f"{str(path)!r} is larger than {LARGEST_TOTAL >> 20} MB; convert it: inspect log convert --to eval "
+                f"{path.name} --output-dir logs"
+            )
+        try:
+            self._log = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{str(path)!r} is no whole JSON log of Inspect ({one_line(error)})") from None
+        samples = self._log.get("samples") if isinstance(self._log, dict) else None
+        if not isinstance(samples, list):
+            raise DataError(f"{str(path)!r} is the header of an Inspect log, without its samples; give the whole log")
+        self._members = {f"samples/{number}.json": sample for number, sample in enumerate(samples, start=1)}
+
+    def __enter__(self) -> _JsonLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to close."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __contains__(self, name: str) -> bool:
+        return name == HEADER
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The header, or a sample; raises DataError for what is no object."""
+        value = self._log if name == HEADER else self._members[name]
+        if not isinstance(value, dict):
+            raise DataError("not a JSON object")
+        return value
+
+
+def _starts_as_json_log(path: Path) -> bool:
+    with path.open("rb") as handle:
+        start = handle.read(_LOOKED_AT)
+    return start.lstrip().startswith(b"{") and all(key in start for key in (b'"version"', b'"status"', b'"eval"'))
 
 
 def _settings(about: Mapping[str, Any], plan: Any) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """lm-eval's ``samples_TASK_DATE.jsonl`` (``--log_samples``): one line per document and filter, metrics by name.
 
-A metric of a filter other than ``none`` is called METRIC,FILTER, as in lm-eval's own results.
+A metric of a filter other than ``none`` is called METRIC,FILTER, as in lm-eval's own results. Logs of old releases
+(before pull request 2517) name neither metrics nor filters: there every number beside what was asked and said is a
+metric, and a document that stands again is scored by the next filter, METRIC,filter-2. Where all filters scored alike
+they are one metric.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,11 @@ from kvaudit.reports.records.readers.base import (
 )
 from kvaudit.reports.records.readers.clusters import SharedFields
 
+_NEXT = "filter-"  # the name of a filter that has none, before its number
 _FILE = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
 _HASHES = ("doc_hash", "prompt_hash", "target_hash")
+_NO_METRICS = {*_KEYS, *_HASHES, "target", "arguments", "filtered_resps", "filter", "metrics"}
 
 
 class LmEval(Reader):
@@ -48,24 +54,53 @@ class LmEval(Reader):
         """Every metric of every line."""
         problems, shared = Problems(), SharedFields("doc.")
         scores, decoding = CollectedScores(problems), set[str]()
+        times = Counter[str]()  # that a document stood in a log that names no filters
+        is_old = not any("metrics" in row for row in first_objects(path))
         for number, row in json_lines(path, problems):
             try:
-                item = _add(row, request, number, scores, f"{path.name}:{number}")
+                named = _with_metrics(row, times) if is_old else row
+                item = _add(named, request, number, scores, f"{path.name}:{number}")
                 shared.add(item, row.get("doc"), row.get("target"))
             except DataError as error:
                 problems.add(f"{path.name}:{number}: {error}")
             decoding |= _decoding(row.get("arguments"))
         scores.report()
-        named = _FILE.match(path.stem)
+        named_file = _FILE.match(path.stem)
+        rows, notes = _one_filter(scores.rows, times)
         return log_of(
             self,
             path,
-            scores.rows,
+            rows,
             problems,
+            notes=notes,
             settings={"decoding": "; ".join(sorted(decoding))},
-            facts={"task": named["task"] if named else path.stem},
+            facts={"task": named_file["task"] if named_file else path.stem},
             shared_fields=shared.names(),
         )
+
+
+def _with_metrics(row: Mapping[str, Any], times: Counter[str]) -> dict[str, Any]:
+    """A line of a log that names neither its metrics nor its filter, with both."""
+    found = [name for name, value in row.items() if name not in _NO_METRICS and isinstance(value, bool | int | float)]
+    item = str(row.get("doc_id"))[:80]
+    times[item] += 1
+    return {**row, "metrics": found, "filter": "none" if times[item] == 1 else f"{_NEXT}{times[item]}"}
+
+
+def _one_filter(rows: list[Row], times: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
+    """The rows without later filters that scored as the first did, and what is to be said of the log."""
+    if not times:
+        return rows, ()
+    again, most = sum(count > 1 for count in times.values()), max(times.values())
+    old = "the log is of an old lm-eval (before its pull request 2517), which names neither metrics nor filters"
+    if not again:
+        return rows, (f"{old}: every number beside what was asked and said is a metric.",)
+    first = {(row.metric, row.item): row.score for row in rows if f",{_NEXT}" not in row.metric}
+    later = [row for row in rows if f",{_NEXT}" in row.metric]
+    told = f"{old}: {again} documents stand up to {most} times, once for every filter"
+    if all(row.score == first.get((row.metric.partition(f",{_NEXT}")[0], row.item)) for row in later):
+        return [row for row in rows if f",{_NEXT}" not in row.metric], (f"{told}; all scored alike and count once.",)
+    return rows, (f"{told}; METRIC is of the first, METRIC,{_NEXT}2 of the second.",)
 
 
 def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, where: str) -> str:

@@ -13,9 +13,9 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.provenance import ASKED, INPUTS, ROWS, table_of
+from kvaudit.core.provenance import ASKED, INPUTS, PROMPTS, ROWS, table_of, unit_of_prompts
 from kvaudit.core.records import READABLE_FORMATS, Message, Outcome, Record, Role
-from kvaudit.core.text import inline, some
+from kvaudit.core.text import at_length, inline, some
 from kvaudit.reports.records.load import RunData, check_seal, load_run
 from kvaudit.reports.records.readers.base import (
     Cluster,
@@ -70,6 +70,7 @@ class Records(Reader):
             duplicates=sum(p.file in units and _twice(p) for p in problems),
             kept_out={METRIC: len(kept_out)},
             scales=_scales(kept_out),
+            prompts={} if data is None else _prompts(data, frame),
             run=None if data is None else replace(data, records=frame, incomplete=()),
             select=request.select,
         )
@@ -104,6 +105,16 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
     rows = table_of(table_of(data.provenance, INPUTS), ROWS)
     found |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
     return {**found, **longest, **table_of(data.provenance, ASKED)}
+
+
+def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
+    """The sha256 of the rendered prompts of the cells that were chosen, by suite and length."""
+    known, found = table_of(data.provenance, PROMPTS), dict[str, str]()
+    cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
+    for arm, seed, suite, context, policy in cells.itertuples(index=False):
+        if digest := known.get(unit_of_prompts(str(arm), int(seed), str(suite), int(context), str(policy))):
+            found[f"{suite} {at_length(int(context))}"] = str(digest)
+    return found
 
 
 def _questions(frame: pd.DataFrame, path: Path) -> Fingerprints:

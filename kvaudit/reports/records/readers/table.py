@@ -1,9 +1,15 @@
-"""A CSV with the columns item and score, and, where they are there, cluster, sample, suite, seed and metric."""
+"""A CSV with the columns item and score, and, where they are there, cluster, sample, suite, seed and metric.
+
+Columns are known in any case. Fields stand between commas, semicolons, tabs or bars, in UTF-8 or UTF-16; between others
+than commas a score may have a decimal comma.
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +34,8 @@ NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")
 KNOWN = (*NEEDED, *SAMPLES, "cluster", "suite", "seed", "metric")
 UNSCORED = ("", "na", "n/a", "nan", "none", "null")  # no score was given
+_SEPARATORS = (",", ";", "\t", "|")
+_DECIMAL_COMMA = re.compile(r"^\s*([+-]?\d*),(\d+)\s*$")
 _LONGEST_HEADER = 65536  # characters
 
 
@@ -42,19 +50,17 @@ class CsvTable(Reader):
         if path.is_dir():
             return False
         try:
-            # a spreadsheet may begin the file with a byte order mark, which would become part of the first name
-            with path.open(newline="", encoding="utf-8-sig") as handle:
-                header = next(csv.reader([handle.readline(_LONGEST_HEADER)]), [])
-        except (UnicodeDecodeError, csv.Error):
+            with path.open(newline="", encoding=_encoding(path)) as handle:
+                return _separator(handle.readline(_LONGEST_HEADER)) is not None
+        except (UnicodeError, csv.Error):
             return False
-        return set(NEEDED) <= {name.strip() for name in header}
 
     def read(self, path: Path, request: Request) -> Log:
         """Rows of the table; a row that does not fit is named and kept out."""
         problems, shared = Problems(), SharedFields(known=KNOWN)
         try:
             rows = list(self._rows(path, request, problems, shared))
-        except (UnicodeDecodeError, csv.Error) as error:
+        except (UnicodeError, csv.Error) as error:
             raise DataError(
                 f"{str(path)!r} cannot be read as CSV ({error}); save it as UTF-8, with every quote of a field doubled"
             ) from None
@@ -62,10 +68,12 @@ class CsvTable(Reader):
 
     @staticmethod
     def _rows(path: Path, request: Request, problems: Problems, shared: SharedFields) -> Iterator[Row]:
-        with path.open(newline="", encoding="utf-8-sig") as handle:
+        with path.open(newline="", encoding=_encoding(path)) as handle:
+            separator = _separator(handle.readline(_LONGEST_HEADER)) or ","
+            handle.seek(0)
             # strict: a quote that is never closed would take in all that follows as one field
-            reader = csv.reader(handle, strict=True)
-            header = [name.strip() for name in next(reader)]
+            reader = csv.reader(handle, delimiter=separator, strict=True)
+            header = [_named(name) for name in next(reader)]
             twice = sorted({name for name in header if name and header.count(name) > 1})
             if twice:
                 raise DataError(f"{str(path)!r} has several columns {', '.join(map(repr, twice))}; keep one of each")
@@ -78,12 +86,38 @@ class CsvTable(Reader):
                     continue
                 where = f"{path.name}:{reader.line_num}"
                 shared.add(row["item"].strip(), row)
+                if separator != ",":
+                    row["score"] = _DECIMAL_COMMA.sub(r"\1.\2", row["score"])
                 try:
                     yield _row(row, request, reader.line_num)
                 except OffScale as error:
                     problems.outside(error.score, where, _metric(row))
                 except DataError as error:
                     problems.add(f"{where}: {error}", _metric(row))
+
+
+def _encoding(path: Path) -> str:
+    """UTF-16 where a mark or the zeros of plain letters say so, else UTF-8, whose mark would join the first name."""
+    with path.open("rb") as handle:
+        first = handle.read(64)
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    zeros = [first[start::2].count(0) for start in (0, 1)]
+    if len(first) > 8 and max(zeros) > len(first) / 4 and min(zeros) == 0:
+        return "utf-16-be" if zeros[0] else "utf-16-le"
+    return "utf-8-sig"
+
+
+def _separator(line: str) -> str | None:
+    """What stands between the names of a header that has the needed columns; None for any other line."""
+    rows = ((mark, next(csv.reader([line], delimiter=mark), [])) for mark in _SEPARATORS)
+    return next((mark for mark, header in rows if set(NEEDED) <= set(map(_named, header))), None)
+
+
+def _named(name: str) -> str:
+    """A column's name; those that are known are known in any case."""
+    bare = name.strip()
+    return bare.lower() if bare.lower() in KNOWN else bare
 
 
 def _row(row: Mapping[str, str], request: Request, line: int) -> Row:

@@ -1,0 +1,108 @@
+"""Which way a metric is better: always said, and asked for where a name speaks of harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_compare import LM_EVAL, run_command, table
+
+from kvaudit.reports.compare.direction import speaks_of_harm
+
+HEADER = "item,cluster,score,metric"
+PROMPT = "give --lower-is-better where 1 is the harm, --higher-is-better where 1 is desired"
+
+
+def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite: str = "") -> tuple[Path, Path]:
+    """Two tables in which 1 happens so often in 250 items of 60 clusters."""
+    found = []
+    for name, ones in (("a", before), ("b", after)):
+        rows = [(f"i{n}", f"c{n % 60}", int(n < ones), metric, suite) for n in range(250)]
+        found.append(table(tmp_path / f"{name}.csv", rows, f"{HEADER},suite"))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attack_success_rate", "ASR", "toxicity", "strong_reject", "StrongREJECT", "strongreject_rubric", "harmfulness",
+        "harmScore", "unsafe,none", "jailbreak-rate", "refusal.unsafe", "leakage", "violations", "wer", "error_rate",
+        "hallucination", "sycophancy_rate", "bias_score", "injection_success",
+    ],
+)  # fmt: skip
+def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
+    assert speaks_of_harm(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["score", "exact_match,strict-match", "accuracy", "harmless", "harmlessness", "match", "pass@1", "refusal",
+     "utility", "f1", "answer", "closeness", "certainty", "overall"],
+)  # fmt: skip
+def test_another_name_does_not(name: str) -> None:
+    assert not speaks_of_harm(name)
+
+
+@pytest.mark.parametrize("metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe"])
+def test_a_metric_that_speaks_of_harm_decides_nothing_before_its_direction_is_said(tmp_path: Path, metric: str) -> None:
+    told = run_command(*files(tmp_path, metric))
+    assert told.exit_code == 2
+    assert told.stderr.count("\n") == 1
+    assert PROMPT in told.stderr
+    lower = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--lower-is-better")
+    assert (lower.exit_code, "verdict: FAIL -20.0 pp" in lower.stdout) == (3, True)
+    higher = run_command(tmp_path / "a.csv", tmp_path / "b.csv", "--higher-is-better")
+    assert (higher.exit_code, "verdict: PASS +20.0 pp" in higher.stdout) == (0, True)
+
+
+def test_a_suite_that_speaks_of_harm_is_asked_about_where_the_metric_says_nothing(tmp_path: Path) -> None:
+    assert PROMPT in run_command(*files(tmp_path, "score", suite="strongreject")).stderr
+    assert run_command(*files(tmp_path, "accuracy", suite="toxigen")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "told"),
+    [
+        (
+            (),
+            "Higher is better for score: taken so, since nothing says otherwise; --lower-is-better turns it round",
+            {"better": "higher", "because": "taken so, since nothing says otherwise; --lower-is-better turns it round"},
+        ),
+        (
+            ("--lower-is-better",),
+            "Lower is better for score: --lower-is-better says so",
+            {"better": "lower", "because": "--lower-is-better says so"},
+        ),
+        (
+            ("--higher-is-better",),
+            "Higher is better for score: --higher-is-better says so",
+            {"better": "higher", "because": "--higher-is-better says so"},
+        ),
+    ],
+)
+def test_the_line_the_pages_and_the_json_say_which_way_is_better_and_why(
+    tmp_path: Path, options: tuple[str, ...], line: str, told: dict[str, str]
+) -> None:
+    a, b = files(tmp_path, "score")
+    done = run_command(a, b, *options, "--out", tmp_path / "out")
+    assert line in " ".join(done.stdout.split())
+    assert line.split(";", maxsplit=1)[0] in (tmp_path / "out" / "compare.md").read_text().replace("\\", "")
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["direction"] == told
+
+
+def test_a_comparison_without_a_number_says_the_direction_too(tmp_path: Path) -> None:
+    a = table(tmp_path / "a.csv", [("i1", "c1", 1)])
+    b = table(tmp_path / "b.csv", [("i2", "c1", 1)])
+    assert "Higher is better for score" in run_command(a, b).stdout
+
+
+def test_two_directions_are_one_line(tmp_path: Path) -> None:
+    told = run_command(*files(tmp_path, "score"), "--lower-is-better", "--higher-is-better")
+    assert (told.exit_code, told.stderr.count("\n")) == (2, 1)
+    assert "say opposite things" in told.stderr
+
+
+def test_logs_of_other_tools_say_it_too() -> None:
+    told = run_command(*LM_EVAL, "--metric", "exact_match,strict", "--cluster", "kind")
+    assert "Higher is better for exact_match,strict: taken so" in " ".join(told.stdout.split())

@@ -1,0 +1,132 @@
+"""Rendered prompts have a hash: a template that writes the date is told, and units of two days are not one question."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHATML, byte_tokenizer
+from test_cli import kvaudit
+
+from kvaudit.audit.runs.evaluate import Evaluator, grid, prompts_sha256
+from kvaudit.audit.runs.folder import open_run
+from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.chat import Chat
+from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.rendering import renderer, unsteady_names
+from kvaudit.core.provenance import both_prompts, prompts_by_question
+from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.spec import parse_spec
+from kvaudit.reports.page.run_page import page_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, with_details
+
+DATED = "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
+SPEC = """
+name: dated
+model: {model}
+evaluate:
+  policies: [none, "streaming:budget=64,sink=4,window=8"]
+  suites: {{math: {{items: 2}}}}
+  context_tokens: [900]
+"""
+WEST, EAST = "Etc/GMT+12", "Pacific/Kiritimati"  # whose clocks never show the same day
+
+
+def at(zone: str, patch: pytest.MonkeyPatch) -> None:
+    """Have templates written where it is another day."""
+    renderer.end()
+    patch.setenv("TZ", zone)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield monkeypatch
+    renderer.end()
+
+
+def evaluated(tmp_path: Path, tiny: Path, patch: pytest.MonkeyPatch, zones: tuple[str, str], template: str) -> Path:
+    """A run whose two policies are asked in two places."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    spec = parse_spec(SPEC.format(model=folder), "spec", NAMES)
+    run = open_run(tmp_path / "run", spec, resume=False)
+    evaluator = Evaluator(model := load_model(str(folder)), spec)
+    for unit, zone in zip(grid(spec), zones, strict=True):
+        at(zone, patch)
+        evaluator.run_together([unit], run, lambda *_: None)
+    run.note(base_sha256=model.sha256)
+    return run.path
+
+
+def remarks_of(run: Path) -> list[str]:
+    data = load_run(run)
+    return [line for line in page_of(with_details(data, decided(data))).remarks if line.startswith("PROMPTS")]
+
+
+def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(
+    tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch
+) -> None:
+    run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
+    (line,) = remarks_of(run)
+    assert line.startswith(
+        "PROMPTS differ between policies in base/0 math at 900: the chat template names strftime_now"
+    )
+
+
+def test_one_day_is_told_to_be_one_day_only(tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch) -> None:
+    run = evaluated(tmp_path, tiny_folder, home, (WEST, WEST), DATED)
+    (line,) = remarks_of(run)
+    assert line.startswith("PROMPTS may differ on another day: the chat template names strftime_now")
+
+
+def test_a_template_that_is_always_the_same_is_no_remark(
+    tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch
+) -> None:
+    run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), CHATML)
+    assert remarks_of(run) == []
+    ((_, own),) = prompts_by_question(load_run(run).provenance).items()
+    assert len(own) == 2
+    assert len(set(own.values())) == 1
+
+
+def test_two_runs_of_two_days_are_told_apart_when_they_are_compared(
+    tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch
+) -> None:
+    run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
+    policies = ("none", "streaming:budget=64,sink=4,window=8")
+    chosen = [word for n, policy in zip("ab", policies, strict=True) for word in (f"--select-{n}", f"policy={policy}")]
+    _, told, _ = kvaudit("compare", run, run, *chosen)
+    assert "The rendered prompts of math at 900 tokens differ between the sides" in " ".join(told.split())
+
+
+def item(name: str, text: str) -> Item:
+    return Item("s", name, "c", (Message(Role.USER, text),), 64, "none")
+
+
+def test_the_hash_is_of_the_texts_in_whatever_order_they_are_asked() -> None:
+    chat, one, two = Chat(byte_tokenizer()), item("a", "x"), item("b", "y")
+    assert prompts_sha256(chat, [[one], [two]]) == prompts_sha256(chat, [[two, one]])
+    assert prompts_sha256(chat, [[one]]) != prompts_sha256(chat, [[item("a", "z")]])
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (DATED, ["strftime_now"]),
+        ("{{ strftime_now('%Y') if strftime_now is defined else '2024' }}", ["strftime_now"]),
+        ("{{ ['a', 'b'] | random }}", ["random"]),
+        ("{{ lipsum() }}", ["lipsum"]),
+        ("{{ 'a random word' }}", []),
+        (CHATML, []),
+    ],
+)
+def test_what_a_template_may_write_anew_is_known_by_its_names(template: str, names: list[str]) -> None:
+    assert unsteady_names(template) == names
+
+
+def test_a_unit_that_went_on_another_day_stands_for_both() -> None:
+    assert [both_prompts(None, "b"), both_prompts("a", "a"), both_prompts("a", "b")] == ["b", "a", "a and b"]
+    assert both_prompts("a and b", "a") == "a and b"
