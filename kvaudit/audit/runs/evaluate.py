@@ -168,9 +168,8 @@ class Evaluator:
         """Write what is missing of the records of units that differ in their policy alone, then seal them.
 
         They lie in ``folder``, by default that of the run's own grid; ``rows``, by suite, are those of a round. In the
-        folder of the pilot only its items are played;
-        what a sealed file there answers is taken from it everywhere else but in the floor. Those of an engine come by
-        themselves.
+        folder of the pilot only its items are played; what a sealed file there answers is taken from it everywhere else
+        but in the floor. Those of an engine come by themselves.
 
         They are played batch by batch, one after the other, so that a batch is prefilled once (``SharedPrefill``).
         ``keeps`` is asked before every batch of every unit; one that it refuses is left as it is. Raises DataError when
@@ -196,7 +195,10 @@ class Evaluator:
                 files[unit] = stack.enter_context(RecordFile(place, wanted, identity))
             for unit, file in files.items():
                 note(unit, file)
-            if (folder or run.records) == run.records:
+            if rows is not None:
+                so_far = evaluation_items(self._spec, suite, units[0].context_tokens, self._model.chat.count_tokens)
+                self._note_prompts(run, files, [so_far[: rows[suite.name].stop]], in_rounds=True)
+            elif (folder or run.records) == run.records:
                 self._note_prompts(run, files, batches)
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
@@ -221,17 +223,25 @@ class Evaluator:
                         note(unit, files[unit])
 
     def _note_prompts(
-        self, run: RunFolder, files: Mapping[Unit, RecordFile], batches: Sequence[Sequence[Item]]
+        self,
+        run: RunFolder,
+        files: Mapping[Unit, RecordFile],
+        batches: Sequence[Sequence[Item]],
+        *,
+        in_rounds: bool = False,
     ) -> None:
-        """Note the hash of the prompts of every unit that is not whole, beside that of those it began with."""
-        due = {unit: file for unit, file in files.items() if file.batches < len(batches)}
+        """Note the hash of the prompts of every unit that is not whole, beside that of those it began with.
+
+        Of a run in rounds it is that of all rounds so far.
+        """
+        due = {unit: file for unit, file in files.items() if in_rounds or file.batches < len(batches)}
         if not due:
             return
         now, known = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         found = {}
         for unit, file in due.items():
             name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
-            found[name] = both_prompts(known.get(name) if file.rows else None, now)
+            found[name] = both_prompts(known.get(name) if file.rows and not in_rounds else None, now)
         names = ", ".join(self._model.chat.unsteady)
         run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
 
