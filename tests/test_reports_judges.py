@@ -106,7 +106,7 @@ def test_tables_mark_the_suites_and_one_line_says_so(easy):
     assert "math" in said
     assert sum(line.startswith("TRAINED: no gated safety suite is apart from the reward") for line in set(said)) == 1
     assert any(
-        line.startswith("Phrase rules alone read the refusals of agent: they misread 7 to 10 of 100") for line in said
+        line.startswith("Phrase rules alone read refusals: of agent; they misread 7 to 10 of 100") for line in said
     )
 
 

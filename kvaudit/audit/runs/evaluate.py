@@ -195,11 +195,8 @@ class Evaluator:
                 files[unit] = stack.enter_context(RecordFile(place, wanted, identity))
             for unit, file in files.items():
                 note(unit, file)
-            if rows is not None:
-                so_far = evaluation_items(self._spec, suite, units[0].context_tokens, self._model.chat.count_tokens)
-                self._note_prompts(run, files, [so_far[: rows[suite.name].stop]], in_rounds=True)
-            elif (folder or run.records) == run.records:
-                self._note_prompts(run, files, batches)
+            if rows is not None or (folder or run.records) == run.records:
+                self._note_prompts(run, files, batches, suite, rows)
             for number, batch in enumerate(batches):
                 # a unit that was resumed waits for the others to come to where it is
                 due = [unit for unit, file in files.items() if file.batches == number]
@@ -227,21 +224,25 @@ class Evaluator:
         run: RunFolder,
         files: Mapping[Unit, RecordFile],
         batches: Sequence[Sequence[Item]],
-        *,
-        in_rounds: bool = False,
+        suite: Suite,
+        rows: Mapping[str, range] | None,
     ) -> None:
         """Note the hash of the prompts of every unit that is not whole, beside that of those it began with.
 
         Of a run in rounds it is that of all rounds so far.
         """
-        due = {unit: file for unit, file in files.items() if in_rounds or file.batches < len(batches)}
+        due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not due:
             return
+        if rows is not None:
+            context = next(iter(due)).context_tokens
+            every = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
+            batches = [every[: rows[suite.name].stop]]
         now, known = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         found = {}
         for unit, file in due.items():
             name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
-            found[name] = both_prompts(known.get(name) if file.rows and not in_rounds else None, now)
+            found[name] = both_prompts(known.get(name) if file.rows and not rows else None, now)
         names = ", ".join(self._model.chat.unsteady)
         run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
 

@@ -273,7 +273,7 @@ def _why(suite: str, sizes: Mapping[str, Any]) -> str:
 def hopeless_suites(found: Mapping[str, Any]) -> dict[str, str]:
     """The suites of which nothing that is gated can be measured, whatever else is asked, each with why."""
     return {
-        suite: f"{own[0]['standing']}: {own[0]['says']}"
+        suite: f"{own[0]['standing']}, {own[0]['says']}"
         for suite, own in _by_suite(found).items()
         if all(one["hopeless"] for one in own)
     }
@@ -286,11 +286,21 @@ def suites_left_out(found: Mapping[str, Any]) -> dict[str, str]:
     """
     controls = _by_suite(found)
     open_ = {suite: [one for one in own if not one["measurable"]] for suite, own in controls.items()}
-    out = {suite: f"{own[0]['standing']}: {own[0]['says']}" for suite, own in open_.items() if own}
+    out = {suite: _how_often(own[0]) for suite, own in open_.items() if own}
     safety = {suite for suite, own in controls.items() if any(_is_safety(one["metric"]) for one in own)}
     if safety <= out.keys():
         out = {suite: why for suite, why in out.items() if suite not in safety or suite in hopeless_suites(found)}
     return out
+
+
+def _how_often(control: Mapping[str, Any]) -> str:
+    """What the reference did of a metric, and what that leaves: "attacks that succeed: 10 of 20, at floor"."""
+    _, _, name = control["metric"].rpartition(".")
+    facet, answers = FACETS.get(name), control.get("answers", 0)
+    wanted = control.get("rate", 0.0) * answers
+    if facet is None:
+        return f"{control['standing']}, {control['says']}"
+    return f"{facet.counts}: {wanted if facet.wanted else answers - wanted:.0f} of {answers}, {control['standing']}"
 
 
 def _by_suite(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:

@@ -107,7 +107,7 @@ def _judges(findings: Decided) -> Iterator[str]:
         yield f"{TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
     gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
-        yield f"Phrase rules alone read the refusals of {', '.join(own)}: {PHRASE_ERRORS}; no claim rests on them."
+        yield f"Phrase rules alone read refusals: of {', '.join(own)}; {PHRASE_ERRORS}, so no claim rests on them."
 
 
 def _labels(findings: Decided) -> Iterator[str]:
