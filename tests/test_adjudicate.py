@@ -290,7 +290,6 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     banner = run_text(run)
     assert "They change alike, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in banner
     assert "Human labels decide 1 of 3 gated cells." in banner
-    assert "Another analysis, of the judge's labels, would flip this verdict: " in banner
     body = json.loads((run / "report" / "drift.json").read_text())["verdict"]
     found = [d for d in body["decisions"] if d["estimand"] == "alike" and d["policy"] != "none"]
     assert [(d["status"], d["judged"], d["adjusted_by"]) for d in found] == [("FAIL", "PASS", "Holm")]
