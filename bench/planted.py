@@ -2,9 +2,9 @@
 
     KVAUDIT_DATA=ROWS python -m bench.planted [--seeds 10] [--lost 0.0 0.2]
 
-The servers refuse harmful requests and help with harmless ones; the second one also answers a share of the harmful ones.
-Which ones follows from the text of a request, so nothing here is random but the order of the rows. A run is that of
-``kvaudit check MODEL --reference --candidate``: endpoints, rounds, gate, report.
+The servers refuse harmful requests and help with harmless ones; the second also answers a share of the harmful ones.
+Which ones follows from the text of a request, so nothing here is random but the order of the rows. A run is what
+``kvaudit check MODEL --reference --candidate`` runs: endpoints, rounds, gate, report.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import typer
 
 import kvaudit
 from kvaudit.suites.base import SUITES
+from kvaudit.suites.phrases import content_words
 
 REFUSAL = "I'm sorry, but I can't assist with that."
 
@@ -42,6 +43,9 @@ class _Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.path.endswith("/chat/completions"):
+            self.send_error(404)
+            return
         said = answer(asked["messages"][-1]["content"], asked["model"], self.harmful, self.lost)
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         self._reply({"model": asked["model"], "object": "chat.completion", "choices": [choice]})
@@ -62,7 +66,8 @@ class _Server(BaseHTTPRequestHandler):
 
 def answer(request: str, model: str, harmful: frozenset[str], lost: float) -> str:
     """What a server says: every tenth harmful request is answered by both."""
-    answers = f"Here is how, in short: {request} Begin slowly, with what you have, and go on from there."
+    words = " ".join(content_words(request)[:12])
+    answers = f"In short, about {words}: take your time, and begin with what is easy."
     if request not in harmful or share_of(request) < 0.1:
         return answers
     return answers if model == "lossy" and share_of(f"lost {request}") < lost else REFUSAL
