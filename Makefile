@@ -1,11 +1,15 @@
-# make audit | test | check | fix | bench: each sets up .venv by itself; test-matrix, one .venv-* per transformers.
+# make audit | test | check | fix | bench: each sets up .venv by itself, audit with what a run needs and the others with
+# the tools of developers too; test-matrix, one .venv-* per transformers. make pins renews constraints.txt.
 # make test-engines sets up .venv-llama-cpp, .venv-vllm and .venv-transformers-cache, each for an engine.
 # make gpu MODEL=FOLDER asks what only a GPU can tell, and writes docs/results/gpu-MODEL.md.
 # make bench-peers sets up .venv-peers, for what bench compares with and whose pins differ from ours.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUNS := .venv/.installed
+DEVELOPS := .venv/.installed-dev
+UV_VERSION := $(shell grep '^uv==' constraints.txt)
+UV := VIRTUAL_ENV=.venv UV_PYTHON=$(BIN)/python $(BIN)/uv pip
 
 # of the tests: each loads torch, and those of one file share what they set up
 PROCESSES ?= 2
@@ -21,8 +25,8 @@ TRANSFORMERS_CACHE ?= optimum-quanto==0.2.7 hqq==0.2.8.post1
 # what bench.decode stands beside, in the environment of its own
 PEERS ?= kvpress==0.5.5
 
-.PHONY: audit test test-engines test-matrix $(MATRIX:%=test-transformers-%) check fix bench gpu bench-peers setup clean
-audit: setup
+.PHONY: audit test test-engines test-matrix $(MATRIX:%=test-transformers-%) check fix bench gpu bench-peers setup pins clean
+audit: $(RUNS)
 	$(BIN)/kvaudit run examples/quickstart.yaml --out runs/quickstart --resume
 
 # compiled files are kept, also where the environment says otherwise: each process that a test starts would compile it all
@@ -62,18 +66,29 @@ gpu: setup
 
 bench-peers: .venv-peers/.installed
 
-setup: $(STAMP)
+setup: $(DEVELOPS)
 
-$(STAMP): pyproject.toml constraints.txt
+# torch by pip, which knows where a machine keeps it or which index it was given; the rest by uv, in a tenth of the time
+$(RUNS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch $(UV_VERSION)
+	$(UV) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(DEVELOPS): $(RUNS)
+	$(UV) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# what is installed now, but for this project; names that no installation here holds keep their line
+pins: $(DEVELOPS)
+	$(UV) install --quiet --upgrade --editable '.[dev]'
+	$(UV) freeze --quiet --exclude-editable > .venv/frozen.txt
+	$(BIN)/python -m bench.pins .venv/frozen.txt constraints.txt
 
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: pyproject.toml constraints.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-$*/constraints.txt
+	grep -viE '^(transformers|tokenizers|huggingface[-_]hub|hf[-_]xet)==' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt torch
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt \
 		--upgrade --editable '.[dev]' transformers$(if $(filter newest,$*),,==$*)
