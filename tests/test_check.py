@@ -29,6 +29,7 @@ from kvaudit.audit.runs.question import (
 )
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.text import install_line
 from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
 from kvaudit.reports.gate.verdict import PASSED, Status
 from kvaudit.reports.page.answers import WORDS
@@ -250,7 +251,7 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monke
     monkeypatch.setattr("kvaudit.audit.engines.worked.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_named", None)
     code, _, err = kvaudit("check", *U4)
-    told = "error: engine openvino is not installed: pip install 'kvaudit[openvino]' (no module openvino_genai)\n"
+    told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)
 
 

@@ -16,7 +16,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import impossible
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.spec import parse_spec
-from kvaudit.core.text import guide
+from kvaudit.core.text import guide, install_line
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -89,3 +89,14 @@ def test_the_cache_alone_replays_what_generate_saw() -> None:
     greedy = scope["logits"][:, drawn].argmax(-1)
     assert torch.equal(greedy, scope["out"][:, ids.shape[1] :]), "the replay explains every token that was drawn"
     assert (dense[:, drawn].argmax(-1) != greedy).any(), "the dense pass does not"
+
+
+def test_what_is_to_be_installed_is_installed_from_where_this_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert install_line("openvino") == "pip install '.[openvino]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_line("lora") == f"pip install '{ROOT}[lora]'"
+    monkeypatch.setattr("kvaudit.core.text.__file__", str(tmp_path / "kvaudit" / "core" / "text.py"))
+    assert install_line("lora") == "pip install 'kvaudit[lora]'"

@@ -35,6 +35,14 @@ def shipped_folder(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+def install_line(extras: str) -> str:
+    """Return the command that installs optional packages: from the clone that this is, else from an index."""
+    clone = Path(__file__).parent.parent.parent
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install 'kvaudit[{extras}]'"
+    return f"pip install '{'.' if Path.cwd() == clone else clone}[{extras}]'"
+
+
 def guide(page: str) -> str:
     """Where a page of the guides lies in this installation, for an error that sends somebody there."""
     return str(shipped_folder("docs") / page)

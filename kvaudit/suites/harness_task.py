@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
+from kvaudit.core.text import install_line
 from kvaudit.suites.task_family import loading, refuse
 
 FAMILY = "lm-eval:"
@@ -30,7 +31,7 @@ _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _CHANCE = -1e9  # nats of an option that was not taken
-_NEEDED = f"{FAMILY} suites need a package more: pip install 'kvaudit[lm-eval]'"
+_NEEDED = f"{FAMILY} suites need a package more: {install_line('lm-eval')}"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
 # what the log-probability of an option is divided by
 _WEIGHTS: dict[str, Callable[[str], float]] = {

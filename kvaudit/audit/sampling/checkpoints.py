@@ -25,7 +25,7 @@ from kvaudit.audit.sampling.model import (
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json
-from kvaudit.core.text import shown
+from kvaudit.core.text import install_line, shown
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # how the hub's cache names a folder
@@ -158,7 +158,7 @@ def _adapted(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
     try:
         from peft import PeftModel
     except ImportError:
-        raise RunError("reading LoRA adapters needs another package: pip install 'kvaudit[lora]'") from None
+        raise RunError(f"reading LoRA adapters needs another package: {install_line('lora')}") from None
     digest = adapter_sha256(folder, base.sha256)
     verify_folder(folder)
     kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")

@@ -40,7 +40,7 @@ from kvaudit.audit.sampling.weights import (
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.provenance import own_files
-from kvaudit.core.text import shown
+from kvaudit.core.text import install_line, shown
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -295,7 +295,7 @@ def _gguf_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     except ImportError as error:
-        raise RunError("reading .gguf files needs two more packages: pip install 'kvaudit[gguf]'") from error
+        raise RunError(f"reading .gguf files needs two more packages: {install_line('gguf')}") from error
 
 
 @contextmanager
