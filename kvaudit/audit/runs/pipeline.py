@@ -550,6 +550,8 @@ class Pipeline:
             rows = next_round(plan, looks, rounds.minutes, rounds.first)
             if isinstance(rows, str):
                 self._ended = rows
+                if self._bar is not None:
+                    self._bar.restart("what is asked again")
                 return was_whole, units
             was_whole = False
             self._ask_round(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
@@ -602,6 +604,8 @@ class Pipeline:
         make_folder(folder)
         own = [unit for unit in units if unit.suite in rows]
         begun = time.monotonic()
+        if self._bar is not None:
+            self._bar.restart(f"round {number}")
         self._serve("evaluate", own, folder, rows)
         look = {
             "items": {**asked, **{suite: part.stop for suite, part in rows.items()}},

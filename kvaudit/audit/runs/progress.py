@@ -85,7 +85,7 @@ class RunBar:
         self._console, self._found, self._look = console, found, look
         self._sizes, self._done = dict[Hashable, float](), dict[Hashable, float]()
         self._started = self._printed = self._looked = time.monotonic()
-        self._what = "loading the model"
+        self._what, self._of = "loading the model", ""
         self._bar = _Bar(console)
 
     def __enter__(self) -> RunBar:
@@ -101,6 +101,13 @@ class RunBar:
     def open_parts(self) -> list[Hashable]:
         """The names of the parts that are not done yet."""
         return [name for name, size in self._sizes.items() if self._done[name] < size]
+
+    def restart(self, of: str) -> None:
+        """Forget all parts and count those of something else, which is named: of what follows nobody knows how much."""
+        self._sizes.clear()
+        self._done.clear()
+        self._of = f" of {of}"
+        self._bar.set_to(0.0, 0.0)
 
     def size(self, part: Hashable) -> float:
         """The number of answers of a part."""
@@ -144,7 +151,7 @@ class RunBar:
         if due:
             self._printed = now
             if not self._console.is_terminal:
-                text = f"{self._bar.share:.0%} done, ETA {duration(self._bar.seconds_left)}: {self._what}"
+                text = f"{self._bar.share:.0%}{self._of} done, ETA {duration(self._bar.seconds_left)}: {self._what}"
                 print_line(self._console, "; ".join((text, *self._bar.lines)))
 
 
