@@ -82,7 +82,7 @@ from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.sharded import set_aside
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError, SpecError
-from kvaudit.core.files import read_json, write_json
+from kvaudit.core.files import mutex, read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import (
     ANYWAY,
@@ -614,10 +614,13 @@ class Pipeline:
         self._run.keep(LOOKS, str(number), look)
 
     def _look_at(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Put the records together, have the gate look at them, and note what it says."""
-        put_together(self._run.path, units, number)
-        words = words_of(self._run.path)
-        self._run.note(**{LOOKS: {str(number): {**look, "words": words}}})
+        """Put the records together, have the gate look at them, and note what it says; one process does it for all."""
+        with mutex(self._run.path / ".looks.lock"):
+            if "words" in looks_in(self._run.provenance())[number - 1]:
+                return
+            put_together(self._run.path, units, number)
+            words = words_of(self._run.path)
+            self._run.note(**{LOOKS: {str(number): {**look, "words": words}}})
         self._say(list(look_lines(self._run.provenance()))[-1])
 
     def _serve(self, phase: str, units: Sequence[Unit], folder: Path, rows: Mapping[str, range] | None = None) -> bool:
