@@ -13,7 +13,7 @@ from kvaudit.core.text import inline, some
 from kvaudit.reports.analysis.examples import Example
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.layout.words import MOST_OF_NAME, shortened
-from kvaudit.reports.page.answers import Answer, answers
+from kvaudit.reports.page.answers import Answer, answers, gravest
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
@@ -88,7 +88,12 @@ def _within(screen: Screen) -> Screen:
 
 def _flips(findings: Findings) -> Iterator[Example]:
     met = set[tuple[str, str, str]]()
-    for example in findings.values.get("examples", ()):
+    order = gravest(findings.comparison)
+    cells = {(d.arm, d.policy, d.suite): order(d) for d in sorted(findings.verdict.gated, key=order, reverse=True)}
+    least = max(cells.values(), default=(0, 0, 0.0))
+    shown = findings.values.get("examples", ())
+    # those of the gravest cell first, whatever its drift
+    for example in sorted(shown, key=lambda one: cells.get((one.arm, one.policy, one.suite), least)):
         place = example.arm, example.policy, example.suite
         if place not in met and len(met) < _FLIPS:
             met.add(place)
