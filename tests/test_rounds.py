@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,8 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.gate.verdict import Status
-from kvaudit.suites.base import SUITES
 
-SUITES.load_file(Path(__file__).with_name("alone_suite.py"))
+SUITE = Path(__file__).with_name("alone_suite.py")
 PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {})
 
 
@@ -150,10 +151,20 @@ def asked(policy: str) -> dict[str, Any]:
     return {"name": "rounds", "model": "embedded", "evaluate": grid, "gate": {"margins": {"alone.solved": 5}}}
 
 
+def ran(spec: dict[str, Any], out: Path, *words: str) -> str:
+    """Run a spec in a process of its own, which alone knows the suite; what it printed."""
+    path = out.with_suffix(".yaml")
+    path.write_text(json.dumps({"format": 1, **spec}))
+    command = [sys.executable, "-m", "kvaudit", "run", path, "--out", out, "--plugin", SUITE, "--threads", "1", *words]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rounds") / "run"
-    kvaudit.run(asked("int8"), out=out, threads=1)
+    ran(asked("int8"), out)
     return out
 
 
@@ -180,7 +191,7 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
     (copy / "provenance.json").write_text(json.dumps(noted))
     shutil.rmtree(copy / "records")
     (copy / "records").mkdir()
-    kvaudit.run(asked("int8"), out=copy, threads=1, resume=True)
+    ran(asked("int8"), copy, "--resume")
     assert provenance(copy)[LOOKS] == before
     for file in sorted((held / "records").iterdir()):
         assert (copy / "records" / file.name).read_bytes() == file.read_bytes()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from kvaudit.core.errors import DataError
@@ -32,7 +33,7 @@ from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.catalogue import PublicRows, rows_with
 from kvaudit.suites.published import Made, Published
 from kvaudit.suites.requests import Origin, Requests, origins_of, plain_tasks
-from kvaudit.suites.sources import data_folder, has_file
+from kvaudit.suites.sources import data_file, data_folder, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 OURS = "plain"  # the source of requests that no file holds
@@ -112,11 +113,9 @@ class _Pooled(Requests):
         if split == "train":
             return []
         if not is_at_hand(self.name):
-            raise DataError(
-                f"suite {self.name} pools {', '.join(source for source in self.pool if source != OURS)}, and "
-                f"{str(data_folder())!r} holds none of them; kvaudit data fetch brings them"
-            )
-        rows = _rows(self.name, tuple(source for source, (file, _) in self.pool.items() if not file or has_file(file)))
+            data_file(self.name, _FILES[self.name][0])  # which says what is not there, and what brings it
+        there = tuple(source for source, (file, _) in self.pool.items() if not file or has_file(file))
+        rows = _rows(self.name, there, data_folder())
         return [[partial(self._row, row)] for row in proportioned(rows, f"{self.name}-{seed}")]
 
     def origins(self) -> Sequence[Origin]:
@@ -180,6 +179,8 @@ class Injection(Published):
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
         if split == "train":
             return []
+        for file in ROW_FILES.values():
+            data_file(self.name, file)
         asked = TensorTrust()
         made = [[one() for one in group] for part in ("eval", "train") for group in asked.groups(part, seed)]
         rows = [
@@ -240,8 +241,8 @@ def _first(group: Sequence[Item], twins: tuple[str, ...]) -> Item:
 
 
 @cache
-def _rows(endpoint: str, sources: tuple[str, ...]) -> tuple[_Row, ...]:
-    """One row of every kind of request that the sources hold, that of the first source that has it."""
+def _rows(endpoint: str, sources: tuple[str, ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
+    """One row of every kind of request that the sources in a folder hold, that of the first source that has it."""
     pool = _HARM if endpoint == "harm" else _BENIGN
     form = "unsafe" if endpoint == "harm" else "safe"
     held = [(source, text) for source in sources for text in pool[source][1]()]

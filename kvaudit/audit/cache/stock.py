@@ -183,8 +183,11 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
         positions = row_positions(attention_mask, self._evicting.seen, new)
-        self._require_going_on(position_ids, positions)
-        require_positions(position_ids, positions)
+        try:
+            require_positions(position_ids, positions)
+        except RunError:
+            self._require_going_on(position_ids, positions)  # says better why, and reads what a step need not
+            raise
         pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm
+from scipy import special
 
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect, Statistic
 from kvaudit.reports.stats.rule import blind_spot, shows_margin
@@ -103,7 +103,7 @@ def smallest_margin(rows: int, alpha: float) -> float:
 
 def decidable_churn(rows: int, margin: float, alpha: float, power: float = 0.8) -> float:
     """The share of answers that may change, as many for the better, so that the last look passes with this power."""
-    reach = float(norm.isf((1 - SHARE) * alpha) + norm.ppf(power))
+    reach = float(special.ndtri(power) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / reach) ** 2)
 
 
