@@ -3,6 +3,7 @@
     STANDIN=WORD[:NUMBER],...    NUMBER: the request from which on, 0 the first
     die, hang, 500, garbage, endless, huge, redirect, other_ids, other_prompt, torn_logprobs, negative
     filter (a word: a conversation that holds it is refused), ended (by a filter, in place of an end), says (its answer)
+    fallback (names another model in its answers)
     slow (seconds until it can be asked), usage (tokens that it claims to have read), ids (has no /tokenize)
 
 It answers a prompt with its first tokens, each one higher, and keeps to the limit.
@@ -82,7 +83,8 @@ class Handler(BaseHTTPRequestHandler):
             ended = "content_filter" if is_on("ended", number) else "stop"
             row = {"message": {"role": "assistant", "content": WORDS.get("says", "four")}, "finish_reason": ended}
             usage = {"prompt_tokens": int(WORDS["usage"])} if "usage" in WORDS else None
-            return {"model": "standin-1", "choices": [row], "usage": usage}
+            model = "fallback-mini" if is_on("fallback", number) else "standin-1"
+            return {"model": model, "choices": [row], "usage": usage}
         prompt = body.get("prompt", body.get("input_ids"))
         most = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
         ids = [token + 1 for token in prompt[:most]]

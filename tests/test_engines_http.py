@@ -352,6 +352,14 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     assert [one.unanswered for one in said] == ["", words]
 
 
+def test_an_answer_of_another_model_than_the_first_is_never_taken(model: LoadedModel, tmp_path: Path) -> None:
+    """The first request knocks, the second is the first question."""
+    with running("fallback:2") as url, endpoint(model, url, tmp_path, at_once=1) as session:
+        assert session.answer([conversation(model)])[0].text == "four"
+        with pytest.raises(EngineFailed, match="of model 'fallback-mini', its first answer was of model 'standin-1'"):
+            session.answer([conversation(model)])
+
+
 def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
     suite = SUITES.get("refusal")()
     suite.until = ("END", "never")  # type: ignore[misc]

@@ -116,6 +116,7 @@ class _EndpointSession(Session):
             found = self._answer(asked.messages, len(asked.ids), asked.most, more, until)
         except RefusedRequest as why:
             return Reply((), "error", refused=str(why))
+        self._hold_model(found.model)
         return Reply((), found.finish, text=found.text)
 
     def _answer(
@@ -139,6 +140,16 @@ class _EndpointSession(Session):
                 Scope.QUESTION,
             )
         return found
+
+    def _hold_model(self, named: str) -> None:
+        """Raise Unanswered for an answer of another model than the first one: gateways fall back on others."""
+        first = self.described["model"]
+        if inline(named) != first:
+            raise Unanswered(
+                f"an answer of model {inline(named)!r}, its first answer was of model {first!r}; no answer of another "
+                "model is kept: turn off whatever falls back on one",
+                Scope.QUESTION,
+            )
 
     @property
     def _options(self) -> dict[str, Any]:
