@@ -9,16 +9,18 @@ import logging.handlers
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from conftest import with_figures
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.command_line import end_on_sigterm
+from kvaudit.audit.commands.command_line import end_on_sigterm, user_errors
 from kvaudit.audit.commands.run import Options, share
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.names import NAMES
@@ -440,6 +442,7 @@ def test_list_names_every_plug_in(kind: str, names: list[str]) -> None:
 PLUGIN = """
 from dataclasses import dataclass
 import torch
+import typer
 from kvaudit.audit.policies import Evictor, View
 
 @dataclass(frozen=True)
@@ -505,3 +508,13 @@ def test_a_mixture_names_the_policy_that_was_drawn() -> None:
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("policy ")]
         drawn.add(line.split()[1].partition(":")[0])
     assert drawn == {"none", "int8"}
+
+
+def test_code_from_outside_that_ends_the_command_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "run", "spec.yaml", "--resume"):
+        sys.exit(0)
+    assert stopped.value.exit_code == 2
+    assert capsys.readouterr().err == (
+        "error: code that is not kvaudit's own ended the command by sys.exit(0); what is written stays, continue with: "
+        "kvaudit run spec.yaml --resume\n"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,7 @@ _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
 
 
 @contextmanager
-def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception], str]) -> Iterator[None]:
+def loading(package: str, needed: str, remarks: str, failed: Callable[[BaseException], str]) -> Iterator[None]:
     """Load a task without the package's ``remarks``; what it or the task's code raises becomes the line ``failed``.
 
     ``needed`` says what to install where the package is not here.
@@ -35,7 +35,7 @@ def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception
         yield
     except AuditError:
         raise
-    except Exception as error:  # a task is a program
+    except (Exception, SystemExit) as error:  # a task is a program, which may end itself
         raise DataError(failed(error)) from error
     finally:
         logger.setLevel(level)
@@ -46,6 +46,12 @@ def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
     for why, holds in reasons.items():
         if holds:
             raise SpecError(f"{label} {why}; {wanted} can be suites")
+
+
+def joined(clusters: Sequence[str], asked: Sequence[Hashable]) -> list[str]:
+    """The cluster of every row, that of the first row that asks the same: a copy of a question is no new evidence."""
+    first = dict[Hashable, str]()
+    return [first.setdefault(question, cluster) for cluster, question in zip(clusters, asked, strict=True)]
 
 
 class TaskRow(NamedTuple):

@@ -109,6 +109,9 @@ def user_errors(*command: object) -> Iterator[None]:
         what, code = ("terminated", _TERMINATED) if isinstance(stop, Terminated) else ("interrupted", _INTERRUPTED)
         typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
         raise typer.Exit(code) from None
+    except SystemExit as end:  # a task, a plug-in or a template is a program; ours end otherwise
+        more = f"; what is written stays, continue with: {hint}" if hint else ""
+        raise _failed(f"code that is not kvaudit's own ended the command by sys.exit({end.code!r}){more}") from end
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise _failed(
