@@ -4,6 +4,7 @@
     die, hang, 500, garbage, endless, huge, redirect, other_ids, other_prompt, torn_logprobs, negative
     filter (a word: a conversation that holds it is refused), ended (by a filter, in place of an end), says (its answer)
     fallback (names another model in its answers)
+    reuse (a port that another one has just left)
     slow (seconds until it can be asked), usage (tokens that it claims to have read), ids (has no /tokenize)
 
 It answers a prompt with its first tokens, each one higher, and keeps to the limit.
@@ -126,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    allow_reuse_address = False
+    allow_reuse_address = "reuse" in WORDS
 
     def handle_error(self, *_: Any) -> None:
         """Whoever asked has gone."""

@@ -518,3 +518,9 @@ def test_code_from_outside_that_ends_the_command_is_no_success(capsys: pytest.Ca
         "error: code that is not kvaudit's own ended the command by sys.exit(0); what is written stays, continue with: "
         "kvaudit run spec.yaml --resume\n"
     )
+
+
+def test_asking_refused_rows_anew_is_for_a_run_that_is_there() -> None:
+    done = CliRunner().invoke(app, ["run", "spec.yaml", "--ask-refused"])
+    assert done.exit_code == 2
+    assert "--ask-refused is given without --resume" in done.stderr

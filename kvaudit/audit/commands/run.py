@@ -57,6 +57,7 @@ class Options:
     takeover: bool = False
     launcher: str = HERE
     anyway: bool = False
+    ask_refused: bool = False
 
     def __post_init__(self) -> None:
         """Raise SpecError for numbers that cannot be, as they may come from Python."""
@@ -75,6 +76,9 @@ Join = Annotated[
     bool,
     typer.Option("--join", help="SPEC is the folder of a run that another process has begun: help until it is done."),
 ]
+AskRefused = Annotated[
+    bool, typer.Option("--ask-refused", help="With --resume: ask anew what a server refused; answers stay.")
+]
 _PHASES = ("train", "evaluate")
 
 
@@ -92,6 +96,7 @@ def run(
     plugin: Plugins = None,
     takeover: Takeover = False,
     anyway: Anyway = False,
+    ask_refused: AskRefused = False,
 ) -> None:
     """Run a spec: train its arms, ask every question, report.
 
@@ -106,8 +111,11 @@ def run(
         takeover=takeover,
         launcher=launcher,
         anyway=anyway,
+        ask_refused=ask_refused,
     )
     with user_errors(*_how_to_go_on(spec, out, limit, only=only, join=join)):
+        if ask_refused and not resume:
+            raise SpecError("--ask-refused is given without --resume: only a run that is there has refused answers")
         if join:
             of_a_new_run = {"--limit": limit, "--workers": workers, "--launcher": launcher != HERE, "--anyway": anyway}
             _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **of_a_new_run})
@@ -372,7 +380,17 @@ def opened_run(
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
     return (
-        Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others, processes=processes),
+        Pipeline(
+            run,
+            console,
+            threads,
+            prepared,
+            asked.plugins,
+            takeover=takeover,
+            others=others,
+            processes=processes,
+            asks_refused=options.ask_refused,
+        ),
         run,
     )
 

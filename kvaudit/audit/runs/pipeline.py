@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
-from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.claims import Claim, Claims, HeldUnits, work_through, work_through_groups
 from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
@@ -34,7 +35,7 @@ from kvaudit.audit.runs.evaluate import (
     served_by_us,
 )
 from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
-from kvaudit.audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
+from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, utc_now, versions_line
 from kvaudit.audit.runs.forecast import Forecast, Part
 from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
@@ -51,7 +52,7 @@ from kvaudit.audit.runs.pilot import (
 from kvaudit.audit.runs.progress import RunBar, print_line
 from kvaudit.audit.runs.ranks import check_ranks, started
 from kvaudit.audit.runs.recipe import joined_recipe, recipe_of, refusal_set, take_over
-from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, Unit, UnitFiles, open_refused, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
@@ -170,7 +171,7 @@ class Pipeline:
 
     Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``. ``others`` is
     the command, without its threads, by which another rank of a training unit is started. ``processes`` work on the run
-    on this machine, which the forecast counts on.
+    on this machine, which the forecast counts on. ``asks_refused``: what a server refused is asked anew.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -186,6 +187,7 @@ class Pipeline:
         takeover: bool = False,
         others: Sequence[str] = (),
         processes: int = 1,
+        asks_refused: bool = False,
     ) -> None:
         if JUDGED in run.provenance():
             raise RunError(
@@ -200,7 +202,7 @@ class Pipeline:
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
         self._slot = EngineSlot(run, self._spec, self._say, self._starting)
-        self._processes = processes
+        self._processes, self._asks_refused = processes, asks_refused
         self._bar: RunBar | None = None
         self._mine: Pair | None = None  # what this process trains
         self._held = set[Unit]()  # what it answers
@@ -532,7 +534,10 @@ class Pipeline:
         if open_:
             raise RunError(f"how many items of {', '.join(open_)} to ask follows from the pilot, which was not run")
         units = grid(self._spec)
+        if self._asks_refused:
+            self._open_refused(units)
         was_whole = self._serve("evaluate", units, self._run.records)
+        self._offer_refused(units)
         floored = floor_units(units) if self._spec.evaluate.floor else []
         for folder in floor_folders(self._run.path) if floored else ():
             make_folder(folder)
@@ -544,6 +549,23 @@ class Pipeline:
         # where nothing was left to do the run has not finished anew: a card that was made of it still says what it says
         before_this = self._run.provenance().get("finished") if was_whole else None
         self._run.note(reference_sha256=reference, finished=before_this or utc_now())
+
+    def _open_refused(self, units: Sequence[Unit]) -> None:
+        """Open the finished units in which a server refused rows, but those that another process is at."""
+        for unit in units:
+            files = UnitFiles.of(self._run.records, unit)
+            with Claims(takeover=self._takeover).claim(files.lock) as mine:
+                if mine is not None and files.seal.exists():
+                    open_refused(files, unit.identity(self._sha256_of((unit.arm, unit.seed))))
+
+    def _offer_refused(self, units: Sequence[Unit]) -> None:
+        """Say how many answers a server refused, and how they are asked anew."""
+        seals = [UnitFiles.of(self._run.records, unit).seal for unit in units if isinstance(unit.policy, Condition)]
+        refused = sum(int(read_json(seal).get(REFUSED, 0)) for seal in seals if seal.exists())
+        if refused:
+            path = self._run.path
+            words = shlex.join(["kvaudit", "run", str(path / SPEC), "--out", str(path), "--resume", "--ask-refused"])
+            self._say(f"{refused} answers were refused by a server and are unscored; ask them anew: {words}")
 
     def check_there(self, pairs: Iterable[Pair]) -> None:
         """Raise DataError for a checkpoint that the run trained and that is not there any more."""
