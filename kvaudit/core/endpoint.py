@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
 from kvaudit.core.text import clip, guide, inline, is_text, one_line
+from kvaudit.core.threads import done_in_order
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"(?i)https?:/|localhost[:/]|\d{1,3}(\.\d{1,3}){3}[:/]")  # one slash: a path has lost the other
@@ -224,8 +225,7 @@ def ask_all(
     silent = [why for why in replies if isinstance(why, Unanswered) and why.scope is not Scope.QUESTION]
     if len(silent) == _PROBED or any(why.scope is Scope.ENDPOINT for why in silent):
         raise silent[-1]
-    with ThreadPoolExecutor(parallel) as pool:
-        return [*replies, *pool.map(ask, bodies[_PROBED:])]
+    return [*replies, *done_in_order(ask, bodies[_PROBED:], parallel)]
 
 
 @dataclass(frozen=True, kw_only=True)

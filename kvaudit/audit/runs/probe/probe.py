@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,12 @@ from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, i
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
+from kvaudit.core.threads import begun
 from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"
 _STREAK = 8  # calls that fail one after the other before the rest is left for another time
+_LAST_WORDS = 3.0  # seconds in which calls that were paid for may still be answered where a probe ends early
 _NAMED = 20  # reasons that a seal names
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
@@ -130,14 +132,16 @@ class Probe:
 
     def _talks(self, unit: ProbeUnit) -> list[_Talk]:
         samples = range(self._spec.evaluate.samples_of(unit.suite.name))
-        pool = ThreadPoolExecutor(self._part.at_once)
+        rows = [(unit, item, sample) for item in unit.items for sample in samples]
+        futures = begun(lambda row: self._talk(*row), rows, self._part.at_once)
         try:
-            rows = [(unit, item, sample) for item in unit.items for sample in samples]
-            return list(pool.map(lambda row: self._talk(*row), rows))
-        finally:
-            self._is_ending = True  # of threads that are left where something was raised; no others are
-            pool.shutdown(cancel_futures=True)
-            self._is_ending = False
+            return [future.result() for future in futures]
+        except BaseException:
+            self._is_ending = True  # conversations that are under way end with the call that they wait for
+            for future in futures:
+                future.cancel()
+            wait([future for future in futures if not future.cancelled()], _LAST_WORDS)
+            raise
 
     def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
