@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-Q = TypeVar("Q")
-R = TypeVar("R")
+_Q = TypeVar("_Q")
+_R = TypeVar("_R")
 
 
-def begun(work: Callable[[Q], R], asked: Sequence[Q], at_once: int) -> list[Future[R]]:
+def begun(work: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int) -> list[Future[_R]]:
     """Begin ``work`` on each, ``at_once`` of them at a time and in order; one that is cancelled in time is left out."""
-    futures = [Future[R]() for _ in asked]
+    futures = [Future[_R]() for _ in asked]
     left, door = iter(zip(futures, asked, strict=True)), threading.Lock()
 
     def worker() -> None:
@@ -34,14 +34,14 @@ def begun(work: Callable[[Q], R], asked: Sequence[Q], at_once: int) -> list[Futu
     return futures
 
 
-def _settle(future: Future[R], work: Callable[[Q], R], one: Q) -> None:
+def _settle(future: Future[_R], work: Callable[[_Q], _R], one: _Q) -> None:
     try:
         future.set_result(work(one))
     except BaseException as error:  # raised where the future is waited for
         future.set_exception(error)
 
 
-def done_in_order(work: Callable[[Q], R], asked: Sequence[Q], at_once: int) -> list[R]:
+def done_in_order(work: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int) -> list[_R]:
     """What ``work`` gives for each, in order; raises the first error in that order, and begins no more then."""
     futures = begun(work, asked, at_once)
     try:

@@ -19,6 +19,7 @@ _Aliases = Annotated[
     list[str] | None, option("--alias", help="ALIAS=NAME@POLICY, a name that does not tell its policy.")
 ]
 
+_GRACE = 5  # seconds that requests under way have once the server is told to end
 _KeyEnv = Annotated[str | None, option(help="The environment variable with the key.")]
 
 
@@ -62,7 +63,9 @@ def serve(
         for name in engine.names:
             say(console, f"model: {name}")
         app = application(engine, key=key, log=lambda line: say(console, line))
-        config = uvicorn.Config(app, host=host, port=port, log_level="error", access_log=False)
+        config = uvicorn.Config(
+            app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
+        )
         say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
@@ -103,6 +106,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # or another server could have the port while our models load
     except OSError as error:
         listening.close()
         raise SpecError(f"{host} port {port} cannot be listened on ({error.strerror}); give another --port") from None
