@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
+from kvaudit.core.secrets import variable_shown
 from kvaudit.core.text import clip, guide, inline, is_text, one_line
 from kvaudit.core.threads import done_in_order
 
@@ -112,7 +113,7 @@ class Endpoint:
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
         """The client, with its key in hand; raises SpecError where the variable is not set."""
         if self.key and not os.environ.get(self.key):
-            raise SpecError(f"{who}: the environment variable {self.key} is not set")
+            raise SpecError(f"{who}: the environment variable {variable_shown(self.key)} is not set")
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 

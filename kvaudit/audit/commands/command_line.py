@@ -20,6 +20,7 @@ import typer
 from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
+from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
     ``command`` is what goes on, word by word: it is printed as a shell reads it.
     """
-    hint = shlex.join(map(str, command))
+    hint = without_passwords(shlex.join(map(str, command)))
     try:
         yield
     except AuditError as error:
@@ -126,7 +127,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
 def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
     for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
-        typer.echo(inline(clip(text, LONGEST_LINE)), err=True)
+        typer.echo(inline(clip(without_passwords(text), LONGEST_LINE)), err=True)
     return typer.Exit(code)
 
 

@@ -31,6 +31,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
+from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class AskedRun(NamedTuple):
 def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
     if isinstance(source, Path):
-        typer.echo(f"reading {inline(str(source))}")  # at once: what is imported next takes seconds
+        typer.echo(f"reading {without_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 

@@ -13,6 +13,7 @@ import typer
 from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.secrets import variable_shown
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
 _Aliases = Annotated[
@@ -53,7 +54,7 @@ def serve(
 
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
-            raise SpecError(f"--key-env names {key_env}, which is not set")
+            raise SpecError(f"--key-env: the environment variable {variable_shown(key_env)} is not set")
         if dtype not in ("float32", "bfloat16", "auto"):
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
         listening = _bound(host, port)  # before models are loaded, which takes minutes
