@@ -82,7 +82,10 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body: dict[str, Any], number: int) -> dict[str, Any]:
         if self.path == "/v1/chat/completions":
             ended = "content_filter" if is_on("ended", number) else "stop"
-            row = {"message": {"role": "assistant", "content": WORDS.get("says", "four")}, "finish_reason": ended}
+            row = {
+                "message": {"role": "assistant", "content": WORDS.get("says", "four") if number else "four"},
+                "finish_reason": ended,
+            }
             usage = {"prompt_tokens": int(WORDS["usage"])} if "usage" in WORDS else None
             model = "fallback-mini" if is_on("fallback", number) else "standin-1"
             return {"model": model, "choices": [row], "usage": usage}

@@ -524,3 +524,16 @@ def test_asking_refused_rows_anew_is_for_a_run_that_is_there() -> None:
     done = CliRunner().invoke(app, ["run", "spec.yaml", "--ask-refused"])
     assert done.exit_code == 2
     assert "--ask-refused is given without --resume" in done.stderr
+
+
+def test_a_folder_that_is_gone_while_a_command_works_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "run", "spec.yaml", "--resume"):
+        (tmp_path / "gone" / "records.jsonl").read_bytes()
+    assert stopped.value.exit_code == 2
+    assert "is gone: it was moved or deleted meanwhile; put it back and continue with: kvaudit run" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(FileNotFoundError), user_errors():  # in a folder that is there: a fault of ours
+        (tmp_path / "lost").read_bytes()

@@ -30,8 +30,9 @@ from kvaudit.audit.runs.pipeline import Pipeline
 from kvaudit.audit.runs.units import RecordFile
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.core.endpoint import Endpoint, Unanswered
-from kvaudit.core.errors import AuditError, SpecError, UnknownName
+from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
+from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
+from kvaudit.core.files import read_json, write_json
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec
@@ -358,6 +359,31 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     assert [one.unanswered for one in said] == ["", words]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("four " * 60, "it wrote [0-9]+ tokens where at most 8 were asked for"),
+        ("four " * 180_000, "it wrote 900000 characters where at most 8 tokens were asked for"),
+    ],
+)
+def test_an_answer_that_is_longer_than_asked_for_is_none_where_nothing_is_said_of_its_tokens(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    with running("none") as url, endpoint(model, url, tmp_path) as session:
+        client = session._client  # type: ignore[attr-defined]
+        monkeypatch.setattr(client, "ask", lambda *_: ChatCompletion(text, "stop", "standin-1", None))
+        with pytest.raises(EngineFailed, match=words):
+            session.answer([conversation(model)])
+
+
+def test_a_server_that_lists_more_models_than_a_reply_may_hold_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lists(*_: Any) -> None:
+        raise Unanswered("a reply of more than 1048576 bytes")
+
+    monkeypatch.setattr("kvaudit.audit.engines.endpoint.over_http", lists)
+    ENGINES.get("endpoint").check({"base_url": "http://127.0.0.1:9", "model": "m"}, EngineSpec())
+
+
 def test_an_answer_of_another_model_than_the_first_is_never_taken(model: LoadedModel, tmp_path: Path) -> None:
     """The first request knocks, the second is the first question."""
     with running("fallback:2") as url, endpoint(model, url, tmp_path, at_once=1) as session:
@@ -369,6 +395,7 @@ def test_an_answer_of_another_model_than_the_first_is_never_taken(model: LoadedM
 def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
     suite = SUITES.get("refusal")()
     suite.until = ("END", "never")  # type: ignore[misc]
+    suite.max_new_tokens = 40
     (item,) = suite.items("eval", 1, 0, 512, model.chat.count_tokens)
     said = []
     for thinks in (False, True):
@@ -525,6 +552,19 @@ def test_a_unit_whose_refused_rows_are_asked_anew_goes_on_after_a_kill(tmp_path:
         with running("none", port):
             found = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
     assert [record.transcript[-1].content for record in found] == ["four"] * 6
+
+
+def test_a_run_whose_provenance_lost_a_key_is_one_line(tmp_path: Path) -> None:
+    with running("none") as first, running("none") as second:
+        port = int(first.rpartition(":")[2].partition("/")[0])
+        spec = parse_spec(REFUSED.format(port, second), "spec", NAMES)
+        worked(tmp_path / "run", spec)
+    path = tmp_path / "run" / "provenance.json"
+    write_json(path, {key: value for key, value in read_json(path).items() if key != "base_sha256"})
+    with pytest.raises(
+        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote into it; put it back"
+    ):
+        worked(tmp_path / "run", spec)
 
 
 # vLLM itself

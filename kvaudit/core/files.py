@@ -95,6 +95,23 @@ def write_whole(path: Path, text: str | bytes) -> None:
         raise
 
 
+def plain_files(folder: Path, pattern: str) -> list[Path]:
+    """The files in a folder that match, in order, without those that a system leaves beside them (macOS: ``._NAME``).
+
+    Raises DataError for what is no plain file: to read a pipe may never end.
+    """
+    found = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
+    for path in found:
+        check_plain(path)
+    return found
+
+
+def check_plain(path: Path) -> None:
+    """Raise DataError for what is there and is no plain file."""
+    if not path.is_file() and path.exists():
+        raise DataError(f"{str(path)!r} is a folder, a pipe or a device, where a file belongs; remove it")
+
+
 def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on disk before this returns."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -216,11 +216,12 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
 
 def _seconds(run: Path) -> dict[str, float]:
     """By suite, what an item took on all sides together."""
+    from kvaudit.core.files import plain_files
     from kvaudit.core.records import Record
 
     spent: dict[str, float] = {}
     items: dict[str, set[str]] = {}
-    for path in sorted((run / "records").glob("*.jsonl")):
+    for path in plain_files(run / "records", "*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = Record.from_json(line)
             spent[record.suite] = spent.get(record.suite, 0.0) + record.seconds

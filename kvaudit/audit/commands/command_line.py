@@ -19,6 +19,7 @@ import typer
 
 from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
 from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import clip, inline
@@ -33,6 +34,7 @@ USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's
 LONGEST_LINE = 2_000  # characters of an error
 _WIDTH_OF_A_PIPE = 200  # characters
 _MOST_SEED = 2**63 - 1  # what torch takes
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
 SpecFile = Annotated[Path, argument(help="The run's YAML file.")]
@@ -118,6 +120,11 @@ def user_errors(*command: object) -> Iterator[None]:
             raise _failed(
                 f"{str(error.filename)[:80]!r} cannot be a path ({error.strerror}); give a shorter one"
             ) from None
+        if error.errno in _GONE and error.filename and not Path(error.filename).parent.exists():
+            raise _failed(
+                f"the folder of {str(error.filename)!r} is gone: it was moved or deleted meanwhile; put it back"
+                + (f" and continue with: {hint}" if hint else "")
+            ) from None
         if error.errno not in _DISK_ERRORS:
             raise
         where = f" {str(error.filename)!r}" if error.filename else ""
@@ -133,7 +140,7 @@ def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer
 
 def say_unfinished(run: Path) -> None:
     """Say on stderr that a run is to be gone on with first, where it is a half; what follows is of that half."""
-    names = {path.name for path in (run / "records").glob("*.json*")}
+    names = {path.name for path in plain_files(run / "records", "*.json*")}
     # a file of records that has no .done.json beside it is still being written
     unsealed = sum(
         name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names

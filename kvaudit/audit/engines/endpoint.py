@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ _REMEDY = {
     Scope.QUESTION: "see whether it serves the model that is given here, with the model's own chat template",
     Scope.ENDPOINT: "mend base_url, model or key",
 }
+_RECOUNTED, _RECOUNTED_LEAST = 0.2, 16  # share and number of tokens by which a text may come out longer than it was
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
 
@@ -75,7 +77,8 @@ class RunningEndpoint(Engine):
         _endpoint(settings, part.answer).client("engine endpoint")
         url = f"{settings['base_url'].rstrip('/')}/models"
         try:
-            over_http(url, b"", {}, _THERE)  # whatever it says
+            with suppress(Unanswered):  # whatever it says, and at whatever length: it is there
+                over_http(url, b"", {}, _THERE)
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise SpecError(
@@ -131,6 +134,7 @@ class _EndpointSession(Session):
         body = {"model": self._settings["model"], "messages": wire(messages, Role.USER), "max_tokens": most, **more}
         said = self._client.ask(body | self._options, until)
         found = answer(said, sent=sent, messages=len(messages), exact=True, limit=most, seconds=0.0)
+        self._check_kept_to(most, found)
         # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
         if begins and found.prompt_tokens not in (None, sent):
@@ -140,6 +144,16 @@ class _EndpointSession(Session):
                 Scope.QUESTION,
             )
         return found
+
+    def _check_kept_to(self, most: int, found: Answer) -> None:
+        """Raise Unanswered for an answer of more tokens than were asked for, where the server counts none itself."""
+        if found.new_tokens is not None:
+            return
+        wrote = self._chat.count_tokens(found.text)
+        # other tokens than it drew may spell the same text
+        if wrote > most * (1 + _RECOUNTED) + _RECOUNTED_LEAST:
+            what = f"it wrote {wrote} tokens where at most {most} were asked for"
+            raise Unanswered(what, Scope.QUESTION)
 
     def _hold_model(self, named: str) -> None:
         """Raise Unanswered for an answer of another model than the first one: gateways fall back on others."""

@@ -77,6 +77,19 @@ class RunFolder:
             return held[key]
 
 
+def noted(run: RunFolder, *keys: str) -> Any:
+    """What provenance.json holds under a key, or under keys inside each other; raises DataError where it lacks one."""
+    value: Any = run.provenance()
+    for key in keys:
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(
+                f"{str(run.path / PROVENANCE)!r} lacks {'.'.join(keys)}, which the run wrote into it; put it back "
+                "as it was, or start another run with --out"
+            )
+        value = value[key]
+    return value
+
+
 def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     """Whether ``path`` holds this run already; writes nothing.
 

@@ -35,7 +35,7 @@ from kvaudit.audit.runs.evaluate import (
     served_by_us,
 )
 from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
-from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, utc_now, versions_line
+from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, noted, utc_now, versions_line
 from kvaudit.audit.runs.forecast import Forecast, Part
 from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
@@ -296,7 +296,7 @@ class Pipeline:
         """Be one of the other ranks of whatever the first one trains."""
         section = self._spec.train
         assert section is not None
-        spec, known = self._spec, self._run.provenance()["base_sha256"]
+        spec, known = self._spec, noted(self._run, "base_sha256")
         self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != known:
             raise RunError(
@@ -725,7 +725,7 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            inputs = inputs_sha256(self._run.provenance()[INPUTS])
+            inputs = inputs_sha256(noted(self._run, INPUTS))
             self._evaluator = (pair, Evaluator(model, self._spec, self._batches, inputs, self._slot))
         return self._evaluator[1]
 
@@ -775,9 +775,9 @@ class Pipeline:
 
     def _sha256_of(self, pair: Pair) -> str:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
-            return str(self._run.provenance()["base_sha256"])
+            return str(noted(self._run, "base_sha256"))
         if pair[0] in self._spec.checkpoints:
-            return str(self._run.provenance()[CHECKPOINTS][f"{pair[0]}/{pair[1]}"])
+            return str(noted(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
         return self._trained_sha256(pair)
 
     def _trained_sha256(self, pair: Pair) -> str:

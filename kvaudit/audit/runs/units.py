@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvaudit.audit.engines import Served
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import in_file_name, read_json, write_json, write_whole
+from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_whole
 from kvaudit.core.provenance import check_sealed
 from kvaudit.core.records import Record
 from kvaudit.suites.base import SUITES
@@ -182,6 +182,7 @@ class _Row(NamedTuple):
 def _readable_rows(path: Path) -> list[_Row]:
     """The lines of a record file up to the first that a kill or a power cut has spoilt."""
     rows: list[_Row] = []
+    check_plain(path)
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             record = Record.from_json(line.decode())

@@ -17,6 +17,7 @@ _FILTERED = "content_filter"
 _FRAME = 64, 16  # tokens that a chat template may put around a conversation, and around a message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
 _SPARE = 16  # tokens beyond the limit of an answer that count as rounding
+_LONGEST_TOKEN = 128  # characters: the longest of the usual vocabularies, which are spaces
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def answer(completion: ChatCompletion, *, sent: int, messages: int, exact: bool,
     # a context that was cut, or another one, is no question of ours
     if read is not None and not sent / (1 + share) <= read <= most:
         raise _broken(f"it claims to have read {read} tokens where about {sent} were sent")
+    if drawn is None and len(completion.text) > (limit + _SPARE) * _LONGEST_TOKEN:  # told without counting tokens
+        raise _broken(f"it wrote {len(completion.text)} characters where at most {limit} tokens were asked for")
     if drawn is not None and drawn > limit + _SPARE:
         raise _broken(f"it claims {drawn} tokens where at most {limit} were asked for")
     if drawn is not None and finish == "length" and drawn < limit / 2:

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import read_json, read_text
+from kvaudit.core.files import plain_files, read_json, read_text
 from kvaudit.core.provenance import ANYWAY, INPUTS, ORIGIN, PILOT, PROVENANCE, check_sealed, read_provenance, seal_of
 from kvaudit.core.recipe import RECIPE, read_recipe
 from kvaudit.core.records import Message, Record
@@ -109,7 +109,7 @@ def load_run(run: Path) -> RunData:
     _check_there(run / PROVENANCE)
     provenance = read_provenance(run)
     spec = _spec(run / "spec.yaml", provenance)
-    units = sorted((run / "records").glob("*.jsonl"))
+    units = plain_files(run / "records", "*.jsonl")
     _check_files(run / "records", units)
     columns = Columns()
     seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
@@ -172,7 +172,7 @@ def _check_there(path: Path) -> None:
 
 def _check_files(folder: Path, units: list[Path]) -> None:
     known = {seal_of(unit) for unit in units}
-    for seal in sorted(folder.glob("*.done.json")):
+    for seal in plain_files(folder, "*.done.json"):
         if seal not in known:
             raise DataError(
                 f"record file of {str(seal)!r} is missing; evaluate that unit again (delete the seal, resume)"
