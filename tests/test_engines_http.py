@@ -24,6 +24,7 @@ from kvaudit.audit.engines import served as served_module
 from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.life import Process, free_port
 from kvaudit.audit.engines.talk import talk_with
+from kvaudit.audit.runs.engine_slot import try_out_engines
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
@@ -31,7 +32,7 @@ from kvaudit.audit.runs.units import RecordFile
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
-from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, UnknownName
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
@@ -565,6 +566,18 @@ def test_a_run_whose_provenance_lost_a_key_is_one_line(tmp_path: Path) -> None:
         DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote into it; put it back"
     ):
         worked(tmp_path / "run", spec)
+
+
+def test_a_trial_that_fails_before_an_engine_said_anything_leaves_no_folder(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    spec = parse_spec(REFUSED.format(9, "http://127.0.0.1:9/v1"), "spec", NAMES)
+    (item,) = SUITES.get("refusal")().items("eval", 1, 0, 512, model.chat.count_tokens)
+    with pytest.raises(RunError, match="Connection refused"):
+        try_out_engines([parse_condition(spec.evaluate.policies[0])], model, spec, item)
+    assert not list(tmp_path.iterdir())
 
 
 # vLLM itself

@@ -318,7 +318,7 @@ def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float
     try:
         request = urllib.request.Request(url, body or None, dict(headers))  # noqa: S310 - the scheme was checked
         with opener.open(request, timeout=timeout) as response:
-            return Replied(200, _read(response, deadline, longest))
+            return Replied(response.status, _read(response, deadline, longest))
     except urllib.error.HTTPError as error:
         with error:
             return Replied(error.code, _read(error, deadline, longest), error.headers.get("Retry-After"))
