@@ -434,8 +434,9 @@ def test_zero_a_decimal_and_an_address_are_what_they_were() -> None:
 
 
 def test_a_spec_that_no_run_could_read_again_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
-    policies = "".join(f"\n    - snapkv:budget={n},window=8" for n in range(64, 1564))
-    spec = parse_spec(f"name: many\nevaluate:\n  policies:{policies}\n  suites: {{math: {{items: 8}}}}\n", "spec", NAMES)
+    policies = ["none", *(f"snapkv:budget={n},window=8" for n in range(64, 1564))]
+    grid = {"policies": policies, "suites": {"math": {"items": 8}}, "context_tokens": [192]}
+    spec = parse_spec(json.dumps({"name": "many", "evaluate": grid}), "spec", NAMES)
     with pytest.raises(SpecError, match="once its defaults are written out, a spec can hold 100000; ask fewer"):
         check_folder(tmp_path / "run", spec, resume=False)
     assert not (tmp_path / "run").exists()
