@@ -184,6 +184,7 @@ class Probe:
                 limit=unit.suite.max_new_tokens,
                 seconds=time.perf_counter() - started,
             )
+            self._hold_model(found.model)
         except Unanswered as error:
             self._calls.keep(key, error)
             self._failed(error)
@@ -191,6 +192,13 @@ class Probe:
         self._calls.keep(key, found)
         self._streak = 0
         return found
+
+    def _hold_model(self, named: str) -> None:
+        """Raise Unanswered for an answer of another model than the first one: gateways fall back on others."""
+        with self._lock:
+            first = self._calls.model = self._calls.model or named
+        if named != first:
+            raise Unanswered(f"an answer of model {named!r}, the first was of model {first!r}", Scope.QUESTION)
 
     def _failed(self, why: Unanswered) -> None:
         """Count a failed call; raises RunError where the next ones would fail too."""
