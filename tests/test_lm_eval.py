@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from kvaudit.core.spec import parse_spec
 from kvaudit.suites import harness_task
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.lm_eval import LmEval
+from kvaudit.suites.task_family import limited
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -275,6 +278,10 @@ def several(doc): return ["a", "b"]
 def half(doc): return "half of a character: \\ud800"
 def ends(doc): sys.exit(0)
 def broken(doc): raise KeyError("lost")
+class Mute(Exception):
+    def __str__(self): sys.exit(0)
+def mute(doc): raise Mute
+def gone(doc): raise GeneratorExit
 """
 
 
@@ -285,8 +292,10 @@ def broken(doc): raise KeyError("lost")
         ("doc_to_text", "several", "document 0 cannot be asked"),
         ("doc_to_text", "half", "document 0 asks 'half of a character:"),
         ("doc_to_text", "ends", "cannot be loaded: SystemExit: 0"),
-        ("doc_to_text", "broken", "cannot be loaded: 'lost'"),
+        ("doc_to_text", "broken", "cannot be loaded: KeyError: 'lost'"),
         ("process_docs", "ends", "cannot be loaded: SystemExit: 0"),
+        ("process_docs", "mute", "cannot be loaded: Mute: it fails again where it is asked what happened"),
+        ("doc_to_text", "gone", "cannot be loaded: GeneratorExit"),
     ],
 )
 def test_a_task_whose_code_misbehaves_is_one_line(
@@ -306,6 +315,15 @@ def test_a_metric_that_ends_the_program_leaves_one_answer_unscored(monkeypatch: 
     monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: sys.exit(0))  # type: ignore[attr-defined]
     graded = grade("door", item, "x")
     assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric raised SystemExit")
+
+
+def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    (item,) = items("door", 1)
+    monkeypatch.setattr("kvaudit.suites.lm_eval.limited", lambda: limited(0.2))
+    monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: time.sleep(3600))  # type: ignore[attr-defined]
+    graded = grade("door", item, "x")
+    assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric took over 60 s")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_no_command_loads_the_harness_before_it_is_asked_for() -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import is_text, reason, shown
-from kvaudit.suites.task_family import loading, refuse
+from kvaudit.suites.task_family import RAISED, loading, refuse
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -210,10 +210,7 @@ def harness_task(asked: HarnessTaskName) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
 
     def failed(error: BaseException) -> str:
-        line = str(error).strip().partition("\n")[0]
-        # sys.exit(0) says no more than a digit
-        line = f"{type(error).__name__}: {line}" if not line or isinstance(error, SystemExit) else line
-        return f"{asked.label} cannot be loaded: {line}; its documents must be here, or the hub in reach"
+        return f"{asked.label} cannot be loaded: {reason(error)}; its documents must be here, or the hub in reach"
 
     with loading("datasets", _NEEDED, "lm_eval", failed), _without_bars():
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
@@ -299,7 +296,7 @@ def _blamed(where: str, part: str) -> Iterator[None]:
         yield
     except AuditError:
         raise
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise DataError(f"{where} cannot be asked ({reason(error)}); mend the task's {part}") from error
 
 

@@ -17,7 +17,7 @@ from kvaudit.core.facets import unknown
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
-from kvaudit.suites.task_family import RIGHT, TaskFamily, TaskRow, joined
+from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, RIGHT, TaskFamily, TaskRow, TookTooLong, joined, limited
 
 
 class LmEval(TaskFamily):
@@ -59,10 +59,14 @@ class LmEval(TaskFamily):
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:
-            score = self._task.score(self._document(item), answer)
+            with limited():
+                score = self._task.score(self._document(item), answer)
         except AuditError:
             raise
-        except (Exception, SystemExit) as error:  # the task's code, over whatever the model wrote
+        except TookTooLong:
+            note = f"the metric took over {GRADING_SECONDS:g} s"
+            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
+        except RAISED as error:  # the task's code, over whatever the model wrote
             note = f"the metric raised {type(error).__name__}"
             return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
         return replace(graded(score >= RIGHT, {"solved": score >= RIGHT}), score=score)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import random
+import signal
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -15,6 +17,8 @@ from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import in_turn
 
 RIGHT = 0.5  # of a score that gives parts of a point
+RAISED = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; ctrl-C comes through
+GRADING_SECONDS = 60.0  # of one answer
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
 
 
@@ -35,10 +39,36 @@ def loading(package: str, needed: str, remarks: str, failed: Callable[[BaseExcep
         yield
     except AuditError:
         raise
-    except (Exception, SystemExit) as error:  # a task is a program, which may end itself
+    except RAISED as error:  # a task is a program, which may end itself
         raise DataError(failed(error)) from error
     finally:
         logger.setLevel(level)
+
+
+class TookTooLong(BaseException):
+    """A task's code was stopped; no ``except Exception`` of its own holds this up."""
+
+
+@contextmanager
+def limited(seconds: float = GRADING_SECONDS) -> Iterator[None]:
+    """Stop what a task's code does in the body after so many seconds, with TookTooLong.
+
+    Only the main thread can be stopped so, which is where answers are graded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
