@@ -11,6 +11,7 @@ from kvaudit.core.download import downloaded
 from kvaudit.core.endpoint import Endpoint
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.secrets import is_secret_name, without_passwords
+from kvaudit.core.spec import parse_spec
 
 SERVERS = ("--candidate", "http://127.0.0.1:9/v1#m")
 
@@ -81,6 +82,14 @@ def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown() -> None:
         with pytest.raises(SpecError, match="is not set") as refused:
             Endpoint("http://127.0.0.1:9", key).client("judge")
         assert (key in str(refused.value)) is shown
+
+
+def test_a_key_in_place_of_the_name_of_its_variable_in_a_plan_is_not_shown() -> None:
+    plan = (
+        "name: p\nmodel: m\nprobe: {key: PASSW0RD-of-mine}\nevaluate: {suites: [refusal], context_tokens: [200, 400]}"
+    )
+    with pytest.raises(SpecError, match=r"probe\.key is \[not shown\], wanted up to 100 letters"):
+        parse_spec(plan, "plan.yaml")
 
 
 def test_an_address_with_a_password_is_not_fetched_and_one_that_fails_shows_no_query() -> None:
