@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell ignores behind &, every child would ignore
     code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(bool(code))  # threads of trials that hang are left behind
