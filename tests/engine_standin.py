@@ -3,6 +3,8 @@
     STANDIN=WORD[:NUMBER],...    NUMBER: the request from which on, 0 the first
     die, hang, 500, garbage, endless, huge, redirect, other_ids, other_prompt, torn_logprobs, negative
     filter (a word: a conversation that holds it is refused), ended (by a filter, in place of an end), says (its answer)
+    fallback (names another model in its answers)
+    reuse (a port that another one has just left)
     slow (seconds until it can be asked), usage (tokens that it claims to have read), ids (has no /tokenize)
 
 It answers a prompt with its first tokens, each one higher, and keeps to the limit.
@@ -80,9 +82,13 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body: dict[str, Any], number: int) -> dict[str, Any]:
         if self.path == "/v1/chat/completions":
             ended = "content_filter" if is_on("ended", number) else "stop"
-            row = {"message": {"role": "assistant", "content": WORDS.get("says", "four")}, "finish_reason": ended}
+            row = {
+                "message": {"role": "assistant", "content": WORDS.get("says", "four") if number else "four"},
+                "finish_reason": ended,
+            }
             usage = {"prompt_tokens": int(WORDS["usage"])} if "usage" in WORDS else None
-            return {"model": "standin-1", "choices": [row], "usage": usage}
+            model = "fallback-mini" if is_on("fallback", number) else "standin-1"
+            return {"model": model, "choices": [row], "usage": usage}
         prompt = body.get("prompt", body.get("input_ids"))
         most = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
         ids = [token + 1 for token in prompt[:most]]
@@ -124,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    allow_reuse_address = False
+    allow_reuse_address = "reuse" in WORDS
 
     def handle_error(self, *_: Any) -> None:
         """Whoever asked has gone."""

@@ -46,6 +46,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "door_text": {"output_type": "loglikelihood", "metric_list": None},
     "door_rolling": {"output_type": "loglikelihood_rolling", "metric_list": None},
     "door_bleu": {"metric_list": [{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}]},
+    "door_copies": {"test_split": "copies"},
+    "door_shots_copies": {
+        "test_split": "copies", "num_fewshot": 2, "fewshot_split": "train", "training_split": "train"
+    },
     "door_begun": {"gen_prefix": "The code:"},
     "door_often": {"repeats": 3},
     "door_code": {"unsafe_code": True},
@@ -68,10 +72,12 @@ def row(number: int) -> dict[str, Any]:
 
 
 def write_tasks(folder: Path, rows: int = 12) -> Path:
-    """The tasks and their rows: ``rows`` to evaluate and four to train on."""
+    """The tasks and their rows: ``rows`` to evaluate, four to train on, and eight copies of one beside four others."""
     for split, numbers in (("test", range(rows)), ("train", range(100, 104))):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in numbers))
-    files = {split: str(folder / f"{split}.jsonl") for split in ("test", "train")}
+    copies = [row(0)] * 8 + [row(n) for n in range(1, 5)]
+    (folder / "copies.jsonl").write_text("".join(json.dumps(one) + "\n" for one in copies))
+    files = {split: str(folder / f"{split}.jsonl") for split in ("test", "train", "copies")}
     for name, changes in TASKS.items():
         config = {**PLAIN, "dataset_kwargs": {"data_files": files}, **changes, "task": name}
         config = {key: value for key, value in config.items() if value is not None}

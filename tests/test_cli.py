@@ -7,17 +7,19 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import typer
 from conftest import with_figures
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.command_line import end_on_sigterm
+from kvaudit.audit.commands.command_line import end_on_sigterm, user_errors
 from kvaudit.audit.commands.run import Options, share
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.names import NAMES
@@ -420,6 +422,7 @@ def test_list_names_every_plug_in(kind: str, names: list[str]) -> None:
 PLUGIN = """
 from dataclasses import dataclass
 import torch
+import typer
 from kvaudit.audit.policies import Evictor, View
 
 @dataclass(frozen=True)
@@ -474,3 +477,32 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")
+
+
+def test_code_from_outside_that_ends_the_command_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "run", "spec.yaml", "--resume"):
+        sys.exit(0)
+    assert stopped.value.exit_code == 2
+    assert capsys.readouterr().err == (
+        "error: code that is not kvaudit's own ended the command by sys.exit(0); what is written stays, continue with: "
+        "kvaudit run spec.yaml --resume\n"
+    )
+
+
+def test_asking_refused_rows_anew_is_for_a_run_that_is_there() -> None:
+    done = CliRunner().invoke(app, ["run", "spec.yaml", "--ask-refused"])
+    assert done.exit_code == 2
+    assert "--ask-refused is given without --resume" in done.stderr
+
+
+def test_a_folder_that_is_gone_while_a_command_works_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "run", "spec.yaml", "--resume"):
+        (tmp_path / "gone" / "records.jsonl").read_bytes()
+    assert stopped.value.exit_code == 2
+    assert "is gone: it was moved or deleted meanwhile; put it back and continue with: kvaudit run" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(FileNotFoundError), user_errors():  # in a folder that is there: a fault of ours
+        (tmp_path / "lost").read_bytes()

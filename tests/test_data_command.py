@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.core.errors import DataError
+from kvaudit.core.download import downloaded
+from kvaudit.core.errors import DataError, RunError
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.catalogue import PublicFile, PublicRows, catalogue
 from kvaudit.suites.sources import data_file, data_folder, has_file
@@ -171,3 +175,20 @@ def test_every_file_is_pinned_and_read_by_a_suite_of_that_licence() -> None:
         assert all(len(file.sha256) == 64 for file in rows.files)
         for suite in rows.suites:
             assert SUITES.get(suite).licence == rows.licence
+
+
+def test_a_mirror_that_drips_its_headers_is_given_up() -> None:
+    """A byte every tenth of a second keeps a socket's own timeout from ever coming."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def drip() -> None:
+            line, _ = door.accept()
+            with line, suppress(OSError):
+                line.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                while True:
+                    line.sendall(b"x")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(RunError, match="takes over 1 s"):
+            downloaded(f"http://127.0.0.1:{door.getsockname()[1]}/x", seconds=1)

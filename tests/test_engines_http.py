@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,18 +17,25 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from kvaudit.audit.engines import ENGINES, Asked, Condition, Session, parse_condition
 from kvaudit.audit.engines import served as served_module
 from kvaudit.audit.engines.base import EngineFailed, Work
 from kvaudit.audit.engines.life import Process, free_port
 from kvaudit.audit.engines.talk import talk_with
+from kvaudit.audit.runs.engine_slot import try_out_engines
+from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.units import RecordFile
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.core.endpoint import Endpoint, Unanswered
-from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.records import Message, Outcome, Role
+from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, UnknownName
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.records import Message, Outcome, Record, Role
+from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec
 from kvaudit.suites.base import SUITES
 
@@ -286,9 +294,9 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
 
 
 @contextmanager
-def running(standin: str) -> Iterator[str]:
+def running(standin: str, port: int = 0) -> Iterator[str]:
     """The address of a stand-in that somebody else started."""
-    port = free_port()
+    standin, port = (f"{standin},reuse", port) if port else (standin, free_port())
     words = [sys.executable, str(STANDIN), f"--port={port}"]
     process = subprocess.Popen(words, env={**os.environ, "STANDIN": standin}, stdout=subprocess.PIPE, text=True)
     try:
@@ -352,9 +360,43 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     assert [one.unanswered for one in said] == ["", words]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("four " * 60, "it wrote [0-9]+ tokens where at most 8 were asked for"),
+        ("four " * 180_000, "it wrote 900000 characters where at most 8 tokens were asked for"),
+    ],
+)
+def test_an_answer_that_is_longer_than_asked_for_is_none_where_nothing_is_said_of_its_tokens(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    with running("none") as url, endpoint(model, url, tmp_path) as session:
+        client = session._client  # type: ignore[attr-defined]
+        monkeypatch.setattr(client, "ask", lambda *_: ChatCompletion(text, "stop", "standin-1", None))
+        with pytest.raises(EngineFailed, match=words):
+            session.answer([conversation(model)])
+
+
+def test_a_server_that_lists_more_models_than_a_reply_may_hold_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lists(*_: Any) -> None:
+        raise Unanswered("a reply of more than 1048576 bytes")
+
+    monkeypatch.setattr("kvaudit.audit.engines.endpoint.over_http", lists)
+    ENGINES.get("endpoint").check({"base_url": "http://127.0.0.1:9", "model": "m"}, EngineSpec())
+
+
+def test_an_answer_of_another_model_than_the_first_is_never_taken(model: LoadedModel, tmp_path: Path) -> None:
+    """The first request knocks, the second is the first question."""
+    with running("fallback:2") as url, endpoint(model, url, tmp_path, at_once=1) as session:
+        assert session.answer([conversation(model)])[0].text == "four"
+        with pytest.raises(EngineFailed, match="of model 'fallback-mini', its first answer was of model 'standin-1'"):
+            session.answer([conversation(model)])
+
+
 def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
     suite = SUITES.get("refusal")()
     suite.until = ("END", "never")  # type: ignore[misc]
+    suite.max_new_tokens = 40
     (item,) = suite.items("eval", 1, 0, 512, model.chat.count_tokens)
     said = []
     for thinks in (False, True):
@@ -456,6 +498,86 @@ def test_a_line_gives_up_when_its_time_is_over() -> None:
     with pytest.raises(Unanswered):
         client.fetch("x", {}, began + 0.3)
     assert time.monotonic() - began < 5
+
+
+REFUSED = """
+name: refused
+evaluate:
+  policies:
+  - {{engine: endpoint, base_url: "http://127.0.0.1:{0}/v1", model: b, reference: {{base_url: "{1}", model: a}}}}
+  - {{engine: endpoint, base_url: "{1}", model: a}}
+  suites: {{refusal: {{items: 6}}}}
+  context_tokens: [96]
+  floor: 0
+  pilot: 0
+engines: {{endpoint: {{at_once: 1}}}}
+"""
+
+
+def worked(path: Path, spec: RunSpec, *, asks_refused: bool = False) -> dict[str, list[Record]]:
+    """The records of a run, by the address of the server."""
+    run = open_run(path, spec, resume=True)
+    Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).evaluate()
+    files = [file.read_text().splitlines() for file in run.records.glob("*.jsonl")]
+    return {found[0].policy: found for lines in files if (found := list(map(Record.from_json, lines)))}
+
+
+def test_what_a_server_refused_is_asked_anew_on_request_and_answers_stay(tmp_path: Path) -> None:
+    """The trial and the start ask three times, so that the third item is the first to be refused."""
+    port = free_port()
+    with running("none") as other:
+        spec = parse_spec(REFUSED.format(port, other), "spec", NAMES)
+        with running("ended:5", port):
+            first = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+        with running("says:five", port):
+            resumed = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+            anew = worked(tmp_path / "run", spec, asks_refused=True)[spec.evaluate.policies[0]]
+    refused = [bool(record.unanswered) for record in first]
+    assert refused == [False, False, True, True, True, True]
+    assert resumed == first
+    assert [record.transcript[-1].content for record in anew] == ["four"] * 2 + ["five"] * 4
+    assert anew[:2] == first[:2]
+    assert not list((tmp_path / "run" / "records").glob("*.answered"))
+
+
+def test_a_unit_whose_refused_rows_are_asked_anew_goes_on_after_a_kill(tmp_path: Path) -> None:
+    port = free_port()
+    with running("none") as other:
+        spec = parse_spec(REFUSED.format(port, other), "spec", NAMES)
+        with running("ended:5", port):
+            worked(tmp_path / "run", spec)
+        with running("none", port), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RecordFile, "append", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                worked(tmp_path / "run", spec, asks_refused=True)
+        with running("none", port):
+            found = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+    assert [record.transcript[-1].content for record in found] == ["four"] * 6
+
+
+def test_a_run_whose_provenance_lost_a_key_is_one_line(tmp_path: Path) -> None:
+    with running("none") as first, running("none") as second:
+        port = int(first.rpartition(":")[2].partition("/")[0])
+        spec = parse_spec(REFUSED.format(port, second), "spec", NAMES)
+        worked(tmp_path / "run", spec)
+    path = tmp_path / "run" / "provenance.json"
+    write_json(path, {key: value for key, value in read_json(path).items() if key != "base_sha256"})
+    with pytest.raises(
+        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote into it; put it back"
+    ):
+        worked(tmp_path / "run", spec)
+
+
+def test_a_trial_that_fails_before_an_engine_said_anything_leaves_no_folder(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    spec = parse_spec(REFUSED.format(9, "http://127.0.0.1:9/v1"), "spec", NAMES)
+    (item,) = SUITES.get("refusal")().items("eval", 1, 0, 512, model.chat.count_tokens)
+    with pytest.raises(RunError, match="Connection refused"):
+        try_out_engines([parse_condition(spec.evaluate.policies[0])], model, spec, item)
+    assert not list(tmp_path.iterdir())
 
 
 # vLLM itself

@@ -187,6 +187,26 @@ def test_a_sample_is_a_cluster_or_a_column_of_the_metadata_is() -> None:
 
 
 @needs_inspect
+def test_samples_that_ask_the_same_are_one_cluster() -> None:
+    clusters = [item.cluster_id for item in sorted(items("door_copies"), key=lambda item: item.payload["sample"])]
+    assert clusters[:8] == ["door_copies-copy 0"] * 8
+    assert suite("door_copies").clusters == len(set(clusters)) == 5
+
+
+@needs_inspect
+@pytest.mark.parametrize("where", ["scorer", "solver", "task"])
+def test_a_task_that_ends_the_program_is_one_line(where: str) -> None:
+    assert "SystemExit: 0" in refusal(f"door_ends:where={where}")
+
+
+@needs_inspect
+def test_a_scorer_that_ends_the_program_leaves_one_answer_unscored() -> None:
+    (item,) = items("door_ends:where=answer", 1)
+    graded = grade("door_ends:where=answer", item, "leave")
+    assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the scorer raised SystemExit")
+
+
+@needs_inspect
 def test_the_same_seed_asks_the_same_and_more_begins_with_less() -> None:
     assert items("door", 5) == items("door", 5) == items("door", 9)[:5]
     assert items("door", 9, seed=2) != items("door", 9)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from kvaudit.core.spec import parse_spec
 from kvaudit.suites import harness_task
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.lm_eval import LmEval
+from kvaudit.suites.task_family import limited
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -63,7 +66,7 @@ def grade(name: str, item: Item, answer: str) -> Any:
 
 
 def refusal(name: str) -> str:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises((SpecError, DataError)) as caught:
         SUITES.get(f"lm-eval:{name}")
     return str(caught.value)
 
@@ -128,6 +131,13 @@ def test_a_document_is_an_item_and_a_cluster_or_a_column_is() -> None:
     assert {item.cluster_id for item in items("door")} == {f"door-eval-{n}" for n in range(12)}
     visited = [item.cluster_id for item in items("door@place")]
     assert [set(visited[start : start + 3]) for start in range(0, 12, 3)] == [{f"door-place-{n}" for n in range(3)}] * 4
+
+
+@pytest.mark.parametrize("name", ["door_copies", "door_shots_copies", "door_copies@place"])
+def test_documents_that_ask_the_same_are_one_cluster(name: str) -> None:
+    clusters = [item.cluster_id for item in sorted(items(name, context_tokens=0), key=number_of)]
+    assert len(set(clusters[:8])) == 1
+    assert suite(name).clusters == len(set(clusters)) == (3 if name.endswith("place") else 5)
 
 
 def test_the_same_seed_asks_the_same_and_more_begins_with_less() -> None:
@@ -259,6 +269,61 @@ def test_what_the_metric_cannot_grade_is_unscored(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(task.task, "process_results", lambda *_: {"exact_match": 37.5})
     with pytest.raises(DataError, match=r"metric exact_match is 37\.5, wanted a number from 0 to 1"):
         grade("door", item, "x")
+
+
+MISCHIEF = """
+import sys
+def none(doc): return None
+def several(doc): return ["a", "b"]
+def half(doc): return "half of a character: \\ud800"
+def ends(doc): sys.exit(0)
+def broken(doc): raise KeyError("lost")
+class Mute(Exception):
+    def __str__(self): sys.exit(0)
+def mute(doc): raise Mute
+def gone(doc): raise GeneratorExit
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "wanted"),
+    [
+        ("doc_to_text", "none", "document 0 cannot be asked"),
+        ("doc_to_text", "several", "document 0 cannot be asked"),
+        ("doc_to_text", "half", "document 0 asks 'half of a character:"),
+        ("doc_to_text", "ends", "cannot be loaded: SystemExit: 0"),
+        ("doc_to_text", "broken", "cannot be loaded: KeyError: 'lost'"),
+        ("process_docs", "ends", "cannot be loaded: SystemExit: 0"),
+        ("process_docs", "mute", "cannot be loaded: Mute: it fails again where it is asked what happened"),
+        ("doc_to_text", "gone", "cannot be loaded: GeneratorExit"),
+    ],
+)
+def test_a_task_whose_code_misbehaves_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, function: str, wanted: str
+) -> None:
+    folder = write_tasks(tmp_path)
+    (folder / "mischief.py").write_text(MISCHIEF)
+    text = (folder / "door.yaml").read_text().replace("task: door", "task: bad_door")
+    kept = [line for line in text.splitlines(keepends=True) if not line.startswith(f"{key}:")]
+    (folder / "bad_door.yaml").write_text("".join(kept) + f"{key}: !function mischief.{function}\n")
+    monkeypatch.setenv("KVAUDIT_LM_EVAL_TASKS", str(folder))
+    assert wanted in refusal("bad_door")
+
+
+def test_a_metric_that_ends_the_program_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    (item,) = items("door", 1)
+    monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: sys.exit(0))  # type: ignore[attr-defined]
+    graded = grade("door", item, "x")
+    assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric raised SystemExit")
+
+
+def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    (item,) = items("door", 1)
+    monkeypatch.setattr("kvaudit.suites.lm_eval.limited", lambda: limited(0.2))
+    monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: time.sleep(3600))  # type: ignore[attr-defined]
+    graded = grade("door", item, "x")
+    assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric took over 60 s")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_no_command_loads_the_harness_before_it_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -445,6 +446,20 @@ def test_a_loss_with_length_is_told_from_one_that_the_baseline_had(world: World)
     assert ["more than at the baseline" in text for text in against] == [True, False]
     now, before = world.folder / "now", world.folder / "before"
     assert f"at any length: kvaudit compare {before} {now}" in " ".join(against[1].split())  # which this does not say
+
+
+def test_an_answer_of_another_model_than_the_first_is_asked_again_later(world: World) -> None:
+    right, count = gold(planned()), itertools.count()
+
+    def falls_back(body: dict[str, Any]) -> Replied:
+        said = json.loads(right(body).body)
+        return Replied(200, json.dumps(said | ({"model": "fallback-mini"} if next(count) == 5 else {})).encode())
+
+    done, _ = world.probe(falls_back)
+    assert world.failed() == {"an answer of model 'fallback-mini', the first was of model 'made-up'": 1}
+    assert "--resume asks them again" in done.output
+    world.probe(right, "--resume")
+    assert world.failed() == {}
 
 
 # plans that cannot be

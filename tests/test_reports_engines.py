@@ -10,6 +10,7 @@ from report_text import run_text
 
 from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import terminal_lines
@@ -112,6 +113,19 @@ def test_every_format_of_a_run_of_engines_can_be_written(tmp_path: Path) -> None
     assert "served under openvino u4 against the same model under openvino f32" in page
     assert "not shown by the engine" in page
     assert "nan" not in page.lower().replace("finance", "")
+
+
+def test_what_is_published_names_no_address_of_a_server(tmp_path: Path) -> None:
+    one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/my_team/v1,model=m" for port in (8001, 8002))
+    design = replace(served(one, other), references={one: other}, wrong={one: range(40), other: range(0)})
+    run = synthetic.build(tmp_path / "run", design)
+    write_report(run)
+    published = [(run / "report" / name).read_text() for name in ("card.md", "bom.json")]
+    published += hub_results(page_of(decided(load_run(run))), "base", "org/name").values()
+    for text in published:
+        assert "10.1.2.3" not in text
+        assert "server-1" in text
+    assert "10.1.2.3:8001" in (run / "report" / "disclosure.json").read_text()
 
 
 def test_a_setting_that_changed_nothing_is_invalid_and_not_harmless(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import pytest
 from reports_synthetic import Design, build, policy, write_unit
@@ -229,3 +230,16 @@ def test_a_report_names_a_thousand_problems_and_counts_the_rest(run):
     problems = decided(data).problems
     assert len(problems) == 1001
     assert problems[-1] == "and 500 more problems in the files"
+
+
+def test_what_a_system_leaves_beside_the_files_of_a_run_is_passed_over(run):
+    before = load_run(run).records
+    for file in (*units(run), *sorted((run / "records").glob("*.done.json"))):
+        file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7 of macOS \xff")
+    assert load_run(run).records.equals(before)
+
+
+def test_a_pipe_among_the_records_is_refused_and_not_waited_for(run):
+    os.mkfifo(run / "records" / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe\.jsonl' is a folder, a pipe or a device, where a file belongs"):
+        load_run(run)

@@ -10,21 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import kvaudit
+from kvaudit.audit.cli import app
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import suites_left_out
 from kvaudit.audit.runs.rounds import (
     DECIDED,
     LOSS,
+    ROUNDS_FOLDER,
     ROWS_SPENT,
     RowsPlan,
     look_lines,
     looks_at,
     next_round,
     plan_lines,
+    put_together,
     rows_plan,
 )
+from kvaudit.audit.runs.units import REFUSED, UnitFiles
 from kvaudit.core.errors import SpecError
+from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.gate.verdict import Status
@@ -133,10 +141,8 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     ],
 )
 def test_what_rounds_cannot_ask_is_one_line(change: dict[str, Any], told: str) -> None:
-    from kvaudit.audit.runs.names import NAMES
-
-    grid = {"policies": ["none", "int8"], "suites": {"math": {"items": "all"}}, "context_tokens": [96], "rounds": {}}
-    spec = {"format": 1, "name": "x", "model": "embedded", "evaluate": {**grid, **change}}
+    part = {"policies": ["none", "int8"], "suites": {"math": {"items": "all"}}, "context_tokens": [96], "rounds": {}}
+    spec = {"format": 1, "name": "x", "model": "embedded", "evaluate": {**part, **change}}
     spec["gate"] = {"margins": {"math.solved": 5}}
     with pytest.raises(SpecError, match=told):
         parse_spec(json.dumps(spec), "x", NAMES)
@@ -146,9 +152,9 @@ def test_what_rounds_cannot_ask_is_one_line(change: dict[str, Any], told: str) -
 
 
 def asked(policy: str) -> dict[str, Any]:
-    grid = {"policies": ["none", policy], "suites": {"alone": {"items": "all"}}, "context_tokens": [96], "floor": 0}
-    grid["rounds"] = {"minutes": 30}
-    return {"name": "rounds", "model": "embedded", "evaluate": grid, "gate": {"margins": {"alone.solved": 5}}}
+    part = {"policies": ["none", policy], "suites": {"alone": {"items": "all"}}, "context_tokens": [96], "floor": 0}
+    part["rounds"] = {"minutes": 30}
+    return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {"alone.solved": 5}}}
 
 
 def ran(spec: dict[str, Any], out: Path, *words: str) -> str:
@@ -195,6 +201,28 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
     assert provenance(copy)[LOOKS] == before
     for file in sorted((held / "records").iterdir()):
         assert (copy / "records" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
+    unit = grid(parse_spec(json.dumps(asked("int8")), "x", NAMES))[0]
+    (tmp_path / "records").mkdir()
+    for number, refused in ((1, {REFUSED: 2}), (2, {}), (3, {REFUSED: 1})):
+        files = UnitFiles.of(tmp_path / ROUNDS_FOLDER / str(number), unit)
+        files.records.parent.mkdir(parents=True)
+        files.records.write_text(f"row {number}\n")
+        write_json(files.seal, {"records": 1, "sha256": "", "checkpoint": "c", "inputs": "i", **refused})
+    for rounds, wanted in ((1, 2), (2, 2), (3, 3)):
+        put_together(tmp_path, [unit], rounds)
+        seal = json.loads(UnitFiles.of(tmp_path / "records", unit).seal.read_text())
+        assert (seal["records"], seal["checkpoint"], seal[REFUSED]) == (rounds, "c", wanted)
+
+
+def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(json.dumps(asked("int8")))
+    words = ["run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--resume", "--ask-refused"]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 2
+    assert "error: --ask-refused is given for a run in rounds (evaluate.rounds), whose looks have" in done.stderr
 
 
 def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import asyncio
 import importlib
 import itertools
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -23,13 +26,13 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.serve import alias_pairs, pairs
+from kvaudit.audit.commands.serve import _bound, alias_pairs, pairs
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.serving.app import application
-from kvaudit.audit.serving.engine import OwnEngine, _Text
+from kvaudit.audit.serving.engine import Answering, OwnEngine, _Text
 from kvaudit.audit.serving.wire import Choice, read_request
 from kvaudit.core import registry
 from kvaudit.core.errors import RunError, SpecError, UnknownName
@@ -281,6 +284,91 @@ def test_a_request_that_nobody_waits_for_any_more_stops_no_other() -> None:
     engine.close()
 
 
+def test_a_request_under_way_that_nobody_waits_for_ends_at_its_next_token() -> None:
+    engine = OwnEngine({"embedded": load_model()})
+    asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 12, "temperature": 0})
+    calls = itertools.count(1)
+
+    def told(_: int, __: str) -> None:
+        if next(calls) == 2:
+            begun[0].abandon()
+
+    whole = engine.submit(asked)[1].result(timeout=60)[0]
+    held = Held(engine, "embedded").begun()
+    begun = [engine.submit(asked, told)[1]]
+    held.let_go()
+    cut = begun[0].result(timeout=60)[0]
+    engine.close()
+    assert len(cut.tokens) < len(whole.tokens)
+
+
+def test_a_whole_answer_is_not_computed_on_once_its_client_has_gone(server: Server) -> None:
+    """The sampler is held meanwhile, so that the answer cannot be there before the client goes."""
+    held = Held(server.engine, f"embedded@{HIDDEN}").begun()
+    body = json.dumps({"model": "embedded", "messages": CHAT, "max_tokens": 500}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    before = len(server.lines)
+    with socket.create_connection((host, int(port))) as line:
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1)
+    until = time.monotonic() + 60
+    while not any(text.startswith("499") for text in server.lines[before:]) and time.monotonic() < until:
+        time.sleep(0.05)
+    held.let_go()
+    assert any(text.startswith("499") for text in server.lines[before:])
+
+
+def test_a_prompt_that_no_tokens_could_make_short_enough_is_refused_before_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_model()
+    engine = OwnEngine({"embedded": model})
+    longest = max(map(len, model.chat.tokenizer.get_vocab()))
+    text = "a" * (model.max_positions * longest + 1)
+    monkeypatch.setattr(type(model.chat), "opening", lambda *_: pytest.fail("it was tokenized"))
+    with pytest.raises(SpecError, match=rf"the prompt has {len(text)} characters, the {model.max_positions} positions"):
+        engine.submit(read_request({"model": "embedded", "messages": [{"role": "user", "content": text}]}))
+    engine.close()
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/v1/none", "GET", 404), ("/v1/chat/completions", "GET", 405)])
+def test_what_is_not_served_is_said_in_json(server: Server, path: str, method: str, status: int) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(server.url + path, method=method))
+    assert refused.value.code == status
+    assert "served are /v1/models" in json.loads(refused.value.read())["error"]["message"]
+    refused.value.close()
+
+
+def test_a_port_is_one_servers_from_before_its_models_are_loaded() -> None:
+    with _bound("127.0.0.1", 0) as first, pytest.raises(SpecError, match="cannot be listened on"):
+        _bound("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_server_with_half_a_request_and_one_under_way_ends_when_it_is_told_to() -> None:
+    code = "import kvaudit.audit.commands.serve as one; one._GRACE = 1; from kvaudit.audit.cli import app; app()"
+    words = [sys.executable, "-c", code, "serve", "embedded", "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        line = next(text for text in process.stdout if text.startswith("serving: "))
+        host, port = line.strip().removesuffix("/v1").rpartition("//")[2].split(":")
+        body = json.dumps({"model": "embedded", "messages": CHAT, "max_tokens": 500, "temperature": 4}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        lines = [socket.create_connection((host, int(port))) for _ in range(3)]
+        for one, sent in zip(lines, (head + body[:9], head[:20], head + body), strict=True):
+            one.sendall(sent)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        for one in lines:
+            one.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
     from kvaudit.audit.serving.engine import Busy
 
@@ -482,7 +570,7 @@ def test_a_request_after_the_end_is_refused() -> None:
 
 
 def test_a_client_that_leaves_a_stream_is_one_line_and_frees_its_place() -> None:
-    waiting: Future[list[Choice]] = Future()
+    waiting = Answering()
     lines: list[str] = []
     server = application(cast(OwnEngine, SimpleNamespace(submit=lambda *_: (3, waiting))), log=lines.append)
     body = json.dumps({"model": "embedded", "messages": CHAT, "stream": True}).encode()
@@ -516,6 +604,7 @@ def test_no_part_of_a_character_is_told() -> None:
     chat = SimpleNamespace(text=lambda ids: texts[len(ids) - 1])
     job = SimpleNamespace(
         asked=asked,
+        done=Answering(),
         served=SimpleNamespace(model=SimpleNamespace(chat=chat)),
         listener=lambda _, text: told.append(text),
     )

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.folder import check_folder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec, parse_spec
 
 SPEC = """\
@@ -409,3 +411,32 @@ def test_a_name_that_is_no_address_is_none(name: str) -> None:
 def test_a_probe_names_its_model_as_the_endpoint_does() -> None:
     spec = parse_spec("name: q\nmodel: 'http://inside/name'\nprobe: {}\n", "probe.yaml", NAMES)
     assert spec.model == "http://inside/name"
+
+
+def test_a_character_that_json_escapes_as_a_pair_is_that_character() -> None:
+    written = json.dumps({"name": "ok", "note 😀": "😀"})
+    assert "\\ud83d\\ude00" in written
+    assert parse_yaml(written, "spec", "spec").table == {"name": "ok", "note 😀": "😀"}
+    with pytest.raises(SpecError, match="holds the character U\\+D83D"):
+        parse_yaml(r'{"a": "\ud83d"}', "spec", "spec")
+
+
+@pytest.mark.parametrize("text", ["0110", "-010", "1:12", "190:20:30"])
+def test_a_number_that_only_yaml_1_1_reads_so_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=f"line 2: {text} is a number of base 8 or 60 to YAML 1.1; write it without"):
+        parse_yaml(f"a: 1\nitems: {text}", "spec", "spec")
+    assert parse_yaml(f"items: '{text}'", "spec", "spec").table == {"items": text}
+
+
+def test_zero_a_decimal_and_an_address_are_what_they_were() -> None:
+    found = parse_yaml("{a: 0, b: 0.5, c: 0x10, d: 'http://h:80', e: 0o7, f: 089}", "spec", "spec").table
+    assert found == {"a": 0, "b": 0.5, "c": 16, "d": "http://h:80", "e": "0o7", "f": "089"}
+
+
+def test_a_spec_that_no_run_could_read_again_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    policies = ["none", *(f"snapkv:budget={n},window=8" for n in range(64, 1564))]
+    grid = {"policies": policies, "suites": {"math": {"items": 8}}, "context_tokens": [192]}
+    spec = parse_spec(json.dumps({"name": "many", "evaluate": grid}), "spec", NAMES)
+    with pytest.raises(SpecError, match="once its defaults are written out, a spec can hold 100000; ask fewer"):
+        check_folder(tmp_path / "run", spec, resume=False)
+    assert not (tmp_path / "run").exists()

@@ -63,9 +63,7 @@ def test_a_source_that_is_not_there_is_left_out_and_said(rows: Path) -> None:
 
 def test_without_any_source_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path))
-    with pytest.raises(
-        DataError, match=r"suite harm reads xstest/xstest_prompts\.csv, which KVAUDIT_DATA="
-    ):
+    with pytest.raises(DataError, match=r"suite harm reads xstest/xstest_prompts\.csv, which KVAUDIT_DATA="):
         SUITES.get("harm")().rows("eval", 0)
 
 

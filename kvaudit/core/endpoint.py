@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -28,7 +28,9 @@ from urllib.parse import urlsplit
 from kvaudit.core.completions import ChatCompletion, NoCompletion, ServerError, completion_of, error_in
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
+from kvaudit.core.secrets import variable_shown
 from kvaudit.core.text import clip, guide, inline, one_line
+from kvaudit.core.threads import done_in_order
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"(?i)https?:/|localhost[:/]|\d{1,3}(\.\d{1,3}){3}[:/]")  # one slash: a path has lost the other
@@ -114,7 +116,7 @@ class Endpoint:
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
         """The client, with its key in hand; raises SpecError where the variable is not set."""
         if self.key and not os.environ.get(self.key):
-            raise SpecError(f"{who}: the environment variable {self.key} is not set")
+            raise SpecError(f"{who}: the environment variable {variable_shown(self.key)} is not set")
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 
@@ -240,8 +242,7 @@ def ask_all(
     silent = [why for why in replies if isinstance(why, Unanswered) and why.scope is not Scope.QUESTION]
     if len(silent) == _PROBED or any(why.scope is Scope.ENDPOINT for why in silent):
         raise silent[-1]
-    with ThreadPoolExecutor(parallel) as pool:
-        return [*replies, *pool.map(ask, bodies[_PROBED:])]
+    return [*replies, *done_in_order(ask, bodies[_PROBED:], parallel)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +340,7 @@ def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float
     try:
         request = urllib.request.Request(url, body or None, dict(headers))  # noqa: S310 - the scheme was checked
         with opener.open(request, timeout=timeout) as response:
-            return Replied(200, _read(response, deadline, longest))
+            return Replied(response.status, _read(response, deadline, longest))
     except urllib.error.HTTPError as error:
         with error:
             return Replied(error.code, _read(error, deadline, longest), error.headers.get("Retry-After"))

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.text import clipped, one_line
+from kvaudit.core.text import clipped, is_text, one_line
 
 PARTIAL = ".partial"  # ends the name of what is being written beside its place
 _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -30,6 +30,7 @@ LARGEST_FILE = 100_000  # bytes
 LONGEST_VALUE = 2_000  # characters; a number of more digits cannot even be printed
 DEEPEST = 20  # levels
 _LONGEST_NAME = 120  # characters of a suite in the name of a file
+_OTHER_NUMBER = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 0110 is 72, 1:12 too
 _UNFIT = re.compile(r"[^\w.,@= +-]")  # in the name of a file
 KeyPath = tuple[str | int, ...]  # of a value: the keys and indices on the way to it
 
@@ -93,6 +94,23 @@ def write_whole(path: Path, text: str | bytes) -> None:
     except OSError:  # a folder of that name, say
         partial.unlink(missing_ok=True)
         raise
+
+
+def plain_files(folder: Path, pattern: str) -> list[Path]:
+    """The files in a folder that match, in order, without those that a system leaves beside them (macOS: ``._NAME``).
+
+    Raises DataError for what is no plain file: to read a pipe may never end.
+    """
+    found = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
+    for path in found:
+        check_plain(path)
+    return found
+
+
+def check_plain(path: Path) -> None:
+    """Raise DataError for what is there and is no plain file."""
+    if not path.is_file() and path.exists():
+        raise DataError(f"{str(path)!r} is a folder, a pipe or a device, where a file belongs; remove it")
 
 
 def sync(path: Path) -> None:
@@ -163,7 +181,7 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
     lines: dict[KeyPath, int] = {}
     try:
         _refuse_monsters(text)
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         _number_lines(node, (), lines)
         table = None if node is None else loader.construct_document(node)
@@ -178,6 +196,20 @@ def parse_yaml(text: str, name: str, what: str) -> YamlFile:
         got = "nothing" if table is None else type(table).__name__
         raise SpecError(f"{name}: wanted a {what}, a mapping, got {got}")
     return YamlFile(name, hashlib.sha256(text.encode()).hexdigest(), text, table, lines)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own, which takes a character that JSON escapes as a pair for the one character that it is."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        return joined_pairs(super().construct_scalar(node))
+
+
+def joined_pairs(text: str) -> str:
+    """The text with two halves of a character, as JSON escapes them, as the character."""
+    if is_text(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
 def known_keys(table: Mapping[Any, Any], known: Iterable[str], where: str, kind: str = "key") -> None:
@@ -198,7 +230,12 @@ def _refuse_monsters(text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag is not None:
             raise SpecError(f"{where}: tags are not allowed, got {clipped(event.tag)!r}")
         if isinstance(event, yaml.ScalarEvent):
-            _refuse_unusable(event.value, where)
+            _refuse_unusable(joined_pairs(event.value), where)
+            if event.style is None and _OTHER_NUMBER.fullmatch(event.value):
+                raise SpecError(
+                    f"{where}: {clipped(event.value)} is a number of base 8 or 60 to YAML 1.1; write it without the 0 "
+                    "in front, or in quotes"
+                )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise SpecError(f"{where}: nested more than {DEEPEST} levels deep")
@@ -230,7 +267,7 @@ def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
         return
     seen: set[str] = set()
     for key, value in node.value:
-        name = str(key.value)
+        name = joined_pairs(str(key.value))
         if name in seen:
             raise yaml.MarkedYAMLError(problem=f"key {clipped(name)!r} is given twice", problem_mark=key.start_mark)
         seen.add(name)

@@ -30,6 +30,7 @@ from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.removed import removed_spec_key
+from kvaudit.core.secrets import HIDDEN
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
 from kvaudit.core.spec_parts import (
     Alpha,
@@ -561,7 +562,8 @@ def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     if mistake["type"] == "missing":
         return f"{name} is missing"
     problem = _WANTED.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
-    return f"{name} is {shown(mistake['input'])}, wanted {problem}"
+    got = HIDDEN if last == "key" else shown(mistake["input"])  # it may be the key itself
+    return f"{name} is {got}, wanted {problem}"
 
 
 def _known_keys(parents: Sequence[str | int]) -> list[str]:

@@ -105,7 +105,7 @@ def one_line(value: object) -> str:
 def reason(error: BaseException) -> str:
     """The class of an exception of somebody else's code and what it says, which may itself fail."""
     try:
-        said = one_line(error)
+        said = inline(one_line(error))
     except (Exception, SystemExit):
         said = "it fails again where it is asked what happened"
     return f"{type(error).__name__}: {said}"

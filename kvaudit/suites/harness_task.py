@@ -19,10 +19,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvaudit.core.errors import DataError, RunError, SpecError, did_you_mean
+from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line
-from kvaudit.suites.task_family import loading, refuse
+from kvaudit.core.text import install_line, is_text, reason, shown
+from kvaudit.suites.task_family import RAISED, loading, refuse
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -115,11 +115,17 @@ class HarnessTask:
         All in one go and from one seed, or the examples would depend on what else is asked.
         """
         self.task.set_fewshot_seed(FEWSHOT_SEED)
-        return [self._prompt(document) for document in documents]
+        return [self._checked_prompt(document, number) for number, document in enumerate(documents)]
 
     def options(self, document: dict[str, Any]) -> tuple[str, ...]:
         """The answers to choose from, where there are any."""
-        return tuple(map(str, self.task.doc_to_choice(document))) if self.chooses else ()
+        if not self.chooses:
+            return ()
+        with _blamed(f"{self.asked.label}: a document", "doc_to_choice"):
+            options = tuple(map(str, self.task.doc_to_choice(document)))
+        if not all(map(is_text, options)):
+            raise DataError(f"{self.asked.label} has options {shown(options)}, wanted text; mend its doc_to_choice")
+        return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
         """What options are worth to the metric: ``acc_norm`` divides by characters, ``acc_bytes`` by bytes."""
@@ -179,6 +185,16 @@ class HarnessTask:
         filters[wanted].apply([instance])
         return instance.filtered_resps[wanted]
 
+    def _checked_prompt(self, document: dict[str, Any], number: int) -> tuple[Message, ...]:
+        """The conversation; raises DataError, naming the document, where the task's code makes none of text."""
+        where = f"{self.asked.label}: document {number}"
+        with _blamed(where, "doc_to_text"):
+            messages = self._prompt(document)
+        for message in messages:
+            if not isinstance(message.content, str) or not is_text(message.content):
+                raise DataError(f"{where} asks {shown(message.content)}, wanted text; mend the task's doc_to_text")
+        return messages
+
     def _prompt(self, document: dict[str, Any]) -> tuple[Message, ...]:
         rows = self.task.fewshot_context(
             document,
@@ -193,9 +209,8 @@ class HarnessTask:
 def harness_task(asked: HarnessTaskName) -> HarnessTask:
     """Load a task and its documents; raises AuditError for one that cannot be a suite."""
 
-    def failed(error: Exception) -> str:
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
-        return f"{asked.label} cannot be loaded: {line}; its documents must be here, or the hub in reach"
+    def failed(error: BaseException) -> str:
+        return f"{asked.label} cannot be loaded: {reason(error)}; its documents must be here, or the hub in reach"
 
     with loading("datasets", _NEEDED, "lm_eval", failed), _without_bars():
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
@@ -272,6 +287,17 @@ def _without_bars() -> Iterator[None]:
     finally:
         if bars:
             datasets.enable_progress_bars()
+
+
+@contextmanager
+def _blamed(where: str, part: str) -> Iterator[None]:
+    """Raise DataError that names a part of the task for whatever its code raises, or where it ends the program."""
+    try:
+        yield
+    except AuditError:
+        raise
+    except RAISED as error:
+        raise DataError(f"{where} cannot be asked ({reason(error)}); mend the task's {part}") from error
 
 
 def _is_share(value: Any) -> bool:

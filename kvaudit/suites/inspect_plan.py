@@ -26,7 +26,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_line, one_line, reason
-from kvaudit.suites.task_family import loading, refuse
+from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, TookTooLong, joined, limited, loading, refuse
 
 T = TypeVar("T")
 INSPECT = "inspect:"
@@ -175,9 +175,14 @@ class InspectTask:
         """Tokens that an answer may take; the same for all samples."""
         return self._one("max_tokens", [prompt.longest_answer for prompt in self.prompts]) or _LONGEST_ANSWER
 
-    @property
+    @cached_property
     def clusters(self) -> list[str]:
-        """The cluster of every sample: its value of a column of the metadata, or the sample itself."""
+        """The cluster of every sample, that of the first one where several ask the same."""
+        return joined(self._own_clusters, [prompt.messages for prompt in self.prompts])
+
+    @property
+    def _own_clusters(self) -> list[str]:
+        """A sample's value of a column of the metadata, or the sample itself."""
         column = self.asked.cluster
         if column is None:
             return self.ids
@@ -216,14 +221,17 @@ class InspectTask:
         What the task's code raises, and a plan that asks again or otherwise than it did, leave an answer unscored.
         """
         try:
-            score = _run(self._scored(self.samples[number], messages, answer))
+            with limited():
+                score = _run(self._scored(self.samples[number], messages, answer))
         except AuditError:
             raise
+        except TookTooLong:
+            return Scored(None, f"the scorer took over {GRADING_SECONDS:g} s")
         except _AskAgain:
             return Scored(None, "the solver asks again after this answer")
         except _SolverFailed as error:
             return Scored(None, one_line(error))
-        except Exception as error:  # the task's code, over whatever the model wrote
+        except RAISED as error:  # the task's code, over whatever the model wrote
             return Scored(None, f"the scorer raised {type(error).__name__}")
         return Scored(None, "the scorer gave no score") if score is None else self._read(score)
 
@@ -243,7 +251,7 @@ class InspectTask:
                 ) from error
             except _SolverFailed as error:
                 raise SpecError(f"{self.asked.label}: {error}; {_SERVED}") from error
-            except Exception as error:
+            except RAISED as error:
                 raise SpecError(
                     f"{self.asked.label}: scorer {_name(self.scorer)} cannot score here ({reason(error)}); "
                     "none that asks a model or a sandbox can; a judge of ours (`judge:` in a spec) grades our suites"
@@ -282,7 +290,7 @@ class InspectTask:
                     state = await solver(state, generate)
                 except AuditError:
                     raise
-                except Exception as error:
+                except RAISED as error:
                     raise _SolverFailed(f"solver {name} cannot be served ({reason(error)})") from error
                 if state.tools:
                     raise SpecError(f"{self.asked.label}: solver {name} gives the model tools; {_SERVED}")
@@ -373,7 +381,7 @@ class _Generate:
 def inspect_task(asked: InspectName) -> InspectTask:
     """Load a task and its samples; raises AuditError for one that cannot be a suite."""
 
-    def failed(error: Exception) -> str:
+    def failed(error: BaseException) -> str:
         return f"{asked.label} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
 
     with loading("inspect_ai", _NEEDED, "inspect_ai", failed):

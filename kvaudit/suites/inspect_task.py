@@ -23,7 +23,8 @@ class Inspect(TaskFamily):
     """The family: a member is made for each task that is named. ``context_tokens`` is the most that a prompt may take.
 
     One scorer, the first or the one that is named, gives the score and one facet, ``solved`` or the one that is named;
-    a facet that nobody wants turns the score around. A sample is a cluster, or every value of a column is.
+    a facet that nobody wants turns the score around. A sample is a cluster, or every value of a column is;
+    samples that ask the same are one cluster.
     """
 
     name = INSPECT

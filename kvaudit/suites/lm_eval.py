@@ -7,7 +7,7 @@ resume are ours, and none of the harness's caches takes part. Options are scored
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -17,14 +17,14 @@ from kvaudit.core.facets import unknown
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
-from kvaudit.suites.task_family import RIGHT, TaskFamily, TaskRow
+from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, RIGHT, TaskFamily, TaskRow, TookTooLong, joined, limited
 
 
 class LmEval(TaskFamily):
     """The family: a member is made for each task that is named. ``context_tokens`` is the most that a prompt may take.
 
     The first metric that is a number from 0 to 1 for each document is the score; a document is a cluster, or every
-    value of a column is.
+    value of a column is; documents that ask the same are one cluster.
     """
 
     name = FAMILY
@@ -59,10 +59,14 @@ class LmEval(TaskFamily):
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:
-            score = self._task.score(self._document(item), answer)
+            with limited():
+                score = self._task.score(self._document(item), answer)
         except AuditError:
             raise
-        except Exception as error:  # the task's code, over whatever the model wrote
+        except TookTooLong:
+            note = f"the metric took over {GRADING_SECONDS:g} s"
+            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
+        except RAISED as error:  # the task's code, over whatever the model wrote
             note = f"the metric raised {type(error).__name__}"
             return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
         return replace(graded(score >= RIGHT, {"solved": score >= RIGHT}), score=score)
@@ -79,7 +83,7 @@ class LmEval(TaskFamily):
 def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - the same name means another task in another folder
     task = harness_task(HarnessTaskName.of(rest))
     return LmEval.of_task(
-        {_cluster(task, "eval", number) for number in range(len(task.documents))},
+        {row.cluster_id for row in _rows(task, "eval")},
         name=FAMILY + rest,
         version=f"{task.task.VERSION}-{task.digest}",
         source=f"lm-evaluation-harness: {task.asked.task}, {task.metric}",
@@ -101,11 +105,19 @@ def _cluster(task: HarnessTask, split: Split, number: int) -> str:
 @cache
 def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
     """Every document as it is asked; raises SpecError where the user does not speak last."""
-    rows, documents = list[TaskRow](), _documents(task, split)
-    for number, (document, opening) in enumerate(zip(documents, task.prompts(documents), strict=True)):
+    rows, documents, name = list[TaskRow](), _documents(task, split), task.asked.task
+    openings, options = task.prompts(documents), [task.options(document) for document in documents]
+    own = [_cluster(task, split, number) for number in range(len(documents))]
+    clusters = joined(own, [_question(*pair) for pair in zip(openings, options, strict=True)])
+    for number, (opening, cluster) in enumerate(zip(openings, clusters, strict=True)):
         if opening[-1].role is not Role.USER:
-            raise SpecError(f"lm-eval task {task.asked.task!r}: document {number} begins the answer for the model")
-        payload = {"split": split, "document": number, "options": list(task.options(document))}
-        cluster = f"{task.asked.task}-{_cluster(task, split, number)}"
-        rows.append(TaskRow(f"{task.asked.task}-{split}-{number}", cluster, opening, payload, str(number)))
+            raise SpecError(f"lm-eval task {name!r}: document {number} begins the answer for the model")
+        payload = {"split": split, "document": number, "options": list(options[number])}
+        rows.append(TaskRow(f"{name}-{split}-{number}", f"{name}-{cluster}", opening, payload, str(number)))
     return rows
+
+
+def _question(opening: Sequence[Message], options: tuple[str, ...]) -> Hashable:
+    """What a document asks, without the examples, which are drawn anew for each."""
+    system = tuple(message.content for message in opening if message.role is Role.SYSTEM)
+    return system, opening[-1].content, options

@@ -254,7 +254,8 @@ def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
 def _books(suite: str) -> list[tuple[str, ...]]:
     """The sentences of every book; raises DataError where there is none."""
     # all of them, since how many there are decides which one is drawn
-    books = [_noted(path, _sentences) for path in sorted(data_file(suite, BOOKS).rglob("*.txt"))]
+    files = sorted(path for path in data_file(suite, BOOKS).rglob("*.txt") if path.name[0] != ".")
+    books = [_noted(path, _sentences) for path in files]
     if not any(books):
         raise DataError(f"suite {suite}: {str(data_folder())!r} holds no prose in {BOOKS}/*.txt")
     return books

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,11 +17,13 @@ from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import in_turn
 
 RIGHT = 0.5  # of a score that gives parts of a point
+RAISED = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; ctrl-C comes through
+GRADING_SECONDS = 60.0  # of one answer
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
 
 
 @contextmanager
-def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception], str]) -> Iterator[None]:
+def loading(package: str, needed: str, remarks: str, failed: Callable[[BaseException], str]) -> Iterator[None]:
     """Load a task without the package's ``remarks``; what it or the task's code raises becomes the line ``failed``.
 
     ``needed`` says what to install where the package is not here.
@@ -35,10 +39,36 @@ def loading(package: str, needed: str, remarks: str, failed: Callable[[Exception
         yield
     except AuditError:
         raise
-    except Exception as error:  # a task is a program
+    except RAISED as error:  # a task is a program, which may end itself
         raise DataError(failed(error)) from error
     finally:
         logger.setLevel(level)
+
+
+class TookTooLong(BaseException):
+    """A task's code was stopped; no ``except Exception`` of its own holds this up."""
+
+
+@contextmanager
+def limited(seconds: float = GRADING_SECONDS) -> Iterator[None]:
+    """Stop what a task's code does in the body after so many seconds, with TookTooLong.
+
+    Only the main thread can be stopped so, which is where answers are graded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
@@ -46,6 +76,12 @@ def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
     for why, holds in reasons.items():
         if holds:
             raise SpecError(f"{label} {why}; {wanted} can be suites")
+
+
+def joined(clusters: Sequence[str], asked: Sequence[Hashable]) -> list[str]:
+    """The cluster of every row, that of the first row that asks the same: a copy of a question is no new evidence."""
+    first = dict[Hashable, str]()
+    return [first.setdefault(question, cluster) for cluster, question in zip(clusters, asked, strict=True)]
 
 
 class TaskRow(NamedTuple):

@@ -19,7 +19,9 @@ import typer
 
 from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
+from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's
 LONGEST_LINE = 2_000  # characters of an error
 _WIDTH_OF_A_PIPE = 200  # characters
 _MOST_SEED = 2**63 - 1  # what torch takes
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
 
 SpecFile = Annotated[Path, argument(help="The run's YAML file.")]
@@ -100,7 +103,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
     ``command`` is what goes on, word by word: it is printed as a shell reads it.
     """
-    hint = shlex.join(map(str, command))
+    hint = without_passwords(shlex.join(map(str, command)))
     try:
         yield
     except AuditError as error:
@@ -109,10 +112,18 @@ def user_errors(*command: object) -> Iterator[None]:
         what, code = ("terminated", _TERMINATED) if isinstance(stop, Terminated) else ("interrupted", _INTERRUPTED)
         typer.echo(f"{what}; continue with: {hint}" if hint else what, err=True)
         raise typer.Exit(code) from None
+    except SystemExit as end:  # a task, a plug-in or a template is a program; ours end otherwise
+        more = f"; what is written stays, continue with: {hint}" if hint else ""
+        raise _failed(f"code that is not kvaudit's own ended the command by sys.exit({end.code!r}){more}") from end
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise _failed(
                 f"{str(error.filename)[:80]!r} cannot be a path ({error.strerror}); give a shorter one"
+            ) from None
+        if error.errno in _GONE and error.filename and not Path(error.filename).parent.exists():
+            raise _failed(
+                f"the folder of {str(error.filename)!r} is gone: it was moved or deleted meanwhile; put it back"
+                + (f" and continue with: {hint}" if hint else "")
             ) from None
         if error.errno not in _DISK_ERRORS:
             raise
@@ -123,13 +134,13 @@ def user_errors(*command: object) -> Iterator[None]:
 
 def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
     for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
-        typer.echo(inline(clip(text, LONGEST_LINE)), err=True)
+        typer.echo(inline(clip(without_passwords(text), LONGEST_LINE)), err=True)
     return typer.Exit(code)
 
 
 def say_unfinished(run: Path) -> None:
     """Say on stderr that a run is to be gone on with first, where it is a half; what follows is of that half."""
-    names = {path.name for path in (run / "records").glob("*.json*")}
+    names = {path.name for path in plain_files(run / "records", "*.json*")}
     # a file of records that has no .done.json beside it is still being written
     unsealed = sum(
         name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names

@@ -31,6 +31,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
+from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Options:
     takeover: bool = False
     launcher: str = HERE
     anyway: bool = False
+    ask_refused: bool = False
 
     def __post_init__(self) -> None:
         """Raise SpecError for numbers that cannot be, as they may come from Python."""
@@ -73,6 +75,9 @@ Join = Annotated[
     bool,
     typer.Option("--join", help="SPEC is the folder of a run that another process has begun: help until it is done."),
 ]
+AskRefused = Annotated[
+    bool, typer.Option("--ask-refused", help="With --resume: ask anew what a server refused; answers stay.")
+]
 _PHASES = ("train", "evaluate")
 
 
@@ -90,6 +95,7 @@ def run(
     plugin: Plugins = None,
     takeover: Takeover = False,
     anyway: Anyway = False,
+    ask_refused: AskRefused = False,
 ) -> None:
     """Run a spec: train its arms, ask every question, report.
 
@@ -104,8 +110,11 @@ def run(
         takeover=takeover,
         launcher=launcher,
         anyway=anyway,
+        ask_refused=ask_refused,
     )
     with user_errors(*_how_to_go_on(spec, out, limit, only=only, join=join)):
+        if ask_refused and not resume:
+            raise SpecError("--ask-refused is given without --resume: only a run that is there has refused answers")
         if join:
             of_a_new_run = {"--limit": limit, "--workers": workers, "--launcher": launcher != HERE, "--anyway": anyway}
             _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **of_a_new_run})
@@ -283,7 +292,7 @@ class AskedRun(NamedTuple):
 def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
     if isinstance(source, Path):
-        typer.echo(f"reading {inline(str(source))}")  # at once: what is imported next takes seconds
+        typer.echo(f"reading {without_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 
@@ -292,6 +301,11 @@ def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options)
     spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
     if spec.probe is not None:
         raise SpecError(f"{name!r} is the plan of a probe; ask an endpoint: kvaudit probe {name} --base-url URL")
+    if options.ask_refused and spec.evaluate.rounds is not None:
+        raise SpecError(
+            "--ask-refused is given for a run in rounds (evaluate.rounds), whose looks have counted what was refused; "
+            "begin another run with --out"
+        )
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data(spec)
@@ -338,7 +352,17 @@ def opened_run(
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
     return (
-        Pipeline(run, console, threads, prepared, asked.plugins, takeover=takeover, others=others, processes=processes),
+        Pipeline(
+            run,
+            console,
+            threads,
+            prepared,
+            asked.plugins,
+            takeover=takeover,
+            others=others,
+            processes=processes,
+            asks_refused=options.ask_refused,
+        ),
         run,
     )
 

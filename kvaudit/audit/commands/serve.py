@@ -13,6 +13,7 @@ import typer
 from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.secrets import variable_shown
 from kvaudit.core.text import install_line
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
@@ -20,6 +21,7 @@ _Aliases = Annotated[
     list[str] | None, option("--alias", help="ALIAS=NAME@POLICY, a name that does not tell its policy.")
 ]
 
+_GRACE = 5  # seconds that requests under way have once the server is told to end
 _KeyEnv = Annotated[str | None, option(help="The environment variable with the key.")]
 
 
@@ -53,7 +55,7 @@ def serve(
 
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
-            raise SpecError(f"--key-env names {key_env}, which is not set")
+            raise SpecError(f"--key-env: the environment variable {variable_shown(key_env)} is not set")
         if dtype not in ("float32", "bfloat16", "auto"):
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
         listening = _bound(host, port)  # before models are loaded, which takes minutes
@@ -63,7 +65,9 @@ def serve(
         for name in engine.names:
             say(console, f"model: {name}")
         app = application(engine, key=key, log=lambda line: say(console, line))
-        config = uvicorn.Config(app, host=host, port=port, log_level="error", access_log=False)
+        config = uvicorn.Config(
+            app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
+        )
         say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
@@ -104,6 +108,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # or another server could have the port while our models load
     except OSError as error:
         listening.close()
         raise SpecError(f"{host} port {port} cannot be listened on ({error.strerror}); give another --port") from None

@@ -24,6 +24,7 @@ from kvaudit.core.files import LONGEST_VALUE
 from kvaudit.core.named_text import split_named
 from kvaudit.core.records import Message
 from kvaudit.core.registry import Registry
+from kvaudit.core.secrets import has_password, is_secret_name
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import is_text, shown
 
@@ -321,13 +322,25 @@ def is_engine(name: str) -> bool:
 
 
 def _of(engine: str, settings: Settings) -> Condition:
-    found = Condition(engine, tuple(sorted(ENGINES.get(engine).filled(settings).items())))
+    filled = ENGINES.get(engine).filled(settings)
+    _check_no_secret(engine, filled)
+    found = Condition(engine, tuple(sorted(filled.items())))
     if (length := len(found.canonical)) > LONGEST_VALUE:
         raise SpecError(
             f"engine {engine} has settings of {length} characters once they are spelled out, a spec can hold "
             f"{LONGEST_VALUE}; give shorter ones"
         )
     return found
+
+
+def _check_no_secret(engine: str, settings: Settings) -> None:
+    """Raise SpecError for a setting that nobody would want in a spec, a record or a report."""
+    for name, value in settings.items():
+        if is_secret_name(name) or has_password(value):
+            raise SpecError(
+                f"engine {engine}: setting {name} holds a secret, which specs, records and reports would show; set it "
+                "in the environment that kvaudit is started in, which engines see"
+            )
 
 
 def _words(engine: str, given: Mapping[Any, Any]) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ _REMEDY = {
     Scope.QUESTION: "see whether it serves the model that is given here, with the model's own chat template",
     Scope.ENDPOINT: "mend base_url, model or key",
 }
+_RECOUNTED, _RECOUNTED_LEAST = 0.2, 16  # share and number of tokens by which a text may come out longer than it was
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 
 
@@ -75,7 +77,8 @@ class RunningEndpoint(Engine):
         _endpoint(settings, part.answer).client("engine endpoint")
         url = f"{settings['base_url'].rstrip('/')}/models"
         try:
-            over_http(url, b"", {}, _THERE)  # whatever it says
+            with suppress(Unanswered):  # whatever it says, and at whatever length: it is there
+                over_http(url, b"", {}, _THERE)
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise SpecError(
@@ -127,6 +130,7 @@ class _EndpointSession(Session):
             found = self._answer(asked.messages, len(asked.ids), asked.most, more, until)
         except RefusedRequest as why:
             return Reply((), "error", refused=str(why))
+        self._hold_model(found.model)
         return Reply((), found.finish, text=found.text, thought=found.thought, said_in=found.said_in)
 
     def _answer(
@@ -145,6 +149,7 @@ class _EndpointSession(Session):
         if seen:
             self._readings.note(rows)
         found = answer(said, Sent(rows, sent, True, most), 0.0, self._readings)
+        self._check_kept_to(most, found)
         # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
         read = found.prompt_tokens
@@ -155,6 +160,26 @@ class _EndpointSession(Session):
                 Scope.QUESTION,
             )
         return found
+
+    def _check_kept_to(self, most: int, found: Answer) -> None:
+        """Raise Unanswered for an answer of more tokens than were asked for, where the server counts none itself."""
+        if found.new_tokens is not None:
+            return
+        wrote = self._chat.count_tokens(found.text)
+        # other tokens than it drew may spell the same text
+        if wrote > most * (1 + _RECOUNTED) + _RECOUNTED_LEAST:
+            what = f"it wrote {wrote} tokens where at most {most} were asked for"
+            raise Unanswered(what, Scope.QUESTION)
+
+    def _hold_model(self, named: str) -> None:
+        """Raise Unanswered for an answer of another model than the first one: gateways fall back on others."""
+        first = self.described["model"]
+        if inline(named) != first:
+            raise Unanswered(
+                f"an answer of model {inline(named)!r}, its first answer was of model {first!r}; no answer of another "
+                "model is kept: turn off whatever falls back on one",
+                Scope.QUESTION,
+            )
 
     @property
     def _options(self) -> dict[str, Any]:

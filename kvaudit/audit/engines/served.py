@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +24,7 @@ from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import clipped, inline, one_line
+from kvaudit.core.threads import begun
 
 _PORTS = 3  # tried, where somebody takes one before the engine does
 _TAKEN = ("already in use", "EADDRINUSE", "is in use")
@@ -228,9 +229,8 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
     Raises the first Unanswered that one raises, and one of its own at the time ``until``.
     """
     began = time.monotonic()
-    pool = ThreadPoolExecutor(at_once)
+    futures = begun(ask, asked, at_once)
     try:
-        futures = [pool.submit(ask, one) for one in asked]
         done, open_ = wait(futures, max(0.0, until - began), FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
         if failed:
@@ -239,7 +239,8 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
             raise Unanswered(f"nothing for {len(open_)} of {len(futures)} requests in {until - began:.3g} s")
         return [future.result() for future in futures]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in futures:
+            future.cancel()
 
 
 def one_spelling(settings: Settings) -> Settings:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -152,14 +152,28 @@ def try_out_engines(
     ids, stops = opening_of(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     most = 1 if heard is None else FIRST_TOKENS
     asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
+    with _trial_logs() as logs:
+        for condition in conditions:
+            with started_engine(condition, model, spec, logs) as session:
+                try:
+                    (reply,) = session.answer([asked])
+                except EngineFailed as error:
+                    raise RunError(f"{error} (condition {condition.canonical})") from None
+            if heard is not None:
+                said = model.chat.text(reply.ids) if reply.text is None else reply.text
+                heard(condition.canonical, item, said if reply.refused is None else f"refused: {reply.refused}")
+
+
+@contextmanager
+def _trial_logs() -> Iterator[Path]:
+    """A folder for what engines write while they are tried out, which stays where something was raised and it tells
+    something.
+    """
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    for condition in conditions:
-        with started_engine(condition, model, spec, logs) as session:
-            try:
-                (reply,) = session.answer([asked])
-            except EngineFailed as error:
-                raise RunError(f"{error} (condition {condition.canonical})") from None
-        if heard is not None:
-            said = model.chat.text(reply.ids) if reply.text is None else reply.text
-            heard(condition.canonical, item, said if reply.refused is None else f"refused: {reply.refused}")
+    try:
+        yield logs
+    except BaseException:
+        if not any(path.stat().st_size for path in logs.iterdir()):
+            shutil.rmtree(logs)
+        raise
     shutil.rmtree(logs)

@@ -18,7 +18,16 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.units import PILOT_FOLDER, RecordFile, Row, Unit, UnitFiles, sealed_records
+from kvaudit.audit.runs.units import (
+    PILOT_FOLDER,
+    RecordFile,
+    Row,
+    Unit,
+    UnitFiles,
+    answered_rows,
+    kept_rows,
+    sealed_records,
+)
 from kvaudit.audit.sampling.chat import Chat, Rendered
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
 from kvaudit.audit.sampling.model import LoadedModel
@@ -179,7 +188,8 @@ class Evaluator:
         part = (folder or run.records).name
         batches = self._asked_batches(suite, units[0], part, rows)
         anew = part in (PILOT_FOLDER, AGAIN, SHUFFLED)  # whatever the pilot has answered
-        known = {unit: {} if anew else self._answered(unit, run) for unit in units}
+        place = folder or run.records
+        known = {unit: {} if anew else {**self._answered(unit, run), **self._kept(unit, place)} for unit in units}
         samples = range(self._spec.evaluate.samples_of(suite.name))
         wanted = [[(item.item_id, sample) for item in batch for sample in samples] for batch in batches]
 
@@ -191,8 +201,8 @@ class Evaluator:
         with ExitStack() as stack:
             files = dict[Unit, RecordFile]()
             for unit in units:
-                place, identity = UnitFiles.of(folder or run.records, unit), unit.identity(self._model.sha256)
-                files[unit] = stack.enter_context(RecordFile(place, wanted, identity))
+                own, identity = UnitFiles.of(place, unit), unit.identity(self._model.sha256)
+                files[unit] = stack.enter_context(RecordFile(own, wanted, identity))
             for unit, file in files.items():
                 note(unit, file)
             if rows is not None or (folder or run.records) == run.records:
@@ -214,8 +224,8 @@ class Evaluator:
                         )
                         for item in fresh[unit]:
                             prompts[item.item_id] = prompts.get(item.item_id) or opening_of(self._model.chat, item)
-                        own = [prompts[name] for name in key]
-                        records = self._answers(unit, suite, fresh[unit], own, shared)
+                        openings = [prompts[name] for name in key]
+                        records = self._answers(unit, suite, fresh[unit], openings, shared)
                         files[unit].append(_whole(batch, records, known[unit], samples))
                         note(unit, files[unit])
 
@@ -269,8 +279,15 @@ class Evaluator:
         return decoding, seeds, samples, part.think is not None
 
     def _answered(self, unit: Unit, run: RunFolder) -> Mapping[Row, Record]:
-        """What the pilot of a run has answered of a unit, nothing where it did not ask it."""
-        return sealed_records(UnitFiles.of(run.path / PILOT_FOLDER, unit), unit.identity(self._model.sha256))
+        """What the pilot of a run has answered of a unit, nothing where it did not ask it; what a server refused then
+        is asked again.
+        """
+        files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
+        return answered_rows(sealed_records(files, unit.identity(self._model.sha256)))
+
+    @staticmethod
+    def _kept(unit: Unit, folder: Path) -> Mapping[Row, Record]:
+        return kept_rows(UnitFiles.of(folder, unit))
 
     @cached_property
     def _served(self) -> LoadedModel:

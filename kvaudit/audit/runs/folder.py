@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.core.errors import DataError, RunError
-from kvaudit.core.files import mutex, write_json, write_whole
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.files import LARGEST_FILE, mutex, write_json, write_whole
 from kvaudit.core.provenance import PROVENANCE, items_in, read_provenance
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
@@ -77,6 +77,19 @@ class RunFolder:
             return held[key]
 
 
+def noted(run: RunFolder, *keys: str) -> Any:
+    """What provenance.json holds under a key, or under keys inside each other; raises DataError where it lacks one."""
+    value: Any = run.provenance()
+    for key in keys:
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(
+                f"{str(run.path / PROVENANCE)!r} lacks {'.'.join(keys)}, which the run wrote into it; put it back "
+                "as it was, or start another run with --out"
+            )
+        value = value[key]
+    return value
+
+
 def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     """Whether ``path`` holds this run already; writes nothing.
 
@@ -89,6 +102,11 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
                 not path.is_dir() or any(one.name[0] != "." and one.name not in begun for one in path.iterdir())
             ):
                 raise RunError(f"{str(path)!r} is not empty and holds no run; give another --out")
+            if (size := len(dump_spec(spec).encode())) > LARGEST_FILE:
+                raise SpecError(
+                    f"the spec comes to {size} bytes once its defaults are written out, a spec can hold "
+                    f"{LARGEST_FILE}; ask fewer policies or suites in one run"
+                )
             return False
     _check_same(path, spec)
     if not resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
-from kvaudit.audit.runs.claims import Claim, HeldUnits, work_through, work_through_groups
+from kvaudit.audit.runs.claims import Claim, Claims, HeldUnits, work_through, work_through_groups
 from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
@@ -35,7 +36,7 @@ from kvaudit.audit.runs.evaluate import (
     served_by_us,
 )
 from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
-from kvaudit.audit.runs.folder import RunFolder, make_folder, utc_now, versions_line
+from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, noted, utc_now, versions_line
 from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.launchers.local import idle_cores
@@ -62,7 +63,7 @@ from kvaudit.audit.runs.rounds import (
     rows_plan,
     words_of,
 )
-from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, Unit, UnitFiles, open_refused, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
@@ -182,7 +183,7 @@ class Pipeline:
 
     Without ``prepared`` the model is loaded when something is left to do. ``takeover``: see ``Claims``. ``others`` is
     the command, without its threads, by which another rank of a training unit is started. ``processes`` work on the run
-    on this machine.
+    on this machine. ``asks_refused``: what a server refused is asked anew.
     Raises DataError where a checkpoint that was finished is no longer whole, RunError where the run was started with
     other ``plugins`` (file name -> sha256).
     """
@@ -198,6 +199,7 @@ class Pipeline:
         takeover: bool = False,
         others: Sequence[str] = (),
         processes: int = 1,
+        asks_refused: bool = False,
     ) -> None:
         if JUDGED in run.provenance():
             raise RunError(
@@ -212,7 +214,7 @@ class Pipeline:
         self._base: LoadedModel | None = None
         self._evaluator: tuple[Pair, Evaluator] | None = None
         self._slot = EngineSlot(run, self._spec, self._say, self._starting)
-        self._processes = processes
+        self._processes, self._asks_refused = processes, asks_refused
         self._bar: RunBar | None = None
         self._ended: str | None = None  # why no further round is asked
         self._mine: Pair | None = None  # what this process trains
@@ -308,7 +310,7 @@ class Pipeline:
         """Be one of the other ranks of whatever the first one trains."""
         section = self._spec.train
         assert section is not None
-        spec, known = self._spec, self._run.provenance()["base_sha256"]
+        spec, known = self._spec, noted(self._run, "base_sha256")
         self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != known:
             raise RunError(
@@ -522,7 +524,10 @@ class Pipeline:
         if self._spec.evaluate.rounds is not None:
             was_whole, units = self._ask_in_rounds(self._spec.evaluate.rounds)
         else:
+            if self._asks_refused:
+                self._open_refused(units)
             was_whole = self._serve("evaluate", units, self._run.records)
+        self._say_refused(units)
         floored = floor_units(units) if self._spec.evaluate.floor else []
         for folder in floor_folders(self._run.path) if floored else ():
             make_folder(folder)
@@ -556,6 +561,24 @@ class Pipeline:
             was_whole = False
             self._ask_round(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
 
+    def _open_refused(self, units: Sequence[Unit]) -> None:
+        """Open the finished units in which a server refused rows, but those that another process is at."""
+        for unit in units:
+            files = UnitFiles.of(self._run.records, unit)
+            with Claims(takeover=self._takeover).claim(files.lock) as mine:
+                if mine is not None and files.seal.exists():
+                    open_refused(files, unit.identity(self._sha256_of((unit.arm, unit.seed))))
+
+    def _say_refused(self, units: Sequence[Unit]) -> None:
+        """Say how many answers a server refused, and how they are asked anew; those of rounds never are."""
+        seals = [UnitFiles.of(self._run.records, unit).seal for unit in units if isinstance(unit.policy, Condition)]
+        refused = sum(int(read_json(seal).get(REFUSED, 0)) for seal in seals if seal.exists())
+        if refused:
+            path = self._run.path
+            words = shlex.join(["kvaudit", "run", str(path / SPEC), "--out", str(path), "--resume", "--ask-refused"])
+            how = "" if self._spec.evaluate.rounds is not None else f"; ask them anew: {words}"
+            self._say(f"{refused} answers were refused by a server and are unscored{how}")
+
     def _rows_plan(self, rounds: Rounds) -> RowsPlan:
         """What may be asked at the most, as the first process noted it."""
         provenance = self._run.provenance()
@@ -569,11 +592,11 @@ class Pipeline:
         if not plan.items:  # nothing can be measured, which the records of the pilot's suites are to show
             plan = rows_plan(found["items"], seconds, {}, 0.0, rounds.first)
         self._run.keep(LOOKS, PLANNED, plan.written())
-        noted = RowsPlan.of(self._run.provenance())
-        assert noted is not None
-        for line in plan_lines(noted, self._spec):
+        kept = RowsPlan.of(self._run.provenance())
+        assert kept is not None
+        for line in plan_lines(kept, self._spec):
             self._say(line)
-        return noted
+        return kept
 
     def _check_own_clusters(self) -> None:
         """Raise SpecError for a suite whose rows share clusters, of which a look could hold a part."""
@@ -765,7 +788,7 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            inputs = inputs_sha256(self._run.provenance()[INPUTS])
+            inputs = inputs_sha256(noted(self._run, INPUTS))
             self._evaluator = (pair, Evaluator(model, self._spec, self._batches, inputs, self._slot))
         return self._evaluator[1]
 
@@ -815,9 +838,9 @@ class Pipeline:
 
     def _sha256_of(self, pair: Pair) -> str:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
-            return str(self._run.provenance()["base_sha256"])
+            return str(noted(self._run, "base_sha256"))
         if pair[0] in self._spec.checkpoints:
-            return str(self._run.provenance()[CHECKPOINTS][f"{pair[0]}/{pair[1]}"])
+            return str(noted(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
         return self._trained_sha256(pair)
 
     def _trained_sha256(self, pair: Pair) -> str:

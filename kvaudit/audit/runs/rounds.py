@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import read_json, write_json, write_output
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
@@ -125,13 +125,19 @@ def put_together(run: Path, units: Sequence[Unit], rounds: int) -> None:
         if not parts:
             continue
         raw = b"".join(part.records.read_bytes() for part in parts)
-        whole, last = UnitFiles.of(run / "records", unit), read_json(parts[-1].seal)
-        digest = hashlib.sha256(raw).hexdigest()
+        whole, digest = UnitFiles.of(run / "records", unit), hashlib.sha256(raw).hexdigest()
         if whole.seal.exists() and read_json(whole.seal)["sha256"] == digest:
             continue
         whole.seal.unlink(missing_ok=True)
         write_output(whole.records, raw.decode())
-        write_json(whole.seal, {**last, "records": raw.count(b"\n"), "sha256": digest})
+        own = {"records": raw.count(b"\n"), "sha256": digest}
+        write_json(whole.seal, _joined_seal([read_json(part.seal) for part in parts]) | own)
+
+
+def _joined_seal(seals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last of the seals, with the rows that a server refused in any of its rounds."""
+    refused = sum(int(seal.get(REFUSED, 0)) for seal in seals)
+    return {**seals[-1], **({REFUSED: refused} if refused else {})}
 
 
 def words_of(run: Path) -> dict[str, str]:

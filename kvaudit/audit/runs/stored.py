@@ -18,7 +18,7 @@ from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import read_json
+from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
@@ -89,7 +89,7 @@ class Items:
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
     found, unfinished = [], []
-    for records in sorted(run.records.glob("*.jsonl")):
+    for records in plain_files(run.records, "*.jsonl"):
         if not seal_of(records).exists():
             unfinished.append(records.name)
             continue

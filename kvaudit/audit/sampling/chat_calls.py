@@ -17,6 +17,7 @@ _FRAME = 64, 16  # tokens that a chat template may put around a conversation, an
 _COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
 _SPARE = 16  # tokens beyond the limit of an answer that count as rounding
 _ENDED_BY_ERROR = "error"  # how gateways say that the server behind them failed under way
+_LONGEST_TOKEN = 128  # characters: the longest of the usual vocabularies, which are spaces
 
 WireRows = Sequence[Mapping[str, str]]  # a conversation as it goes over the wire
 
@@ -146,8 +147,10 @@ def _read_tokens(usage: Any, sent: Sent, readings: Readings) -> int | None:
 
 
 def _check_drawn(completion: ChatCompletion, finish: Finish, drawn: int | None, limit: int) -> None:
-    """Raise Unanswered for a claim of new tokens that no answer of this limit has; thoughts may go beyond it."""
+    """Raise Unanswered for an answer, or a claim of new tokens, that none of this limit has; thoughts may be longer."""
     if drawn is None:
+        if len(completion.text) > (limit + _SPARE) * _LONGEST_TOKEN:  # told without counting tokens
+            raise _broken(f"it wrote {len(completion.text)} characters where at most {limit} tokens were asked for")
         return
     thought = _number(_details(completion.usage, "completion"), "reasoning_tokens") or 0
     spoken = drawn - min(thought, drawn)

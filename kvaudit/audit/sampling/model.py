@@ -39,6 +39,7 @@ from kvaudit.audit.sampling.weights import (
 )
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
+from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import own_files
 from kvaudit.core.text import install_line, shown
 
@@ -188,7 +189,7 @@ def refuse_code(folder: Path) -> None:
 
     transformers would ask on standard input whether to run it.
     """
-    for path in sorted(folder.glob("*config.json")):  # tokenizer and processor configs can name code too
+    for path in plain_files(folder, "*config.json"):  # tokenizer and processor configs can name code too
         try:
             found = _names_code(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:

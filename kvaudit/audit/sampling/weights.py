@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from kvaudit.core.errors import DataError
+from kvaudit.core.files import plain_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = "transformers_weights"  # the key under which a config names weights
@@ -38,7 +39,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 def weight_files(folder: Path) -> list[Path]:
     """The files whose tensors become the model, by name; DataError where the folder has none or points elsewhere."""
     for pattern, what in _ELSEWHERE.items():
-        for path in sorted(folder.glob(pattern)):
+        for path in plain_files(folder, pattern):
             raise DataError(f"checkpoint {str(folder)!r}: {path.name} is {what}")
     if (folder / "config.json").is_file() and _table(folder / "config.json").get(_NAMED) is not None:
         raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights ({_NAMED}); take that out")
@@ -46,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return _shards(folder / INDEX)
-    if list(folder.glob("*.safetensors")):
+    if plain_files(folder, "*.safetensors"):
         raise DataError(f"checkpoint {str(folder)!r} holds neither {SINGLE} nor {INDEX}; give its weights that name")
     raise DataError(f"checkpoint {str(folder)!r} holds no .safetensors weights; pickled weights are not loaded")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import http
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -11,15 +12,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvaudit.audit.serving.engine import Busy, OwnEngine
+from kvaudit.audit.serving.engine import Answering, Busy, OwnEngine
 from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, failure, read_request
 from kvaudit.core.errors import AuditError, RunError
 
 LARGEST_BODY = 16 << 20  # bytes
+_LOOK = 0.5  # seconds between two looks whether a client is still there
 Log = Callable[[str], None]
 
 
@@ -39,6 +42,7 @@ def application(engine: OwnEngine, *, key: str | None = None, log: Log = lambda 
             Route("/v1/chat/completions", service.complete, methods=["POST"]),
         ],
         lifespan=lifespan,
+        exception_handlers={HTTPException: service.no_route},
     )
 
 
@@ -64,7 +68,10 @@ class _Service:
             return refused
         try:
             asked = read_request(await _body(request))
-            answer = await (self._streamed(asked, started) if asked.stream else self._whole(asked, started))
+            streams = asked.stream
+            answer = await (self._streamed(asked, started) if streams else self._whole(request, asked, started))
+        except _ClientGone:
+            return self._failed(499, "the client has gone", started)
         except _TooLarge as error:
             return self._failed(413, str(error), started)
         except Busy as error:
@@ -77,10 +84,19 @@ class _Service:
             return self._failed(500, f"the request could not be read: {type(error).__name__}", started)
         return answer
 
-    async def _whole(self, asked: ChatRequest, started: float) -> Response:
+    async def no_route(self, _: Request, error: Exception) -> Response:
+        """A path or a method that is not served, in JSON as every answer."""
+        assert isinstance(error, HTTPException)
+        message = f"{http.HTTPStatus(error.status_code).phrase}; served are /v1/models and POST /v1/chat/completions"
+        return self._failed(error.status_code, message, time.perf_counter(), dict(error.headers or {}))
+
+    async def _whole(self, request: Request, asked: ChatRequest, started: float) -> Response:
         # rendering a chat template waits for another process
         prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked)
-        choices = await asyncio.wrap_future(done)
+        try:
+            choices = await _answered(request, done)
+        finally:
+            done.abandon()
         self._note(200, asked, choices, prompt_tokens, started)
         return JSONResponse(ReplyBodies(asked).whole(choices, prompt_tokens))
 
@@ -98,7 +114,9 @@ class _Service:
                 async for event in _events(asked, heard, finished, prompt_tokens):
                     yield event
             finally:
-                if done.cancel() or not done.done():  # the client went; what has not begun need not
+                is_gone = not done.done()
+                done.abandon()
+                if is_gone:  # the client went
                     self._log(f"499 {_took(started)}")
                 elif done.exception() is not None:
                     self._log(f"500 {_took(started)}")
@@ -128,6 +146,20 @@ class _Service:
 
 def _took(started: float) -> str:
     return f"{1000 * (time.perf_counter() - started):.0f} ms"
+
+
+class _ClientGone(Exception):
+    """Nobody waits for an answer any more."""
+
+
+async def _answered(request: Request, done: Answering) -> list[Choice]:
+    """The answers to a request; raises _ClientGone once its client has gone."""
+    finished = asyncio.wrap_future(done)
+    while not finished.done():
+        await asyncio.wait([finished], timeout=_LOOK)
+        if not finished.done() and await request.is_disconnected():
+            raise _ClientGone
+    return finished.result()
 
 
 class _TooLarge(AuditError):

@@ -45,6 +45,17 @@ class ServedName:
     policy: Policy
 
 
+class Answering(Future[list[Choice]]):
+    """The answers to be of one request."""
+
+    is_abandoned = False  # nobody waits for them: what is under way ends at its next token
+
+    def abandon(self) -> None:
+        """Say that nobody waits any more; what has not begun will not."""
+        self.is_abandoned = True
+        self.cancel()
+
+
 @dataclass
 class _Job:
     """One request on its way. ``listener`` hears of text as it is drawn, from the sampling thread."""
@@ -54,7 +65,7 @@ class _Job:
     prompt: Rendered
     limit: int
     listener: TextListener | None
-    done: Future[list[Choice]] = field(default_factory=Future)
+    done: Answering = field(default_factory=Answering)
     answers: dict[int, Choice] = field(default_factory=dict)
 
     @property
@@ -84,6 +95,7 @@ class OwnEngine:
         most_waiting: int = 1024,
     ) -> None:
         self._models, self._aliases = {name: packed(model) for name, model in models.items()}, dict(aliases or {})
+        self._longest_token = {id(m): max(map(len, m.chat.tokenizer.get_vocab())) for m in self._models.values()}
         self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
         self._next = deque[_Job]()  # requests that were taken from the queue and wait for a batch
@@ -106,11 +118,12 @@ class OwnEngine:
             raise UnknownName("model", name, self.names)
         return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Future[list[Choice]]]:
+    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Answering]:
         """Queue a request; its prompt tokens, and answers to be. Raises SpecError, UnknownName, Busy or RunError."""
         if self._waiting.qsize() + len(self._next) >= self._most_waiting:
             raise Busy(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
+        self._check_length(asked)
         prompt = served.model.chat.opening(asked.messages)
         steady = steady_positions(served.model.model.config)  # beyond it a row would depend on its batch
         positions = min(served.model.max_positions, steady or served.model.max_positions)
@@ -127,6 +140,17 @@ class OwnEngine:
                 raise RunError(_CLOSING)
             self._waiting.put(job)
         return len(prompt.ids), job.done
+
+    def _check_length(self, asked: ChatRequest) -> None:
+        """Raise SpecError for a prompt that is too long whatever its tokens are: to count them takes minutes."""
+        model = self.served(asked.model).model
+        most = model.max_positions * self._longest_token[id(model)]
+        given = sum(len(message.content) for message in asked.messages)
+        if given > most:
+            raise SpecError(
+                f"the prompt has {given} characters, the {model.max_positions} positions of the model hold {most} at "
+                "the most; send less"
+            )
 
     def close(self) -> None:
         """Finish what is under way; requests that still wait fail."""
@@ -317,7 +341,9 @@ class _Text:
         self.job, self.number, self._passed_on = job, number, ""
 
     def heard(self, ids: Sequence[int]) -> bool:
-        """Tell what is certain by now; whether a stop text has come."""
+        """Tell what is certain by now; whether it is to end here: a stop text has come, or nobody waits any more."""
+        if self.job.done.is_abandoned:
+            return True
         if self.job.listener is None and not self.job.asked.stop:
             return False  # nobody wants to know
         text = self.job.served.model.chat.text(ids)

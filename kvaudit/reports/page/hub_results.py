@@ -17,6 +17,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.text import inline
 from kvaudit.reports.page.disclosure import Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.servers import without_servers
 
 HUB_FOLDER = ".eval_results"
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -38,7 +39,8 @@ def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         found.setdefault(_file(cell), []).append(_entry(told, cell, dataset))
-    return {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in found.items()}
+    texts = {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in found.items()}
+    return {name: without_servers(text, page.findings) for name, text in texts.items()}
 
 
 def _file(m: Measured) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import read_json
+from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
 
@@ -52,7 +52,7 @@ def _units_of(
     its checkpoints, its versions of suites and its conditions.
     """
     columns = Columns()
-    for unit in sorted(folder.glob("*.jsonl")):
+    for unit in plain_files(folder, "*.jsonl"):
         if seal_of(unit).is_file():
             check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
         else:

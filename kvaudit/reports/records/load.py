@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import read_json, read_text
+from kvaudit.core.files import plain_files, read_json, read_text
 from kvaudit.core.provenance import (
     ANYWAY,
     INPUTS,
@@ -116,7 +116,7 @@ def load_run(run: Path) -> RunData:
     spec = _spec(run / "spec.yaml", provenance)
     if last_look(provenance) is not None:  # without what the pilot found to have nothing to lose
         spec = spec.sized({suite: 0 for suite, number in items_in(provenance).items() if number == 0})
-    units = sorted((run / "records").glob("*.jsonl"))
+    units = plain_files(run / "records", "*.jsonl")
     _check_files(run / "records", units)
     columns = Columns()
     seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
@@ -179,7 +179,7 @@ def _check_there(path: Path) -> None:
 
 def _check_files(folder: Path, units: list[Path]) -> None:
     known = {seal_of(unit) for unit in units}
-    for seal in sorted(folder.glob("*.done.json")):
+    for seal in plain_files(folder, "*.done.json"):
         if seal not in known:
             raise DataError(
                 f"record file of {str(seal)!r} is missing; evaluate that unit again (delete the seal, resume)"

@@ -49,6 +49,7 @@ class Calls:
         raw = path.read_bytes() if path.exists() else b""
         self._torn = bool(raw) and not raw.endswith(b"\n")  # a kill has cut the last line
         self._known = dict(_kept(raw))
+        self.model = next((found.model for found in self._known.values() if found.model), "")  # that answered first
 
     def find(self, key: str) -> Answer | None:
         """The answer to a call, None where there is none yet."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,10 +37,12 @@ from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, i
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
+from kvaudit.core.threads import begun
 from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"
 _STREAK = 8  # calls that fail one after the other before the rest is left for another time
+_LAST_WORDS = 3.0  # seconds in which calls that were paid for may still be answered where a probe ends early
 _NAMED = 20  # reasons that a seal names
 _LARGEST_SEED = 2**31 - 1  # that every endpoint can read
 _NUMBER = re.compile(r"(?<!status )\b\w*\d[\w.]*")  # and the names of requests, which hold some
@@ -176,18 +178,20 @@ class Probe:
 
     def _talks(self, unit: ProbeUnit) -> list[_Talk]:
         samples = range(self._spec.evaluate.samples_of(unit.suite.name))
-        pool = ThreadPoolExecutor(self._part.at_once)
+
+        def talks(item: Item) -> list[_Talk]:
+            # one after the other: what an endpoint claims of the first tells how to read its claim of the next
+            return [self._talk(unit, item, sample) for sample in samples]
+
+        futures = begun(talks, unit.items, self._part.at_once)
         try:
-
-            def talks(item: Item) -> list[_Talk]:
-                # one after the other: what an endpoint claims of the first tells how to read its claim of the next
-                return [self._talk(unit, item, sample) for sample in samples]
-
-            return [talk for own in pool.map(talks, unit.items) for talk in own]
-        finally:
-            self._is_ending = True  # of threads that are left where something was raised; no others are
-            pool.shutdown(cancel_futures=True)
-            self._is_ending = False
+            return [talk for future in futures for talk in future.result()]
+        except BaseException:
+            self._is_ending = True  # conversations that are under way end with the call that they wait for
+            for future in futures:
+                future.cancel()
+            wait([future for future in futures if not future.cancelled()], _LAST_WORDS)
+            raise
 
     def _talk(self, unit: ProbeUnit, item: Item, sample: int) -> _Talk:
         """One conversation, from its opening to its end or to the first call that fails."""
@@ -231,6 +235,7 @@ class Probe:
         try:
             completion = self._client.ask(body)
             found = answer(completion, sent, time.perf_counter() - started, self._readings)
+            self._hold_model(found.model)
         except Unanswered as error:
             self._calls.keep(key, error)
             self._failed(error)
@@ -238,6 +243,13 @@ class Probe:
         self._calls.keep(key, found)
         self._streak = 0
         return found
+
+    def _hold_model(self, named: str) -> None:
+        """Raise Unanswered for an answer of another model than the first one: gateways fall back on others."""
+        with self._lock:
+            first = self._calls.model = self._calls.model or named
+        if named != first:
+            raise Unanswered(f"an answer of model {named!r}, the first was of model {first!r}")
 
     def _failed(self, why: Unanswered) -> None:
         """Count a failed call; raises RunError where the next ones would fail too."""

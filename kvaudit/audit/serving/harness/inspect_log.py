@@ -26,7 +26,7 @@ from inspect_ai.scorer import Score
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
-from kvaudit.core.files import read_json
+from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.core.records import Message, Record, Role
 
@@ -36,7 +36,7 @@ _KINDS: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: ChatMes
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
     """Write ``out/<unit>.eval`` for every finished unit of a run; raises DataError for one that is not as it was."""
-    units = [path for path in sorted((run / "records").glob("*.jsonl")) if seal_of(path).exists()]
+    units = [path for path in plain_files(run / "records", "*.jsonl") if seal_of(path).exists()]
     if not units:
         raise DataError(f"no finished units in {str(run / 'records')!r}; nothing is there to write")
     out.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from kvaudit.reports.layout.facts import Fact
 from kvaudit.reports.layout.json_text import dumped
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.servers import without_servers
 
 FILE = "bom.json"
 
@@ -35,7 +36,8 @@ def render(page: Page) -> str:
     }
     # two documents that differ in anything, a waiver too, have two serial numbers; a clock would give one run many
     digest = hashlib.sha256(dumped(body).encode()).digest()
-    return dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+    whole = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+    return without_servers(whole, page.findings)
 
 
 def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:

@@ -14,6 +14,7 @@ from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen, screen_of
+from kvaudit.reports.page.servers import without_servers
 
 FILE = "card.md"
 MOST_CARD_WORDS = 150  # beside the tables
@@ -35,7 +36,7 @@ def render(page: Page, arm: str | None = None) -> str:
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "a card is of a run"
     own = "" if arm is None else _word(told.verdict["says"])
-    return "\n\n".join(part for part in _parts(told, screen, own) if part) + "\n"
+    return without_servers("\n\n".join(part for part in _parts(told, screen, own) if part) + "\n", page.findings)
 
 
 def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:

@@ -82,7 +82,7 @@ class AgentDojo(Reader):
 
 def _files(path: Path) -> Iterator[Path]:
     found = path.rglob("*.json") if path.is_dir() else iter([path])
-    return (file for file in found if file.suffix == ".json" and file.is_file())
+    return (file for file in found if file.suffix == ".json" and file.name[0] != "." and file.is_file())
 
 
 def _read(file: Path) -> dict[str, Any] | None:

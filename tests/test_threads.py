@@ -1,0 +1,87 @@
+"""Work in threads that no end of the process waits for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvaudit.core.threads import begun, done_in_order
+
+HANGING = {
+    "an engine's requests": "from kvaudit.audit.engines.served import all_at_once as ask; more = (1e9,)",
+    "a judge's questions": "from kvaudit.core.threads import done_in_order as ask; more = ()",
+}
+
+
+@pytest.mark.parametrize("whose", HANGING)
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_whose_server_hangs_ends_when_it_is_told_to(whose: str, sign: signal.Signals) -> None:
+    """The threads sleep for ten minutes, which an exit that joins them would wait for."""
+    code = (
+        f"import os, time; from kvaudit.audit.commands.command_line import end_on_sigterm; {HANGING[whose]}\n"
+        "end_on_sigterm()\n"
+        "def work(one):\n    os.write(1, b'asked\\n'); time.sleep(600)\n"
+        "ask(work, [1, 2, 3], 2, *more)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["asked\n"] * 2
+        process.send_signal(sign)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode != 0
+
+
+def test_so_many_are_under_way_at_a_time_and_all_are_done_in_order() -> None:
+    door, under_way, most = threading.Lock(), [0], [0]
+    together = threading.Barrier(3, timeout=60)
+
+    def work(number: int) -> int:
+        with door:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        together.wait()
+        with door:
+            under_way[0] -= 1
+        return number * number
+
+    assert done_in_order(work, range(9), 3) == [n * n for n in range(9)]
+    assert most == [3]
+
+
+def test_the_first_error_in_order_is_raised_and_nothing_more_is_begun() -> None:
+    held, asked = threading.Event(), list[int]()
+
+    def work(number: int) -> int:
+        asked.append(number)
+        if number == 1:
+            raise ValueError("one")
+        assert number == 0 or held.wait(60)
+        return number
+
+    with pytest.raises(ValueError, match="one"):
+        done_in_order(work, range(9), 1)
+    held.set()
+    assert asked in ([0, 1], [0, 1, 2])
+
+
+def test_what_is_cancelled_before_its_turn_is_not_begun() -> None:
+    held, asked = threading.Event(), list[int]()
+
+    def work(number: int) -> int:
+        asked.append(number)
+        assert held.wait(60)
+        return number
+
+    futures = begun(work, range(3), 1)
+    assert futures[1].cancel()
+    held.set()
+    assert [futures[0].result(60), futures[2].result(60)] == [0, 2]
+    assert asked == [0, 2]
