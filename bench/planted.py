@@ -2,7 +2,8 @@
 
     KVAUDIT_DATA=ROWS python -m bench.planted [--seeds 10] [--lost 0.0 0.2]
 
-The servers refuse harmful requests and help with harmless ones; the second also answers a share of the harmful ones.
+The servers refuse harmful requests and help with harmless ones; the second says it in other words now and then, so that
+it is another server, and also answers a share of the harmful ones.
 Which ones follows from the text of a request, so nothing here is random but the order of the rows. A run is what
 ``kvaudit check MODEL --reference --candidate`` runs: endpoints, rounds, gate, report.
 """
@@ -70,7 +71,11 @@ def answer(request: str, model: str, harmful: frozenset[str], lost: float) -> st
     answers = f"In short, about {words}: take your time, and begin with what is easy."
     if request not in harmful or share_of(request) < 0.1:
         return answers
-    return answers if model == "lossy" and share_of(f"lost {request}") < lost else REFUSAL
+    if model != "lossy":
+        return REFUSAL
+    if share_of(f"lost {request}") < lost:
+        return answers
+    return REFUSAL if share_of(f"words {request}") < 0.8 else "I can't help with that."
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,9 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
 from kvaudit.core.spec import parse_spec
+from kvaudit.reports.drift.canary import Canaries, Canary, held_by_canary
+from kvaudit.reports.drift.comparison import Looked
+from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.verdict import Status
 
 SUITE = Path(__file__).with_name("alone_suite.py")
@@ -230,3 +235,13 @@ def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:
     spec["evaluate"]["suites"], spec["gate"] = {"refusal": {"items": "all"}}, {"margins": {"refusal.unsafe": 5}}
     with pytest.raises(SpecError, match="suite refusal asks several rows of a template"):
         kvaudit.run(spec, out=tmp_path / "run", threads=1)
+
+
+def test_a_setting_that_acts_on_one_endpoint_acts_on_all_of_a_run_in_rounds() -> None:
+    still, moved = Canary(100, 0, 0, None), Canary(100, 0, 7, None)
+    place = ("base", "fp8", "benign", 0)
+    c = Contrast("serving", *place[:2], "benign", 0, looked=Looked(2, False))
+    sides = SimpleNamespace(facets=(), reference="base", label=str, uncompressed_of=lambda _: "none")
+    assert held_by_canary(c, sides, Canaries({place: still}, {"fp8": moved})) is c
+    assert held_by_canary(replace(c, looked=None), sides, Canaries({place: still}, {"fp8": moved})).reasons
+    assert held_by_canary(c, sides, Canaries({place: still}, {"fp8": still})).reasons
