@@ -159,7 +159,7 @@ def test_what_rounds_cannot_ask_is_one_line(change: dict[str, Any], told: str) -
 def asked(policy: str) -> dict[str, Any]:
     part = {"policies": ["none", policy], "suites": {"alone": {"items": "all"}}, "context_tokens": [96], "floor": 0}
     part["rounds"] = {"minutes": 30}
-    return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {"alone.solved": 5}}}
+    return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {f"{suite}.solved": 5}}}
 
 
 def ran(spec: dict[str, Any], out: Path, *words: str) -> str:
@@ -209,7 +209,7 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
 
 
 def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
-    unit = grid(parse_spec(json.dumps(asked("int8")), "x", NAMES))[0]
+    unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
     (tmp_path / "records").mkdir()
     for number, refused in ((1, {REFUSED: 2}), (2, {}), (3, {REFUSED: 1})):
         files = UnitFiles.of(tmp_path / ROUNDS_FOLDER / str(number), unit)
@@ -223,7 +223,7 @@ def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: 
 
 
 def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text(json.dumps(asked("int8")))
+    (tmp_path / "spec.yaml").write_text(json.dumps(asked("int8", "math")))
     words = ["run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--resume", "--ask-refused"]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 2
