@@ -156,8 +156,8 @@ def test_what_rounds_cannot_ask_is_one_line(change: dict[str, Any], told: str) -
 # --- a whole run -----------------------------------------------------------------------------------------------------
 
 
-def asked(policy: str) -> dict[str, Any]:
-    part = {"policies": ["none", policy], "suites": {"alone": {"items": "all"}}, "context_tokens": [96], "floor": 0}
+def asked(policy: str, suite: str = "alone") -> dict[str, Any]:
+    part = {"policies": ["none", policy], "suites": {suite: {"items": "all"}}, "context_tokens": [96], "floor": 0}
     part["rounds"] = {"minutes": 30}
     return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {f"{suite}.solved": 5}}}
 
