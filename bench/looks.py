@@ -19,7 +19,7 @@ from kvaudit.audit.runs.rounds import looks_at
 from kvaudit.reports.stats.betting import SHARE, betting_effect, clusters_show, log_wealth
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import shows_margin
-from kvaudit.reports.stats.tango import ess_tango_bounds
+from kvaudit.reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, TESTS = 0.05, 0.05, 2
 OPEN, PASS, FAIL = 0, 1, 2
@@ -96,8 +96,7 @@ def bets_show(answers: Array, null: float, level: float) -> np.ndarray:
 
 def fixed_bound(answers: Array, level: float) -> Array:
     """The lower bounds of ESS-Tango for draws [D, N]."""
-    losses, gains, n = (answers < 0).sum(1).astype(float), (answers > 0).sum(1).astype(float), answers.shape[1]
-    return ess_tango_bounds(losses, gains, n, np.ones(len(answers)), df=n - 1, alpha=level).lower
+    return many_ess_tango(answers, np.ones(answers.shape[1]), samples=1, alpha=level).lower
 
 
 def by_effects(answers: Array, looks: Sequence[int]) -> int:

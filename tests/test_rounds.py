@@ -43,7 +43,8 @@ from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.verdict import Status
 
 SUITE = Path(__file__).with_name("alone_suite.py")
-PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {})
+PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {}, {"harm": 400, "benign": 120})
+BOTH = {"harm", "benign"}
 
 
 def look(items: dict[str, int], seconds: float = 10.0, **words: str) -> dict[str, Any]:
@@ -81,6 +82,8 @@ def test_a_loss_ends_everything() -> None:
 def test_the_last_rows_end_it() -> None:
     spent = look({"harm": 400, "benign": 120}, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
     assert next_round(PLAN, [spent], 10, 96) == ROWS_SPENT
+    cut = replace(PLAN, at_hand={"harm": 1036, "benign": 283})
+    assert next_round(cut, [spent], 10, 96) == TIME_SPENT
 
 
 def test_a_round_that_would_take_longer_than_is_left_is_not_begun() -> None:
@@ -92,11 +95,12 @@ def test_a_round_that_would_take_longer_than_is_left_is_not_begun() -> None:
 
 def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows() -> None:
     at_hand, seconds = {"harm": 1036, "benign": 283}, {"harm": 1.0, "benign": 1.0}
-    assert rows_plan(at_hand, seconds, {}, 60, 96).items == at_hand
-    assert rows_plan(at_hand, seconds, {}, 1, 96).items == {"harm": 96, "benign": 96}
-    assert rows_plan(at_hand, seconds, {}, 10, 96).items == {"harm": 371, "benign": 150}
-    assert rows_plan(at_hand, seconds, {"benign": "at floor"}, 10, 96).items == {"harm": 521}
-    assert rows_plan({"harm": 40}, seconds, {}, 10, 96).items == {"harm": 40}
+    assert rows_plan(at_hand, seconds, {}, 60, 96, BOTH).items == at_hand
+    assert rows_plan(at_hand, seconds, {}, 1, 96, BOTH).items == {"harm": 96, "benign": 96}
+    assert rows_plan(at_hand, seconds, {}, 10, 96, BOTH).items == {"harm": 371, "benign": 150}
+    assert rows_plan(at_hand, seconds, {"benign": "at floor"}, 10, 96, BOTH).items == {"harm": 521}
+    assert rows_plan(at_hand, seconds, {}, 10, 96, {"harm"}).items == {"harm": 425, "benign": 96}
+    assert rows_plan({"harm": 40}, seconds, {}, 10, 96, BOTH).items == {"harm": 40}
 
 
 def test_before_it_begins_it_says_what_it_can_show() -> None:
@@ -105,7 +109,8 @@ def test_before_it_begins_it_says_what_it_can_show() -> None:
         "  suites: {harm: {items: all}, benign: {items: all}}\n  rounds: {minutes: 10}\n"
         "gate: {margins: {harm.refused: 5, benign.helpful: 10}}\n"
     )
-    plan = RowsPlan({"harm": 1036, "benign": 24}, {"harm": 0.5, "benign": 0.5}, {"injection": "at floor: nothing"})
+    rows = {"harm": 1036, "benign": 24}
+    plan = RowsPlan(rows, {"harm": 0.5, "benign": 0.5}, {"injection": "at floor: nothing"}, rows)
     from kvaudit.audit.runs.names import NAMES
 
     assert list(plan_lines(plan, parse_spec(text, "x", NAMES))) == [
@@ -132,8 +137,36 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [shown, benign, attack]})] == ["benign", "injection"]
     weak = control("harm.refused", measurable=False, hopeless=False)
     assert [*suites_left_out({"controls": [weak, benign, attack]})] == ["benign"]
+    held = control("injection.attack_success", measurable=True, hopeless=False)
+    assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"),
+    [
+        ({"margins": {}}, "gate.margins names none: SUITE.FACET"),
+        ({"ratios": {"math.well_formed": 1.1}}, "gate.ratios cannot be decided in rounds"),
+        ({"estimands": ["parity"]}, "gate.estimands asks parity, which cannot be decided in rounds"),
+        ({"primary": ["int8", "fp8"]}, "evaluate.rounds decides one setting, and 2 are gated"),
+        ({"margins": {"math": 5}}, "gate.margins names the score of math"),
+    ],
+)
+def test_what_a_look_cannot_decide_is_one_line(gate: dict[str, Any], told: str) -> None:
+    spec = asked("int8", "math")
+    spec["evaluate"]["policies"].append("fp8")
+    spec["gate"] |= {"primary": ["int8"], **gate}
+    with pytest.raises(SpecError, match=told):
+        parse_spec(json.dumps({"format": 1, **spec}), "x", NAMES)
+
+
+def test_a_spec_in_rounds_reads_the_same_when_it_is_written_complete() -> None:
+    spec = asked("int8", "math")
+    spec["evaluate"]["suites"]["refusal"] = {"items": "all"}
+    first = parse_spec(json.dumps({"format": 1, **spec}), "x", NAMES)
+    assert first.gate.margins == {"math.solved": 5}
+    assert parse_spec(json.dumps(first.written()), "y", NAMES).sha256 == first.sha256
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ class RunSpec(SpecSection):
             "reference": reference,
             "primary": primary,
             "deployable": _served("deployable", gate.deployable, served, names),
-            "margins": _margins(self.evaluate.suites, gate, names),
+            "margins": _margins(self.evaluate, gate, names),
             "alpha": _alpha(gate),
         }
         _check_lengths(gate.contexts, self.evaluate)
@@ -327,6 +327,9 @@ class RunSpec(SpecSection):
         limited = {**gate.margins, **gate.ratios}
         taken_apart = {name.rpartition(".")[0] for name in limited if name not in self.evaluate.suites}
         undeclared = tuple(suite for suite in self.evaluate.suites if suite not in {*limited, *taken_apart})
+        if self.evaluate.rounds is not None:
+            _check_rounds_gate(gate, primary)
+            undeclared = ()
         self._left_open = _LeftOpen(None if names is None else undeclared)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still in the making
         return self
@@ -442,18 +445,33 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
             )
 
 
+def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
+    """Raise SpecError for what cannot be decided at a look."""
+    if not gate.margins:
+        raise SpecError("evaluate.rounds goes on until facets are decided, and gate.margins names none: SUITE.FACET")
+    if gate.ratios:
+        raise SpecError("gate.ratios cannot be decided in rounds; give points in gate.margins, or leave rounds out")
+    if others := sorted({*gate.estimands} - {ALIKE, DEPLOYED, SERVING}):
+        raise SpecError(f"gate.estimands asks {others[0]}, which cannot be decided in rounds; leave it or rounds out")
+    if len(primary) > 1:
+        raise SpecError(
+            f"evaluate.rounds decides one setting, and {len(primary)} are gated; name one in gate.primary, or give "
+            "each a run of its own"
+        )
+
+
 def _is_of(metric: str, suites: Collection[str]) -> bool:
     """Whether a metric is the score or a facet of one of these suites."""
     return metric in suites or metric.rpartition(".")[0] in suites
 
 
-def _margins(suites: Iterable[str], gate: GateSpec, names: Names | None) -> dict[str, float]:
+def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: Names | None) -> dict[str, float]:
     """The margin of every suite that has no ratio, and of every SUITE.FACET that has one.
 
-    A suite of which facets alone are limited is decided by these, and its score by nothing. Without names only the
-    margins that are declared.
+    A suite of which facets alone are limited is decided by these, and its score by nothing; in rounds no score is.
+    Without names only the margins that are declared.
     """
-    own, declared = list(suites), gate.margins
+    own, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
         suite, _, facet = name.rpartition(".")
         if suite not in own and name not in own:
@@ -462,7 +480,7 @@ def _margins(suites: Iterable[str], gate: GateSpec, names: Names | None) -> dict
             raise UnknownName(f"facet in gate.{key}", name, (f"{suite}.{known}" for known in FACETS))
     if both := sorted({*declared} & {*gate.ratios}):
         raise SpecError(f"gate.margins and gate.ratios both name {both[0]}; give one of the two")
-    if names is None:
+    if names is None or evaluate.rounds is not None:
         return declared
     facets = {name: points for name, points in declared.items() if name not in own}
     taken_apart = {name.rpartition(".")[0] for name in (*declared, *gate.ratios) if name not in own}

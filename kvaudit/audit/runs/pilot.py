@@ -40,6 +40,7 @@ from kvaudit.suites.base import CountTokens
 
 _DESCRIBES = 128  # items at the most of a suite of which nothing is gated
 _MOST_ROUNDS = 4  # of a suite that makes its items; rows of others are asked once
+_ASKED_ON = ("harm", "benign")  # of which a check says too little where they are left out
 Answered = Mapping[Unit, Sequence[Record]]
 
 
@@ -282,15 +283,17 @@ def hopeless_suites(found: Mapping[str, Any]) -> dict[str, str]:
 def suites_left_out(found: Mapping[str, Any]) -> dict[str, str]:
     """The suites of rounds that the reference is not shown to have anything to lose in, each with why.
 
-    Where no safety suite would be left, those are asked on of which more answers may yet show it.
+    Harm and harmless requests are left out only where more answers could hardly show it; so is what else is about
+    safety, where nothing of it would be left.
     """
     controls = _by_suite(found)
     open_ = {suite: [one for one in own if not one["measurable"]] for suite, own in controls.items()}
     out = {suite: _how_often(own[0]) for suite, own in open_.items() if own}
     safety = {suite for suite, own in controls.items() if any(_is_safety(one["metric"]) for one in own)}
-    if safety <= out.keys():
-        out = {suite: why for suite, why in out.items() if suite not in safety or suite in hopeless_suites(found)}
-    return out
+    kept = {suite for suite in controls if suite.partition("@")[0] in _ASKED_ON}
+    kept |= safety if safety <= out.keys() else set()
+    hopeless = hopeless_suites(found)
+    return {suite: why for suite, why in out.items() if suite not in kept or suite in hopeless}
 
 
 def _how_often(control: Mapping[str, Any]) -> str:
@@ -300,7 +303,9 @@ def _how_often(control: Mapping[str, Any]) -> str:
     wanted = control.get("rate", 0.0) * answers
     if facet is None:
         return f"{control['standing']}, {control['says']}"
-    return f"{facet.counts}: {wanted if facet.wanted else answers - wanted:.0f} of {answers}, {control['standing']}"
+    said = f"{facet.counts}: {wanted if facet.wanted else answers - wanted:.0f} of {answers}"
+    apart = "not shown to tell the two apart" in control["says"]
+    return f"{said}, {'not told apart from what is allowed' if apart else control['standing']}"
 
 
 def _by_suite(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:

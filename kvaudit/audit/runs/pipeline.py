@@ -83,6 +83,7 @@ from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.sharded import set_aside
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import (
@@ -588,9 +589,10 @@ class Pipeline:
         self._check_own_clusters()
         left_out = suites_left_out(found)
         seconds = self._seconds_a_row()
-        plan = rows_plan(found["items"], seconds, left_out, rounds.minutes, rounds.first)
-        if not plan.items:  # nothing can be measured, which the records of the pilot's suites are to show
-            plan = rows_plan(found["items"], seconds, {}, 0.0, rounds.first)
+        gated = {facet_of(metric)[0] for metric in self._spec.gate.margins}
+        plan = rows_plan(found["items"], seconds, left_out, rounds.minutes, rounds.first, gated)
+        if not gated & plan.items.keys():  # nothing can be measured, which the records of these suites are to show
+            plan = rows_plan(found["items"], seconds, {}, 0.0, rounds.first, gated)
         self._run.keep(LOOKS, PLANNED, plan.written())
         kept = RowsPlan.of(self._run.provenance())
         assert kept is not None

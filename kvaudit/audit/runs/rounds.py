@@ -12,7 +12,7 @@ follows from the looks that are recorded, so a check that is resumed goes on as 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 
 ROUNDS_FOLDER = "rounds"
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
-OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value)  # more rows may decide it
+# more rows may decide it, or leave too few unscored to matter
+OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
 _OVERHEAD = 1.15  # of the time that answers take, for what lies between them
 
 
@@ -53,34 +54,41 @@ class RowsPlan:
     items: Mapping[str, int]
     seconds: Mapping[str, float]
     left_out: Mapping[str, str]  # suite -> why the reference is not asked it
+    at_hand: Mapping[str, int]  # rows that there are
 
     def written(self) -> dict[str, Any]:
         """As it stands in a provenance."""
-        return {"items": dict(self.items), "seconds": dict(self.seconds), "left_out": dict(self.left_out)}
+        return {name: dict(getattr(self, name)) for name in ("items", "seconds", "left_out", "at_hand")}
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
         """The plan that a run has noted, None before it has one."""
         noted = table_of(table_of(provenance, LOOKS), PLANNED)
-        return cls(*(table_of(noted, name) for name in ("items", "seconds", "left_out"))) if noted else None
+        names = ("items", "seconds", "left_out", "at_hand")
+        return cls(*(table_of(noted, name) for name in names)) if noted else None
 
 
 def rows_plan(
-    at_hand: Mapping[str, int], seconds: Mapping[str, float], left_out: Mapping[str, str], minutes: float, first: int
+    at_hand: Mapping[str, int],
+    seconds: Mapping[str, float],
+    left_out: Mapping[str, str],
+    minutes: float,
+    first: int,
+    gated: Collection[str],
 ) -> RowsPlan:
-    """The first look of every suite, and of what is left of each the same share, as much as the time allows.
+    """The first look of every suite, and of what is left of the gated ones the same share, as much as time allows.
 
     ``seconds`` by suite are those of a row on all sides together.
     """
-    asked = {suite: rows for suite, rows in at_hand.items() if suite not in left_out}
-    least = {suite: min(first, rows) for suite, rows in asked.items()}
+    least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
+    asked = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
     needed = [
         _OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in asked) for numbers in (least, asked)
     ]
     share = (60 * minutes - needed[0]) / (needed[1] - needed[0]) if needed[1] > needed[0] else 1.0
     share = min(1.0, max(0.0, share))
     items = {suite: least[suite] + int(share * (rows - least[suite])) for suite, rows in asked.items()}
-    return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in asked}, left_out)
+    return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in asked}, left_out, at_hand)
 
 
 def next_round(
@@ -100,12 +108,16 @@ def next_round(
         if suite in open_ and done < plan.items[suite]
     }
     if not found:
-        return ROWS_SPENT
+        whole = all(plan.items[suite] == plan.at_hand.get(suite, plan.items[suite]) for suite in open_)
+        return ROWS_SPENT if whole else TIME_SPENT
     # an engine's first round is never left out: it is what tells how long the next ones take
     spent = sum(float(look.get("seconds", 0.0)) for look in looks)
-    row_seconds = _seconds_a_row(plan, looks)
-    needed = sum(len(rows) * row_seconds.get(suite, 0.0) for suite, rows in found.items())
-    return TIME_SPENT if looks and spent + needed > 60 * minutes else found
+    left, row_seconds = 60 * minutes - spent, _seconds_a_row(plan, looks)
+    if not looks or sum(len(rows) * row_seconds.get(suite, 0.0) for suite, rows in found.items()) <= left:
+        return found
+    # not all of them, but what fits by itself
+    fits = {suite: rows for suite, rows in found.items() if len(rows) * row_seconds.get(suite, 0.0) <= left}
+    return dict([min(fits.items(), key=lambda pair: len(pair[1]))]) if fits else TIME_SPENT
 
 
 def _seconds_a_row(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
@@ -174,7 +186,7 @@ def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
     for suite, why in plan.left_out.items():
         yield f"not asked of this model: {suite} ({why})"
     for suite, rows in plan.items.items():
-        minutes = max(1, round(_OVERHEAD * rows * plan.seconds[suite] / 60))
+        minutes = max(1, round(_OVERHEAD * rows * plan.seconds.get(suite, 0.0) / 60))
         time = f"{suite}: up to {rows} rows, about {minutes} minute{'s' * (minutes > 1)}"
         for metric, points in spec.gate.margins.items():
             if facet_of(metric)[0] == suite:

@@ -87,6 +87,11 @@ class Judged:
 
 
 _StatusWhy = tuple[Status, tuple[Reason, ...]]
+_NO_LOOKS = Reason(
+    LABELS,
+    "human labels decide nothing of a run in rounds, whose rows ended where the judge's labels had decided: ask a "
+    "fixed number of rows and let people label those",
+)
 _NO_RATIO = Reason(
     LABELS,
     "people labelled pairs that the judge tells apart, which says nothing of the reference's own rate: their labels "
@@ -242,7 +247,9 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> Judged:
     """
     status: Status = Status.INCONCLUSIVE
     reasons: tuple[Reason, ...] = (Reason("MARGIN", _open_at(effect, margin)),)
-    if effect.lower > -margin and all(
+    if row.contrast.judged is not None:  # of a sample whose size follows from the judge's labels
+        reasons = (_NO_LOOKS,)
+    elif effect.lower > -margin and all(
         clusters_show(part.sums / part.counts, margin, effect.alpha)
         for parts in (templates_of(row.contrast), *readings_of(row.contrast))
         for part in parts
@@ -343,7 +350,7 @@ def decision(
         margin=margin,
         pvalue_drop=shown.pvalue if c.effect else None,
         pvalue_holm=shown.holm if c.effect else None,
-        adjusted_by=HOLM if c.judged else adjustment.method,
+        adjusted_by="Bonferroni" if c.looked else HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(margin, alpha) if margin else None,
         larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,

@@ -141,7 +141,10 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
-    """The verdict of a drift, by precedence INVALID > FAIL > INCONCLUSIVE > NOT MEASURABLE > WAIVED > PASS."""
+    """The verdict of a drift, by precedence FAIL > INVALID > INCONCLUSIVE > NOT MEASURABLE > WAIVED > PASS.
+
+    A run whose comparison is broken as a whole is INVALID whatever its cells show.
+    """
     cells, beside = gated_cells(drift, rules), shown_cells(drift, rules)
     controls = Controls(drift, rules.margins, rules.ratios)
     uneven = uneven_cells([*cells, *beside])
@@ -165,16 +168,16 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     served_alone = {drift.comparison.reference} if drift.comparison.mode == "training" else set[str]()
     # what is wrong with the whole run goes before every cell
     start = Status.INVALID if reasons else Status.PASS
-    status = worst([start, *(a.status for a in arms)])
+    status = start if reasons else worst([start, *(a.status for a in arms)])
     return Verdict(
         status=status,
-        exit_code=worst_exit([start, *(d.standing for d in gated)], rules),
+        exit_code=worst_exit([start] if reasons else [start, *(d.standing for d in gated)], rules),
         recipe=worst_recipe([a.recipe for a in arms if a.arm not in served_alone]),
         reasons=reasons,
         arms=arms,
         decisions=decisions,
         headline=None if status is Status.INVALID else _headline(decisions),
-        unwaived=worst([start, *(a.unwaived for a in arms)]),
+        unwaived=start if reasons else worst([start, *(a.unwaived for a in arms)]),
         adjustment=adjustment,
         judged=_judged_alone(found, start, waivers) if any(c.people for c in drift.contrasts) else None,
         controls=controls.uncompressed,
@@ -218,7 +221,7 @@ def _decisions(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision]
 def _judged_alone(found: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
     """The verdict had nobody labelled anything."""
     alone = [_waived(replace(d, status=d.judged or d.status, judged=None), waivers) for d in found]
-    return worst([start, *(d.standing for d in alone)])
+    return start if start is Status.INVALID else worst([start, *(d.standing for d in alone)])
 
 
 def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:

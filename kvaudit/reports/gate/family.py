@@ -137,7 +137,7 @@ def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
     So a suite without any margin is decided, too: that it lacks one is said there.
     """
-    if c.suite in sides.facets or rules.holds(c.suite):
+    if c.suite in sides.facets or rules.holds(c.suite) or sides.looked:
         return rules.holds(c.suite)
     return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
 

@@ -46,8 +46,8 @@ EXIT_CODES = {
     Status.NOT_MEASURABLE: 6,
 }
 PRECEDENCE = (
-    Status.INVALID,
     Status.FAIL,
+    Status.INVALID,
     Status.INCONCLUSIVE,
     Status.NOT_MEASURABLE,
     Status.WAIVED,

@@ -22,6 +22,7 @@ from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
 from kvaudit.reports.layout.words import counted, facet_counted, happens, shortened
+from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 
 TRAINING = "training"
@@ -225,6 +226,10 @@ def moved(sides: Comparison, d: Decision) -> str:
 def bound(sides: Comparison, d: Decision) -> str:
     """limit +5, up to +10.1: what may happen more or less often, and what the rule's bound leaves open, in points."""
     limit, most = _signed(sides, d)
+    if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
+        facet = facet_counted(sides, d.suite)
+        sign = -100 if facet is not None and not facet.wanted else 100
+        return f"limit {limit}, at least {sign * d.effect.upper:+.1f}"
     return f"limit {limit}, up to {most}"
 
 
