@@ -124,7 +124,8 @@ def digest(asked: Asked, first: int = PINNED_ITEMS) -> str:
 def _graded(suite: Suite, item: Item, completions: Sequence[str]) -> dict[str, Any]:
     found = grade(suite, item, completions)
     # an extra that is installed changes who is named as judge, not what these rows get
-    return asdict(replace(found, judge="programmatic") if found.judge == "math-verify" else found)
+    graded = asdict(replace(found, judge="programmatic") if found.judge == "math-verify" else found)
+    return graded if graded["unsure"] else {name: value for name, value in graded.items() if name != "unsure"}
 
 
 def reads_rows(suite: Suite) -> bool:
