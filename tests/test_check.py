@@ -27,8 +27,10 @@ from kvaudit.audit.runs.question import (
     spec_named,
     spec_text,
 )
+from kvaudit.audit.runs.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
 from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
 from kvaudit.reports.gate.verdict import PASSED, Status
@@ -179,6 +181,15 @@ def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:
     assert planned("/model", evicts).length == 1024
     with pytest.raises(SpecError, match="check asks at most 32768"):
         planned("/model", policy_way("snapkv:budget=40000"))
+
+
+def test_a_setting_that_evicts_has_a_spec_that_is_read_again_as_it_was(rows: Path) -> None:
+    way = policy_way("snapkv:budget=1024")
+    spec = spec_named(spec_text("/model", way, planned("/model", way), "check"))
+    assert spec.gate.margins == {"harm@chat.refused": 5, "benign@chat.helpful": 10}
+    assert spec_named(dump_spec(spec)).sha256 == spec.sha256
+    plan = RowsPlan(dict.fromkeys(spec.evaluate.suites, 100), {}, {}, {})
+    assert len(list(plan_lines(plan, spec))) == 2
 
 
 def test_a_code_that_leaves_the_newest_as_they_are_is_asked_long_prompts_too(rows: Path) -> None:
