@@ -179,6 +179,7 @@ def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:
     sizes = {"max_cache_size": "300", "start_size": "32", "recent_size": "64"}
     evicts = engine_way("openvino", None, sizes, python=None, weights=None)
     assert planned("/model", evicts).length == 1024
+    assert planned("/model", policy_way("snapkv:budget=64")).length == 1024
     with pytest.raises(SpecError, match="check asks at most 32768"):
         planned("/model", policy_way("snapkv:budget=40000"))
 

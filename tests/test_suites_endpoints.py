@@ -14,6 +14,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.endpoints import ENDPOINTS, absent_sources, is_at_hand, proportioned
+from kvaudit.suites.requests import ABOVE
 
 NAMES = ("harm", "benign", "injection")
 
@@ -97,3 +98,11 @@ def test_any_beginning_holds_the_sources_in_proportion() -> None:
     for end in range(4, 41, 4):
         counts = Counter(row.source for row in proportioned(pool, "x")[:end])
         assert abs(counts["a"] - 3 * counts["b"]) <= 3
+
+
+def test_a_row_about_a_text_of_its_own_is_not_put_behind_another(rows: Path) -> None:
+    bare, behind = SUITES.get("harm")(), SUITES.get("harm@chat")()
+    texts = [item.payload["request"] for item in bare.items("eval", bare.rows("eval", 0), 0, 0, len)]
+    items = behind.items("eval", behind.rows("eval", 0), 0, 4000, len)
+    assert sorted(i.payload["request"] for i in items) == sorted(text for text in texts if ABOVE not in text)
+    assert any(ABOVE in text for text in texts)

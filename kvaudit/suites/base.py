@@ -43,6 +43,7 @@ class Suite:
     licence: ClassVar[str] = ""
     max_turns: ClassVar[int] = 1  # assistant turns
     max_new_tokens: int = 32  # per assistant turn, unless a spec gives more to a model that talks longer
+    in_context: bool = False  # whether its rows are to stand in a context (SUITE@CONTEXT)
     one_sided: ClassVar[bool] = False  # a constant answer is right for all: to be read beside a suite of the other side
     endpoints: ClassVar[tuple[str, ...]] = ()  # facets that every item is eligible for
     until: tuple[str, ...] = ()  # texts that end an answer, besides the model's own end of turn; they stay in it

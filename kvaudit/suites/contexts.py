@@ -211,7 +211,9 @@ def _member(suite: type[Suite], context: str) -> type[Suite]:
     found = CONTEXTS[context]
 
     def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
-        rows = suite().items(split, n, seed, 0, count)  # as published: the length is the context's
+        bare = suite()
+        bare.in_context = True
+        rows = bare.items(split, n, seed, 0, count)  # as published: the length is the context's
         return [_wrapped(self.name, found, item, context_tokens, count) for item in rows]
 
     return type(
@@ -223,6 +225,7 @@ def _member(suite: type[Suite], context: str) -> type[Suite]:
             "version": f"{suite.version}.{VERSION}",
             "source": f"{suite.source}{'; prose in the public domain' if found.fills else ''}",
             "published": False,
+            "in_context": True,
             "context": context,
             "lengths": "given" if found.fills else "none",
             "placements": (context,),

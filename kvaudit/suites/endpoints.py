@@ -32,7 +32,7 @@ from kvaudit.suites import public_requests
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.catalogue import PublicRows, rows_with
 from kvaudit.suites.published import Made, Published
-from kvaudit.suites.requests import Origin, Requests, origins_of, plain_tasks
+from kvaudit.suites.requests import ABOVE, Origin, Requests, origins_of, plain_tasks
 from kvaudit.suites.sources import data_file, data_folder, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
@@ -112,11 +112,14 @@ class _Pooled(Requests):
     def groups(self, split: Split, seed: int) -> list[list[Made]]:
         if split == "train":
             return []
-        if not is_at_hand(self.name):
-            data_file(self.name, _FILES[self.name][0])  # which says what is not there, and what brings it
+        name = self.name.partition("@")[0]  # also behind a context
+        if not is_at_hand(name):
+            data_file(name, _FILES[name][0])  # which says what is not there, and what brings it
         there = tuple(source for source, (file, _) in self.pool.items() if not file or has_file(file))
-        rows = _rows(self.name, there, data_folder())
-        return [[partial(self._row, row)] for row in proportioned(rows, f"{self.name}-{seed}")]
+        rows = _rows(name, there, data_folder())
+        if self.in_context:  # what is about a text of its own has its context already, of a thousand tokens and more
+            rows = tuple(row for row in rows if ABOVE not in row.request)
+        return [[partial(self._row, row)] for row in proportioned(rows, f"{name}-{seed}")]
 
     def origins(self) -> Sequence[Origin]:
         raise AssertionError("a pool has rows of its own")

@@ -81,6 +81,7 @@ MADE_UP = (
 )
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64}  # an answer refuses, or does not, in its first sentence
 _NEEDED = ("harm", "benign")  # without either there is nothing to ask
+_CONTEXT_LENGTH = 1024  # tokens at the least, since some rows have hundreds of their own
 _CONTEXT = "chat"  # in which a model still refuses what it refuses without (docs/results/contexts.md)
 
 
@@ -121,7 +122,7 @@ def planned(model: str, way: Way, *, minutes: float = MINUTES, seed: int = SEED,
     evicts = kept is not None or exact > 0
     endpoints = tuple(one for one in at_hand if not (evicts and one.name == "injection"))
     absent = tuple(dict.fromkeys(rows for one in ENDPOINTS for rows in absent_sources(one.name)))
-    context = _CONTEXT if evicts else None
+    context, length = (_CONTEXT, max(length, _CONTEXT_LENGTH)) if evicts else (None, length)
     return CheckPlan(endpoints, (), length, context, absent, tuple(_unseen(endpoints, kept)), minutes, seed)
 
 

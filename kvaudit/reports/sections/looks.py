@@ -126,12 +126,13 @@ def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
         panel = data.panels.get((d.suite, d.context_tokens))
         if panel is None or d.suite not in sides.facets:
             continue
-        suite = facet_of(d.suite)[0].partition("@")[0]
+        suite = facet_of(d.suite)[0]
         keys = [CellKey(d.arm, 0, policy) for policy in (sides.uncompressed_of(d.policy), d.policy)]
         if not all(key in panel.scores for key in keys):
             continue
         before, after = (panel.scores[key] for key in keys)
-        parts = [name.removeprefix(f"{suite}-").split("-") for name in panel.cluster_names]
+        bare = suite.partition("@")[0]
+        parts = [name.removeprefix(f"{suite}-").removeprefix(f"{bare}-").split("-") for name in panel.cluster_names]
         names = np.array([part[0] if len(part) > 1 and part[-1].isdigit() else "" for part in parts])[panel.clusters]
         known = ~np.isnan(before) & ~np.isnan(after)
         for source in sorted({*names[known]} - {""}):
