@@ -48,7 +48,9 @@ class _Server(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         said = answer(asked["messages"][-1]["content"], asked["model"], self.harmful, self.lost)
-        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        most = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or len(said))
+        said, finish = said[:most], "stop" if len(said) <= most else "length"  # no token is shorter than a character
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": finish}
         self._reply({"model": asked["model"], "object": "chat.completion", "choices": [choice]})
 
     def _reply(self, body: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ def serving(lost: float) -> Iterator[str]:
 def spec(url: str, seed: int) -> dict[str, Any]:
     """The spec of a check between the two, without its floor."""
     engine = {"engine": "endpoint", "base_url": url}
-    part = {"items": "all", "max_new_tokens": 40}
+    part = {"items": "all", "max_new_tokens": 200}
     policy = {**engine, "model": "lossy", "reference": {"base_url": url, "model": "plain"}}
     return {
         "name": "planted",
