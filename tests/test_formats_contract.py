@@ -142,7 +142,7 @@ def told(page: Page, status: Status) -> Page:
 def undecided(page: Page) -> tuple[Page, Page]:
     """An invalid page all of whose cells are open, whatever their numbers, and the same page without a cell."""
     bare = told(page, Status.INVALID)
-    verdict = bare.findings.verdict
+    verdict = replace(bare.findings.verdict, headline=None)  # an invalid one quotes no cell
     cells = [replace(d, status=Status.INCONCLUSIVE, recipe=None, judged=None) for d in verdict.decisions]
     both = (replace(bare.findings, verdict=replace(verdict, decisions=each)) for each in (tuple(cells), ()))
     first, second = (
