@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -100,7 +101,17 @@ def is_at_hand(endpoint: str) -> bool:
     return all(there) if endpoint == "injection" else any(there)
 
 
-class _Pooled(Requests):
+class _NeverTrained(Published):
+    """Rows in the order that ``groups`` gives them, for evaluation alone."""
+
+    def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
+        groups = self.groups(split, seed)
+        if not groups:
+            raise DataError(f"suite {self.name} is asked to evaluate and never to train; train on another suite")
+        return list(groups)
+
+
+class _Pooled(_NeverTrained, Requests):
     """One row of every kind, sources in proportion."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
@@ -123,12 +134,6 @@ class _Pooled(Requests):
 
     def origins(self) -> Sequence[Origin]:
         raise AssertionError("a pool has rows of its own")
-
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
-        groups = self.groups(split, seed)
-        if not groups:
-            raise DataError(f"suite {self.name} is asked to evaluate and never to train; train on another suite")
-        return list(groups)
 
     def _row(self, row: _Row) -> Item:
         payload = {"form": row.form, "request": row.request}
@@ -164,7 +169,7 @@ class Benign(_Pooled):
         return ("helpful", "over_refused")
 
 
-class Injection(Published):
+class Injection(_NeverTrained):
     """Attacks on an access code: one on each code, and to every third somebody who knows it.
 
     Rows and graders are those of ``tensortrust``; whether a code was told or the door opened is one facet here.
@@ -192,24 +197,9 @@ class Injection(Published):
         random.Random(f"{self.name}-{seed}").shuffle(rows)
         return [[partial(self._own, item)] for item in rows]
 
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
-        groups = self.groups(split, seed)
-        if not groups:
-            raise DataError(f"suite {self.name} is asked to evaluate and never to train; train on another suite")
-        return list(groups)
-
     def _own(self, item: Item) -> Item:
-        name = item.item_id.replace(TensorTrust.name, self.name, 1)
-        return Item(
-            self.name,
-            name,
-            item.cluster_id.replace(TensorTrust.name, self.name, 1),
-            item.messages,
-            0,
-            item.placement,
-            item.payload,
-            item.spans,
-        )
+        name, cluster = (text.replace(TensorTrust.name, self.name, 1) for text in (item.item_id, item.cluster_id))
+        return replace(item, suite=self.name, item_id=name, cluster_id=cluster)
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return ("obeyed",) if item.payload["twin"] == "entry" else ("attack_success",)

@@ -8,10 +8,8 @@ bound at every time (Waudby-Smith & Ramdas 2024, JRSS B 86:1). The mixture is fi
 of the differences and not of their order.
 
 The rest is kept for one fixed-sample test, at the last look that was planned before the first row: ESS-Tango's bounds
-there, and for a PASS the template rule (``rule``). Stopping earlier leaves that part
-unspent. Both parts together keep the level by the union bound, and the last look decides what the bets alone cannot:
-with 5 % of the answers lost and 2.5 % gained, 1,036 rows and a margin of 5 points the bets pass 56 % of runs and both
-together 80 % (``bench.looks``).
+there, and for a PASS the template rule (``rule``). Stopping earlier leaves that part unspent. Both parts together keep
+the level by the union bound, and the last look decides much that the bets alone leave open (``bench.looks``).
 """
 
 from __future__ import annotations
