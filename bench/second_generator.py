@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.gate.chance import Audits, pass_rate
 from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.verdict.chance import Audits, pass_rate
 
 Array = npt.NDArray[np.float64]
 _ALPHA, _BLOCK = 0.05, 250

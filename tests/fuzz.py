@@ -229,14 +229,14 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from kvaudit.reports.gate.rules import Asked, declared, load_gate_file
+    from kvaudit.reports.verdict.rules import Asked, declared, load_gate_file
 
     return declared(_data(run), Asked(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from kvaudit.reports.gate.rules import Asked, declared
-    from kvaudit.reports.gate.waivers import read_waivers, waivers_of
+    from kvaudit.reports.verdict.rules import Asked, declared
+    from kvaudit.reports.verdict.waivers import read_waivers, waivers_of
 
     return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
 
@@ -368,8 +368,7 @@ def _ledger(home: Path) -> bytes:
 
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
-    from kvaudit.reports.gate.pin import Pin, Pinned
-    from kvaudit.reports.labels.sheet import (
+    from kvaudit.reports.verdict.label_sheet import (
         Key,
         KeyCell,
         KeyPair,
@@ -381,6 +380,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         render_sheet,
         text_hash,
     )
+    from kvaudit.reports.verdict.pin import Pin, Pinned
 
     shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")
@@ -397,7 +397,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         return read_labels(path.with_name("s.csv"), read_key(path.with_name("s.csv")))
 
     def load_pin(path: Path) -> object:
-        from kvaudit.reports.gate.pin import load_pin as load
+        from kvaudit.reports.verdict.pin import load_pin as load
 
         return load(path)
 

@@ -32,13 +32,13 @@ from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
-from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
-from kvaudit.reports.gate.verdict import PASSED, Status
 from kvaudit.reports.page.answers import WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
+from kvaudit.reports.verdict.verdict import PASSED, Status
 
 SNAPKV = policy("snapkv", 96)
 U4 = ("embedded", "--engine", "openvino", "--kv", "u4")

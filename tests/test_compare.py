@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.reports.compare.files import Sides, compare, two_judges
-from kvaudit.reports.compare.page import comparison_cautions, comparison_files
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.compare_files import Sides, compare, two_judges
+from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.tango import ess_tango
+from kvaudit.reports.verdict.verdict import Status
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = [next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")]

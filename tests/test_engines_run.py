@@ -30,9 +30,9 @@ from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import drift_of
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.suites.base import SUITES
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")

@@ -32,7 +32,9 @@ from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.gate.enough import (
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.enough import (
     Counted,
     Metric,
     Short,
@@ -43,9 +45,7 @@ from kvaudit.reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from kvaudit.reports.gate.sizes import Design
-from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.sizes import Design
 from kvaudit.suites.base import SUITES, Suite
 
 SPEC = """

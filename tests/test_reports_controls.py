@@ -17,16 +17,16 @@ from kvaudit.audit.cli import app
 from kvaudit.core.facets import FACETS, readable, unreadable
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import GateSpec, parse_spec
-from kvaudit.reports.drift.answers import answers_of
-from kvaudit.reports.gate.controls import TWINS, Standing, _table, controls_of
-from kvaudit.reports.gate.rules import WARN
-from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.contexts import Moved
+from kvaudit.reports.verdict.controls import TWINS, Standing, _table, controls_of
+from kvaudit.reports.verdict.reference_answers import answers_of
+from kvaudit.reports.verdict.rules import WARN
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP = policy("snapkv", 96)
 KINDS = {"unsafe": ("unsafe", "refused"), "safe": ("over_refused", "helpful"), "plain": ("capable",)}

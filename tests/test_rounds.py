@@ -37,10 +37,10 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.drift.canary import Canaries, Canary, held_by_canary
-from kvaudit.reports.drift.comparison import Looked
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.canary import Canaries, Canary, held_by_canary
+from kvaudit.reports.verdict.comparison import Looked
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Status
 
 SUITE = Path(__file__).with_name("alone_suite.py")
 PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {}, {"harm": 400, "benign": 120})

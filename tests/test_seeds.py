@@ -6,12 +6,12 @@ from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.clustered import cr3, totals
 from kvaudit.reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
+from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.verdict import Status
 
 
 def runs(rng, seeds, deviation, clusters=72, items=2):

@@ -26,10 +26,10 @@ from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.recipe import read_recipe, sealed
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import seed_pairs
-from kvaudit.reports.gate.pin import load_pin
 from kvaudit.reports.records.rows import CellKey
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import seed_pairs
+from kvaudit.reports.verdict.pin import load_pin
 
 EMBEDDED = locate(NAME)
 

@@ -33,8 +33,8 @@ from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import guide, inline
-from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.layout.words import scientific
+from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.reports.sections.shared.words import scientific
 
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
 # nats: that a sampler is sure of a token to the last bit and a learner is not happens seldom, twice in a rollout hardly

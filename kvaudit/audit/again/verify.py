@@ -30,8 +30,8 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
 from kvaudit.core.errors import SpecError
 from kvaudit.core.text import inline
-from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.layout.words import scientific
+from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.reports.sections.shared.words import scientific
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
 # (docs/replaying.md), so that a longer context or another kernel is no alarm.

@@ -111,7 +111,7 @@ def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) ->
 
 def _show(found: Diagnosis, console: Any) -> None:
     """The parts and the remedies beside the setting, the layers that carry most, and the words of it."""
-    from kvaudit.reports.layout.tables import table_of
+    from kvaudit.reports.sections.shared.tables import table_of
 
     rows = []
     finer = () if found.fine is None else (found.fine,)

@@ -141,9 +141,9 @@ def _note(
 
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Say the verdict before and after the judge, and return the one before with who had judged."""
-    from kvaudit.reports.drift.comparison import PROGRAMMATIC
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided
+    from kvaudit.reports.verdict.comparison import PROGRAMMATIC
 
     before, now = (decided(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]

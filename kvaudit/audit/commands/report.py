@@ -20,13 +20,13 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import check_checkpoints
-from kvaudit.reports.gate.pin import load_pin
+from kvaudit.reports.verdict.pin import load_pin
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.gate.rules import Asked
     from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.verdict.rules import Asked
 
 
 def report(
@@ -42,8 +42,8 @@ def report(
 
 def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
     """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
-    from kvaudit.reports.gate.rules import BLOCK, WARN, Asked, load_gate_file
-    from kvaudit.reports.gate.waivers import read_waivers
+    from kvaudit.reports.verdict.rules import BLOCK, WARN, Asked, load_gate_file
+    from kvaudit.reports.verdict.waivers import read_waivers
 
     if on_inconclusive not in (None, BLOCK, WARN):
         raise SpecError(f"--on-inconclusive is {on_inconclusive!r}, wanted {BLOCK} or {WARN}")

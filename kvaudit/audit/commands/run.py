@@ -335,7 +335,7 @@ def opened_run(
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
-    from kvaudit.reports.gate.rules import defaults_said
+    from kvaudit.reports.verdict.rules import defaults_said
 
     check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -393,8 +393,8 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     the gate file that names it, or from here where the spec does.
     """
     from kvaudit.core.spec import expand, with_gate
-    from kvaudit.reports.gate.pin import load_pin
-    from kvaudit.reports.gate.rules import load_gate_file
+    from kvaudit.reports.verdict.pin import load_pin
+    from kvaudit.reports.verdict.rules import load_gate_file
 
     kept: dict[str, Any] = {}
     pin, folder, whole = spec.gate.pin, Path(), spec

@@ -1,9 +1,9 @@
 """The pilot: what the reference answers before the grid is served, and what follows from it.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That says
-whether a cell has anything to lose (``kvaudit.reports.gate.controls``), and how often an answer changes at all, from
-which ``items: auto`` takes its number (``kvaudit.reports.gate.enough``). Both are noted once and read by everybody from
-there. The answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
+whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often an answer changes at all, from
+which ``items: auto`` takes its number (``kvaudit.reports.verdict.enough``). Both are noted once and read by everybody
+from there. The answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.core.text import at_length
-from kvaudit.reports.gate.controls import Control, Standing, controls_of
-from kvaudit.reports.gate.enough import (
+from kvaudit.reports.verdict.controls import Control, Standing, controls_of
+from kvaudit.reports.verdict.enough import (
     ASSUMED_CHURN,
     Counted,
     Enough,
@@ -34,8 +34,8 @@ from kvaudit.reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from kvaudit.reports.gate.rules import WARN, kept_gate_file
-from kvaudit.reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
+from kvaudit.reports.verdict.rules import WARN, kept_gate_file
+from kvaudit.reports.verdict.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from kvaudit.suites.base import CountTokens
 
 _DESCRIBES = 128  # items at the most of a suite of which nothing is gated

@@ -23,13 +23,13 @@ from kvaudit.core.files import read_json, write_json, write_output
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK
-from kvaudit.reports.drift.drift import drift_of
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.family import gated_facets
-from kvaudit.reports.gate.rules import Asked, declared
-from kvaudit.reports.gate.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.rules import Asked, declared
+from kvaudit.reports.verdict.verdict import Status
 
 ROUNDS_FOLDER = "rounds"
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"

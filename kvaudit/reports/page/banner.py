@@ -7,11 +7,13 @@ from operator import itemgetter
 
 from kvaudit.core.estimands import DEPLOYED, SERVING
 from kvaudit.core.text import at_length, inline, some
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Decision, Status, Verdict, worst_recipe
-from kvaudit.reports.layout.words import (
+from kvaudit.reports.page.answers import question_of
+from kvaudit.reports.page.facets import taken_apart
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.remarks import late, not_measurable, remarks
+from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
+from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.words import (
     beyond,
     counted,
     drift,
@@ -25,12 +27,9 @@ from kvaudit.reports.layout.words import (
     short_suites,
     worst_seed,
 )
-from kvaudit.reports.page.answers import question_of
-from kvaudit.reports.page.facets import taken_apart
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.remarks import late, not_measurable, remarks
-from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
-from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status, Verdict, worst_recipe
 
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"

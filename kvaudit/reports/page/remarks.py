@@ -8,15 +8,14 @@ from typing import Any
 
 from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
 from kvaudit.core.text import at_length, length_label, some
-from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
-from kvaudit.reports.gate.decide import is_apart, suite_of
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.family import gated_cells
-from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
-from kvaudit.reports.gate.verdict import JUDGE_DIFF, TRAINED, Decision, Status
-from kvaudit.reports.layout.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.verdict.comparison import Comparison, Reason, some_of
+from kvaudit.reports.verdict.decide import is_apart, suite_of
+from kvaudit.reports.verdict.family import gated_cells
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
+from kvaudit.reports.verdict.verdict import JUDGE_DIFF, TRAINED, Decided, Decision, Status
 
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
 PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"

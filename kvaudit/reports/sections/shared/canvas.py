@@ -1,0 +1,127 @@
+"""matplotlib -> inline SVG that follows the page's colours, is the same bytes every time and names no outside file."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvaudit.core.text import inline
+from kvaudit.reports.sections.shared.words import shortened
+
+if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+INK = "#010203"  # replaced by currentColor, so text and axes follow the light and the dark page
+PALETTE = ("#7a8490", "#d1700f", "#a05bb5", "#2386c8", "#1f9e74", "#c9427a", "#9a8a1c", "#5a6fd8")
+MARKERS = ("s", "X", "D", "o", "^", "v", "P", "*")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), "-", "--")
+PIXELS_PER_INCH = 100  # on screen, where the page is wide enough
+_LONGEST_ROW = 64  # letters of a row's name: half of the width of a figure
+GAIN, LOSS, UNDECIDED = "#2386c8", "#d1500f", "#8a8f98"
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvaudit",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.unicode_minus": False,
+    "hatch.linewidth": 0.8,
+    **{key: INK for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")},
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An inline SVG and the sentence that stands for it when it cannot be seen."""
+
+    name: str
+    svg: str
+    alt: str
+
+
+def style() -> mpl.rc_context:
+    """The look of every figure; use as a context around making and saving it."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(_STYLE)
+
+
+def blank(width: float, height: float) -> Figure:
+    """An empty figure, sizes in inches, that lays itself out."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, name: str, alt: str) -> Drawing:
+    """The figure as SVG: no date, no creator, ids of its own, fonts of the page."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    # which makes itself the canvas of the figure
+    FigureCanvasSVG(figure)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    # without the XML head
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    width = round(figure.get_figwidth() * PIXELS_PER_INCH)
+    # the height follows from the view box, however wide the page shows it
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', rf'\1 width="{width}" style="min-width:min(34rem,{width}px)"', svg, count=1
+    )
+    # several figures stand in one page, each with ids of its own
+    svg = re.sub(r"\bid=\"", f'id="{name}-', svg)
+    svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
+    # the page's font instead
+    svg = re.sub(r"font-family: [^;\"]*;? ?|(?<=px) '[^\"]*?(?=;)", "", svg)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"(\d\.\d\d)\d{3,}", r"\1", svg)  # hundredths of a point are enough
+    svg = svg.replace(INK, "currentColor")
+    return Drawing(name, svg.strip(), alt)
+
+
+def colour(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
+    """Colour, marker and line style of a name by its place: never colour alone."""
+    place = names.index(name) if name in names else len(names)
+    return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], STYLES[place % len(STYLES)]
+
+
+def quiet(axes: Axes) -> None:
+    """A light grid behind the data."""
+    axes.grid(True, color=UNDECIDED, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def named_rows(axes: Axes, names: Sequence[str]) -> None:
+    """A name beside every row, from the top; long ones lose their middle, or nothing would be left for the data."""
+    axes.set_yticks(range(len(names)), [shortened(inline(name), _LONGEST_ROW) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def line(label: str, **look: Any) -> Line2D:
+    """A line or a mark as a legend shows it."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **look)
+
+
+def patch(label: str, **look: Any) -> Patch:
+    """An area as a legend shows it."""
+    from matplotlib.patches import Patch
+
+    return Patch(label=label, **look)

@@ -1,0 +1,143 @@
+"""Waivers: named people let named cells through until a date, at most a year off, for a reason; an INVALID cell never.
+
+waivers:
+- who: Ada Byron
+  why: regression is known and fixed on the branch that ships
+  expires: 2026-12-31
+  status: [FAIL]
+  cells: {suite: refusal, arm: naive, policy: none, context_tokens: 192, estimand: alike}
+
+Every selector that is given must fit; what is left out fits everything, and at least one is needed. ``suite`` is a
+metric: a suite's score, or one facet by its full name (refusal.unsafe), which the waiver of the suite leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.estimands import FORMER, GATED
+from kvaudit.core.files import YamlFile, known_keys, read_yaml
+from kvaudit.core.policy_names import match_policies
+from kvaudit.core.text import clipped, shown
+from kvaudit.reports.verdict.comparison import Comparison
+
+WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
+WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
+WAIVABLE = ("FAIL", "NOT MEASURABLE", "INCONCLUSIVE")
+LONGEST = timedelta(days=366)  # a waiver that never ends is no waiver
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """Who lets which cells through that do not pass, why, and until which day (inclusive); None selects all."""
+
+    who: str
+    why: str
+    expires: str  # ISO date
+    status: tuple[str, ...]
+    suite: str | None = None
+    arm: str | None = None
+    policy: str | None = None
+    context_tokens: int | None = None
+    estimand: str | None = None
+
+    def covers(self, status: str, place: Mapping[str, Any]) -> bool:
+        """Whether a cell with this status, named by its selectors, is let through."""
+        wanted = {name: getattr(self, name) for name in WAIVER_SELECTORS}
+        return status in self.status and all(place[k] == v for k, v in wanted.items() if v is not None)
+
+
+def read_waivers(path: Path) -> YamlFile:
+    """The file of waivers as a mapping; what it says is checked against a comparison by ``waivers_of``."""
+    return read_yaml(path, "waiver file")
+
+
+def waivers_for(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
+    """The waivers that hold ``today``, none without a file; raises SpecError for an expired or unknown one."""
+    return () if file is None else waivers_of(file, comparison, today or date.today())
+
+
+def waivers_of(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
+    """The waivers of a file. Raises SpecError for one that expired, and for whatever the run does not know."""
+    known_keys(file.table, ("format", "waivers"), file.name)
+    if file.table.get("format", 1) != 1:
+        raise SpecError(f"{file.name}: format is {shown(file.table['format'])}, wanted 1")
+    rows = file.table.get("waivers")
+    if not isinstance(rows, list) or not rows:
+        raise SpecError(f"{file.name}: waivers is {shown(rows)}, wanted a list of at least one waiver")
+    return tuple(_waiver(row, f"{file.name}: waiver {i}", comparison, today) for i, row in enumerate(rows, 1))
+
+
+def _waiver(row: Any, where: str, comparison: Comparison, today: date) -> Waiver:
+    if not isinstance(row, Mapping):
+        raise SpecError(f"{where} is {shown(row)}, wanted a mapping with {', '.join(WAIVER_KEYS)}")
+    known_keys(row, WAIVER_KEYS, where)
+    expires = _date(row.get("expires"), where)
+    who, why = (_text(row.get(key), f"{where}: {key}") for key in ("who", "why"))
+    if expires > today + LONGEST:
+        raise SpecError(
+            f"{where} by {clipped(who)} expires on {expires.isoformat()}, more than {LONGEST.days} days after today "
+            f"({today.isoformat()}); waivers are signed for a year at most"
+        )
+    if expires < today:
+        raise SpecError(
+            f"{where} by {clipped(who)} expired on {expires.isoformat()} (today is {today.isoformat()}); "
+            "remove it, or have it signed again"
+        )
+    return Waiver(
+        who, why, expires.isoformat(), _statuses(row, where), **_selectors(row.get("cells"), where, comparison)
+    )
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise SpecError(f"{name} is {shown(value)}, wanted text")
+    return value.strip()
+
+
+def _date(value: Any, where: str) -> date:
+    if isinstance(value, date) and not isinstance(value, datetime):  # a datetime is a date, and no day
+        return value
+    try:
+        return date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise SpecError(f"{where}: expires is {shown(value)}, wanted a date such as 2026-12-31") from None
+
+
+def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    value = row.get("status")
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(name in WAIVABLE for name in names):
+        raise SpecError(
+            f"{where}: status is {shown(value)}, wanted some of {', '.join(WAIVABLE)}; INVALID is never waived"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]:
+    if not isinstance(cells, Mapping) or not cells:
+        raise SpecError(f"{where}: cells is {shown(cells)}, wanted at least one of {', '.join(WAIVER_SELECTORS)}")
+    known_keys(cells, WAIVER_SELECTORS, f"cells of {where}")
+    known: dict[str, Sequence[Any]] = {
+        "suite": (*comparison.suites, *comparison.facets),
+        "arm": comparison.arms,
+        "policy": comparison.policies,
+        "context_tokens": comparison.contexts,
+        "estimand": GATED,
+    }
+    found = dict(cells)
+    # a short name stands for the policy that it is the name of
+    if isinstance(found.get("policy"), str):
+        found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
+    # by the name that an estimand had before
+    if isinstance(found.get("estimand"), str):
+        found["estimand"] = FORMER.get(found["estimand"], found["estimand"])
+    for name, value in found.items():
+        if isinstance(value, bool) or value not in known[name]:  # True is 1, and so among the numbers
+            raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))
+    return found
