@@ -25,7 +25,7 @@ from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
-from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.row import contrasts_csv
 from kvaudit.reports.verdict.verdict import Status
 

@@ -17,7 +17,7 @@ from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.rules import Asked, load_gate_file
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import read_waivers

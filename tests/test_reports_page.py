@@ -17,9 +17,8 @@ from kvaudit.reports.run import decided
 from kvaudit.reports.sections.shared.canvas import style
 from kvaudit.reports.sections.shared.tables import footnoted
 from kvaudit.reports.sections.shared.words import note, rates, unsampled
-from kvaudit.reports.verdict.comparison import Reason
 from kvaudit.reports.verdict.contrast import Rates
-from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.verdict import Status
 
 SNAP = policy("snapkv", 96)
@@ -159,7 +158,7 @@ def test_no_design_effect_stands_beside_the_gate(found):
 
 def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
     one = tuple(
-        replace(d, reasons=(Reason(SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
+        replace(d, reasons=(Reason(ReasonCode.SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
         for d in found.verdict.decisions
     )
     assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(

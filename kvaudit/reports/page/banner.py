@@ -28,7 +28,7 @@ from kvaudit.reports.sections.shared.words import (
     worst_seed,
 )
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status, Verdict, worst_recipe
 
 INVALID_SHOWN = 4  # cells in the banner
@@ -56,7 +56,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
-    by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
+    by_seed = [d for d in failed if any(reason.code == ReasonCode.SEED for reason in d.reasons)]
     far = sum(beyond(d) for d in failed if d not in by_seed)
     open_ = len(failed) - far - len(by_seed)
     seeds = f", by a seed that fails alone {len(by_seed)}" if by_seed else ""

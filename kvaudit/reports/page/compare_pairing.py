@@ -15,9 +15,9 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import some
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 from kvaudit.reports.sections.shared.words import percent
-from kvaudit.reports.verdict.comparison import PlannedUnit, Reason, comparison_of, part_reasons
+from kvaudit.reports.verdict.comparison import PlannedUnit, comparison_of, part_reasons
 from kvaudit.reports.verdict.drift import UNSCORED_LIMIT
-from kvaudit.reports.verdict.verdict import NO_CLUSTERS
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
@@ -111,15 +111,17 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
     for log in (a, b):
         if log.unfinished:
-            yield Reason("INCOMPLETE", f"{log.path.name} is not whole: {log.unfinished}")
+            yield Reason(ReasonCode.INCOMPLETE, f"{log.path.name} is not whole: {log.unfinished}")
         for reason in _run_reasons(log):
             yield Reason(reason.code, f"{log.path.name}: {reason.text}")
         if log.duplicates:
-            yield Reason("DUPLICATE", f"{log.path.name}: {log.duplicates} records stand twice; the first was kept")
+            yield Reason(
+                ReasonCode.DUPLICATE, f"{log.path.name}: {log.duplicates} records stand twice; the first was kept"
+            )
     if a.reader == b.reader:
         differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
         if differing:
-            yield Reason("HASH", f"the files were made with other {_some(differing)}")
+            yield Reason(ReasonCode.HASH, f"the files were made with other {_some(differing)}")
 
 
 def _without(log: Log, metric: str) -> Iterator[str]:
@@ -205,7 +207,7 @@ def _unclustered(a: Log, b: Log) -> Reason:
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     where = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
     return Reason(
-        NO_CLUSTERS,
+        ReasonCode.NO_CLUSTERS,
         f"no cluster is named, so nothing passes: give --cluster what items share ({where}), or say "
         "--items-are-independent",
     )
@@ -218,12 +220,12 @@ def _places(table: pd.DataFrame) -> list[tuple[str, str]]:
 def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
     homeless = int(table["cluster"].isna().sum())
     if homeless:
-        yield Reason("CLUSTER_IDS", f"{log.path.name}: {homeless} of {len(table)} rows have no cluster")
+        yield Reason(ReasonCode.CLUSTER_IDS, f"{log.path.name}: {homeless} of {len(table)} rows have no cluster")
     twice = table.duplicated(_KEY)
     if twice.any():
         lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
         yield Reason(
-            "DUPLICATE",
+            ReasonCode.DUPLICATE,
             f"{log.path.name}: {len(lines)} rows stand twice ({_some(lines)}); the first of each was kept. Repeats "
             "need a sample or epoch column",
         )
@@ -235,7 +237,7 @@ def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:
         yield Reason(
-            "MISSING",
+            ReasonCode.MISSING,
             f"{log.path.name}: {missing} of {total} answers were kept out or have no score ({percent(missing / total)}"
             "); the limit is 1 %",
         )
@@ -247,17 +249,19 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
     sides = [set(map(tuple, table[where].to_numpy())) for table in (a, b)]
     common = sides[0] & sides[1]
     if not common:
-        yield Reason("NO_COMMON_ITEM", "the files have no item in common; compare two logs of the same task")
+        yield Reason(ReasonCode.NO_COMMON_ITEM, "the files have no item in common; compare two logs of the same task")
         return
     for own, other, name in ((sides[0], sides[1], REFERENCE), (sides[1], sides[0], CANDIDATE)):
         lonely = sorted(str(item) for _, _, item in own - other)
         if lonely:
-            yield Reason("ITEMS", f"{len(lonely)} items are only in the {name} file ({_some(lonely)})")
+            yield Reason(ReasonCode.ITEMS, f"{len(lonely)} items are only in the {name} file ({_some(lonely)})")
     asked = [table[table["fingerprint"] != ""].groupby(where)["fingerprint"].agg(frozenset) for table in (a, b)]
     shared = asked[0].index.intersection(asked[1].index)
     changed = [str(index[2]) for index in shared if asked[0][index] != asked[1][index]]
     if changed:
-        yield Reason("HASH", f"{len(changed)} items have another question, prompt or answer key ({_some(changed)})")
+        yield Reason(
+            ReasonCode.HASH, f"{len(changed)} items have another question, prompt or answer key ({_some(changed)})"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

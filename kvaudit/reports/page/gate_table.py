@@ -25,7 +25,7 @@ from kvaudit.reports.sections.shared.words import (
 )
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.decide import suite_of
+from kvaudit.reports.verdict.downgrades import suite_of
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 

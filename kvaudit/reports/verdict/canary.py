@@ -24,8 +24,9 @@ from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import AGAIN
 from kvaudit.reports.records.rows import LOGPROB, SAID
 from kvaudit.reports.stats.signed_rank import signed_rank_above
-from kvaudit.reports.verdict.comparison import Comparison, Reason
+from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 CANARY = "CANARY"
 _LEVEL = 0.05 / 2  # of each of two tests: by texts, and by log-probs
@@ -135,7 +136,7 @@ def held_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Cont
     still = next((own for own in held if own is not None and not own.acts), None)
     if still is None:
         return c
-    reason = Reason(CANARY, _words(still, comparison, c.policy))
+    reason = Reason(ReasonCode.CANARY, _words(still, comparison, c.policy))
     return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
 
 
@@ -143,7 +144,7 @@ def canary_reasons(comparison: Comparison, found: Canaries) -> Iterator[Reason]:
     """A run of which a condition changed nothing anywhere is INVALID: it was not served under what it says."""
     for condition, held in found.conditions.items():
         if not held.acts:
-            yield Reason(CANARY, f"{comparison.label(condition)}: {_words(held, comparison, condition)}")
+            yield Reason(ReasonCode.CANARY, f"{comparison.label(condition)}: {_words(held, comparison, condition)}")
 
 
 def _words(held: Canary, comparison: Comparison, condition: str) -> str:

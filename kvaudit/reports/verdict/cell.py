@@ -26,7 +26,6 @@ from kvaudit.reports.stats.rule import (
     too_uneven,
 )
 from kvaudit.reports.verdict.chance import larger
-from kvaudit.reports.verdict.comparison import Reason
 from kvaudit.reports.verdict.contrast import Contrast, People
 from kvaudit.reports.verdict.family import (
     HOLM,
@@ -34,11 +33,10 @@ from kvaudit.reports.verdict.family import (
     GatedCell,
 )
 from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.verdict import (
-    LABELS,
     PASSED,
     PRECEDENCE,
-    TEMPLATES,
     Adjustment,
     Decision,
     Larger,
@@ -71,7 +69,7 @@ class Pvalues(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judged:
+class DecidedTest:
     """One test of a cell, decided; ``ratio`` where it is held to one."""
 
     row: FamilyRow
@@ -88,12 +86,12 @@ class Judged:
 
 _StatusWhy = tuple[Status, tuple[Reason, ...]]
 _NO_LOOKS = Reason(
-    LABELS,
+    ReasonCode.LABELS,
     "human labels decide nothing of a run in rounds, whose rows ended where the judge's labels had decided: ask a "
     "fixed number of rows and let people label those",
 )
 _NO_RATIO = Reason(
-    LABELS,
+    ReasonCode.LABELS,
     "people labelled pairs that the judge tells apart, which says nothing of the reference's own rate: their labels "
     "show no ratio, declare points in gate.margins",
 )
@@ -182,12 +180,12 @@ def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part
         few = f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
     uneven = _uneven(templates, margin) if call is Call.UNEVEN else ""
     reasons = {
-        Call.FAIL: Reason("MARGIN", f"{said.what} detected, {size}"),
-        Call.INCONCLUSIVE: Reason("MARGIN", said.past),
-        Call.CLUSTERS: Reason("CLUSTERS", few),
-        Call.UNEVEN: Reason("CLUSTERS", f"{uneven}, so the others cannot show {said.limit}"),
+        Call.FAIL: Reason(ReasonCode.MARGIN, f"{said.what} detected, {size}"),
+        Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, said.past),
+        Call.CLUSTERS: Reason(ReasonCode.CLUSTERS, few),
+        Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{uneven}, so the others cannot show {said.limit}"),
         Call.TEMPLATES: Reason(
-            TEMPLATES,
+            ReasonCode.TEMPLATES,
             f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
             f"model with {said.model}",
         ),
@@ -206,7 +204,7 @@ def _uneven(templates: Sequence[Part], margin: float) -> str:
     )
 
 
-def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> Judged:
+def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
     """One test held to its margin; a contrast without a number is INVALID for its own reasons.
 
     With a ``limit`` of the ratio ``margin`` is what that allows in score units. Human labels correct the effect, not
@@ -231,22 +229,22 @@ def judged(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None 
     judge = None
     # ``effect`` is then by human labels, and ``judged`` what the judge's alone gave
     if c.judged:
-        judge = judged(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
+        judge = decided_test(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
         if ratio is not None and status is not Status.FAIL:
             reasons, more = (_NO_RATIO,), None
         if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
             status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
-    return Judged(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
+    return DecidedTest(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
 
 
-def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> Judged:
+def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
     """One test of a run in rounds: a loss of the margin is ruled out, or shown, by bounds that hold at every look.
 
     Every test has its own share of the level already, so no p-value is adjusted.
     """
     status: Status = Status.INCONCLUSIVE
-    reasons: tuple[Reason, ...] = (Reason("MARGIN", _open_at(effect, margin)),)
+    reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, _open_at(effect, margin)),)
     if row.contrast.judged is not None:  # of a sample whose size follows from the judge's labels
         reasons = (_NO_LOOKS,)
     elif effect.lower > -margin and all(
@@ -256,9 +254,9 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> Judged:
     ):
         status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
     elif effect.upper < -margin:
-        status, reasons = Status.FAIL, (Reason("MARGIN", "a loss beyond the margin is shown"),)
+        status, reasons = Status.FAIL, (Reason(ReasonCode.MARGIN, "a loss beyond the margin is shown"),)
     pvalue = min(1.0, effect.pvalue_drop * (row.contrast.looked.tests if row.contrast.looked else 1))
-    return Judged(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
+    return DecidedTest(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
 
 
 def _open_at(effect: Effect, margin: float) -> str:
@@ -281,7 +279,7 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
 def _unseen(people: People) -> Reason:
     """A judge that is blind to a template shows no difference there, so people must have seen a pair of every one."""
     return Reason(
-        LABELS,
+        ReasonCode.LABELS,
         f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
         f"{people.unseen} more, one of each (kvaudit grade adjudicate --concordant {people.templates} or more)",
     )
@@ -321,14 +319,17 @@ def _toward(effect: Effect, sign: int) -> Effect:
 
 
 def decision(
-    cell: GatedCell, alpha: float, adjustment: Adjustment, judge: Callable[[FamilyRow, float, float | None], Judged]
+    cell: GatedCell,
+    alpha: float,
+    adjustment: Adjustment,
+    judge: Callable[[FamilyRow, float, float | None], DecidedTest],
 ) -> Decision:
     """A cell passes when all its tests do; the worst of them is the one that is shown."""
     first = cell.rows[0].contrast
     if cell.margin is None and cell.ratio is None:
-        missing = Reason("NOMARGIN", f"no margin declared for suite {first.suite!r}; add it to gate.margins")
+        missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {first.suite!r}; add it to gate.margins")
         judged = [
-            Judged(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
+            DecidedTest(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
         ]
     else:
         judged = [judge(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
@@ -368,7 +369,7 @@ def decision(
     )
 
 
-def _template_bound(shown: Judged, margin: float | None, alpha: float) -> float | None:
+def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """What the template rule leaves open in the test's own direction; nothing where the interval leaves more."""
     c, sign = shown.row.contrast, shown.row.sign
     if c.effect is None or c.looked or margin is None or _toward(c.effect, sign).lower <= -margin:
@@ -381,7 +382,7 @@ def _worth(templates: Sequence[Part], effect: Effect) -> float:
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
-def _parity(judged: Sequence[Judged], margin: float) -> str:
+def _parity(judged: Sequence[DecidedTest], margin: float) -> str:
     """The statement of parity: both sides within the margin, or which side is not shown."""
     sides = {"non-inferior": judged[0].status, "non-superior": judged[1].status}
     shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]

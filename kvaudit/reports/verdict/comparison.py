@@ -33,20 +33,10 @@ from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
 from kvaudit.core.text import some
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import facets_of
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why there is no number: a code for programs, a sentence for people."""
-
-    code: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.text}"
 
 
 class PlannedUnit(NamedTuple):
@@ -258,10 +248,10 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Every reason for which the run as a whole is INVALID."""
     records = data.records
     if comparison.reference not in set(records["arm"].unique()):
-        yield Reason("REFERENCE", f"the reference arm {comparison.reference!r} has no records")
+        yield Reason(ReasonCode.REFERENCE, f"the reference arm {comparison.reference!r} has no records")
     duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
     if duplicates:
-        yield Reason("DUPLICATE", f"{duplicates} records stand twice; the first of each was kept")
+        yield Reason(ReasonCode.DUPLICATE, f"{duplicates} records stand twice; the first of each was kept")
     yield from part_reasons(data, comparison)
 
 
@@ -295,7 +285,7 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         missing = sum(abs(unit.rows - found[unit]) for unit in short)
         parts.append(f"rows missing or too many: {missing} ({some_of(names)})")
     if parts:
-        yield Reason("INCOMPLETE", f"resume this run first, it is not whole: {'; '.join(parts)}")
+        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is not whole: {'; '.join(parts)}")
 
 
 def some_of(names: Iterable[str]) -> str:
@@ -316,7 +306,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
         several = table.groupby(by, observed=True)[column].nunique()
         names = [str(index) for index in several[several > 1].index]
         if names:
-            yield Reason("HASH", f"{what} differs within {', '.join(names)}")
+            yield Reason(ReasonCode.HASH, f"{what} differs within {', '.join(names)}")
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
@@ -327,7 +317,9 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
         by_name = {str(key): set(values) for key, values in found.items()}
         strange = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
         if strange:
-            yield Reason("HASH", f"{column} of the records is not what provenance lists for {some_of(strange)}")
+            yield Reason(
+                ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(strange)}"
+            )
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
@@ -348,9 +340,11 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
             unpinned.append(f"{arm} seed {seed}")
     remedy = "evaluate those units again, or resume the run to finish it"
     if strange:
-        yield Reason("REFHASH", f"provenance lists other weights, or none, for {some_of(strange)}: {remedy}")
+        yield Reason(ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(strange)}: {remedy}")
     if unpinned:
-        yield Reason("REFHASH", f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}")
+        yield Reason(
+            ReasonCode.REF_HASH, f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}"
+        )
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
@@ -360,7 +354,7 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
     strange = [unit for unit, found in data.inputs.items() if found not in (None, wanted)]
     if strange:
         yield Reason(
-            "INPUTS",
+            ReasonCode.INPUTS,
             f"{len(strange)} units were evaluated from other rows, plug-ins or model files than provenance lists "
             f"({some_of(strange)}): delete them and their seals, and resume the run",
         )

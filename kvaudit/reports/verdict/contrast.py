@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import JudgeError
-from kvaudit.reports.verdict.comparison import Comparison, Looked, Reason
+from kvaudit.reports.verdict.comparison import Comparison, Looked
+from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.reference_answers import Answers
 
 CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens

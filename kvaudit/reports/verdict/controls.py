@@ -35,8 +35,8 @@ from kvaudit.reports.stats.clustered import Array
 from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.shares import READABLE, ShownShare, correlation, share, told_apart
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
-from kvaudit.reports.verdict.comparison import Reason
 from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.reference_answers import Answers, answers_of
 
 
@@ -51,11 +51,11 @@ class Standing(StrEnum):
 
 
 CODES = {
-    Standing.UNREADABLE: "UNREADABLE",
-    Standing.INCAPABLE: "INCAPABLE",
-    Standing.FLOOR: "FLOOR",
-    Standing.CEILING: "CEILING",
-}  # of a reason
+    Standing.UNREADABLE: ReasonCode.UNREADABLE,
+    Standing.INCAPABLE: ReasonCode.INCAPABLE,
+    Standing.FLOOR: ReasonCode.FLOOR,
+    Standing.CEILING: ReasonCode.CEILING,
+}
 _SEVERITY = [*Standing]
 HOPE = 0.3  # the least rate of a reference that the rule's calibration calls healthy
 CONTROLS = ("capable", "helpful", "obeyed", "utility")  # the first that a suite has says whether the model can do it

@@ -36,8 +36,9 @@ from kvaudit.reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect,
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 from kvaudit.reports.verdict.canary import canaries_of, canary_reasons, held_by_canary
-from kvaudit.reports.verdict.comparison import Comparison, Looked, Reason, run_reasons
+from kvaudit.reports.verdict.comparison import Comparison, Looked, run_reasons
 from kvaudit.reports.verdict.contrast import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unwanted
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.reference_answers import reference_answers
 
 Weights = dict[CellKey, float]
@@ -211,12 +212,12 @@ def _weighed(
     looked: Looked | None = None,
 ) -> Contrast:
     cells = sorted({cell for w in weights for cell in w})
-    reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
+    reasons = broken_contract(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
     blank = Contrast(
         estimand, arm, policy, panel.suite, panel.context_tokens, seeds=tuple(seeds), reasons=tuple(reasons)
     )
     # nothing else is wrong: the estimate may be said, without an interval
-    if [reason.code for reason in reasons] == [FEW_CLUSTERS]:
+    if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     return blank if reasons else _with_numbers(replace(blank, looked=looked), panel, weights, cells, alpha)
 
@@ -226,9 +227,9 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
     known = ~np.isnan(z).all(axis=0)  # [N], read in some seed
     clusters = len(np.unique(panel.clusters[recorded][known]))
     if not clusters:
-        return Reason(FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
+        return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
     estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
-    return Reason(FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
+    return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
 
 
 def _with_numbers(
@@ -455,29 +456,33 @@ def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...
     """Why these cells cannot be compared; empty when they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
-        return (Reason("HARM", NO_HARM_GRADER),)
+        return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)
     if absent:
         named = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
-        return (Reason("CELL", f"not evaluated: {named}"),)
+        return (Reason(ReasonCode.CELL, f"not evaluated: {named}"),)
     holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
     uneven = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
     if uneven:
-        return (Reason("ITEMS", f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"),)
+        return (
+            Reason(
+                ReasonCode.ITEMS, f"item sets differ: {uneven} of {len(panel.items)} items lack a record in some cell"
+            ),
+        )
     return tuple(_unfit(panel, cells, ~holes[0]))
 
 
 def _unfit(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
     clusters = len(np.unique(panel.clusters[present]))
     if clusters < FEWEST_CLUSTERS:
-        yield Reason(FEW_CLUSTERS, no_interval(clusters))
+        yield Reason(ReasonCode.FEW_CLUSTERS, no_interval(clusters))
     shares = [panel.unscored[cell] for cell in cells]
     if max(shares) > UNSCORED_LIMIT:
         apart = f"{max(shares):.1%} of the samples of a cell are unscored, {100 * (max(shares) - min(shares)):.1f} pp"
-        yield Reason("MISSING", f"{apart} more than of another; the limit is 1 %")
+        yield Reason(ReasonCode.MISSING, f"{apart} more than of another; the limit is 1 %")
     if not panel.uneven_samples.isdisjoint(cells):
-        yield Reason("SAMPLES", f"some items have fewer than {panel.samples} samples")
+        yield Reason(ReasonCode.SAMPLES, f"some items have fewer than {panel.samples} samples")
     if panel.split_items:
-        yield Reason("CLUSTER_IDS", f"{panel.split_items} items stand in more than one cluster")
+        yield Reason(ReasonCode.CLUSTER_IDS, f"{panel.split_items} items stand in more than one cluster")
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from kvaudit.reports.stats.effect import LEVEL, Effect
 from kvaudit.reports.stats.mover import mover
 from kvaudit.reports.stats.seeds import recipe_variance
 from kvaudit.reports.stats.signflip import flip_moments
-from kvaudit.reports.verdict.comparison import Reason
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast, Drift, SeedDrift
 from kvaudit.reports.verdict.drift import no_narrower
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 _SOURCE = "Zou & Donner 2008 over ESS-Tango"
 
@@ -57,7 +57,7 @@ def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contra
     parts = [(1.0, own), *((share, other) for other in others)]
     reasons = tuple(Reason(r.code, f"{c.suite}: {r.text}") for _, c in parts for r in c.reasons)
     if not reasons and any(c.seeds != own.seeds for c in others):
-        reasons = (Reason("SEEDS", "the suites were not asked of the same seeds"),)
+        reasons = (Reason(ReasonCode.SEEDS, "the suites were not asked of the same seeds"),)
     blank = replace(Contrast(SELECTIVITY, *own.place[1:], seeds=own.seeds, reasons=reasons), unread=own.unread)
     blank = replace(blank, churn=own.churn, rerun=own.rerun)
     if reasons:

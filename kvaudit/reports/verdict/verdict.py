@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvaudit.reports.stats.effect import Effect
-from kvaudit.reports.verdict.comparison import Comparison, Reason
+from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast, Drift, Rates, SeedDrift
 from kvaudit.reports.verdict.controls import Control
 from kvaudit.reports.verdict.ratios import Ratio
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.rules import WARN, Rules
 from kvaudit.reports.verdict.waivers import Waiver
 
@@ -54,10 +55,6 @@ PRECEDENCE = (
     Status.PASS_NOTED,
     Status.PASS,
 )
-JUDGE_DIFF, LABELS = "JUDGE_DIFF", "LABELS"
-NO_CLUSTERS = "NOCLUSTERS"
-TRAINED, PHRASES = "TRAINED", "PHRASES"
-TEMPLATES, FORM = "TEMPLATES", "FORM"
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Decision(CellName):
     @property
     def is_unclustered(self) -> bool:
         """Whether this cell would pass had anybody said which items share a template."""
-        return any(reason.code == NO_CLUSTERS for reason in self.reasons)
+        return any(reason.code == ReasonCode.NO_CLUSTERS for reason in self.reasons)
 
     @property
     def standing(self) -> Status:
