@@ -242,7 +242,7 @@ def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):
 def test_without_clusters_a_fail_stays_a_fail(tmp_path):
     done = compare(sides(*unclustered(tmp_path, [1] * 300, [0] * 60 + [1] * 240)), "score")
     assert done.verdict.status is Status.FAIL
-    assert [reason.code for reason in done.verdict.decisions[0].reasons] == ["MARGIN"]
+    assert [reason.code for reason in done.verdict.decisions[0].reasons] == ["LOSS"]
 
 
 def test_without_clusters_no_recipe_passes(tmp_path):

@@ -59,7 +59,7 @@ def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
 
 def test_a_failing_cell_says_the_same_in_its_note(found):
     [text] = {note(d) for d in found.verdict.decisions if d.gated and d.status is Status.FAIL}
-    assert text.startswith("MARGIN: regression detected")
+    assert text.startswith("LOSS: regression detected")
 
 
 def test_the_headline_is_the_most_extreme_of_its_family(found):

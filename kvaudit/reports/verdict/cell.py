@@ -180,7 +180,7 @@ def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part
         few = f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
     uneven = _uneven(templates, margin) if call is Call.UNEVEN else ""
     reasons = {
-        Call.FAIL: Reason(ReasonCode.MARGIN, f"{said.what} detected, {size}"),
+        Call.FAIL: Reason(ReasonCode.LOSS, f"{said.what} detected, {size}"),
         Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, said.past),
         Call.CLUSTERS: Reason(ReasonCode.CLUSTERS, few),
         Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{uneven}, so the others cannot show {said.limit}"),
@@ -254,7 +254,7 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
     ):
         status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
     elif effect.upper < -margin:
-        status, reasons = Status.FAIL, (Reason(ReasonCode.MARGIN, "a loss beyond the margin is shown"),)
+        status, reasons = Status.FAIL, (Reason(ReasonCode.LOSS, "a loss beyond the margin is shown"),)
     pvalue = min(1.0, effect.pvalue_drop * (row.contrast.looked.tests if row.contrast.looked else 1))
     return DecidedTest(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
 

@@ -21,7 +21,8 @@ class ReasonCode(StrEnum):
         return member
 
     # the test of a cell
-    MARGIN = "MARGIN", "A loss is shown, or the interval reaches past the margin."
+    LOSS = "LOSS", "A loss is shown, beyond the margin or of a size that is open."
+    MARGIN = "MARGIN", "The interval reaches past the margin, so neither a pass nor a loss is shown."
     CLUSTERS = "CLUSTERS", "Too few templates, or templates of too unequal size, to show the margin."
     TEMPLATES = "TEMPLATES", "Templates like those seen, weighted otherwise, would allow a loss of the margin."
     NO_MARGIN = "NOMARGIN", "No margin is declared for the suite or facet."

@@ -52,6 +52,7 @@ class Row:
     recipe_low: float | None
     recipe_high: float | None
     seeds: int
+    pvalue: float | None  # one-sided for a drop, adjusted over the gated cells
     reasons: tuple[Reason, ...]
     contrast_reasons: tuple[Reason, ...]  # why the contrast has no number
     ratio: float | None
@@ -92,6 +93,7 @@ def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | No
         recipe_low=recipe.low if recipe else None,
         recipe_high=recipe.high if recipe else None,
         seeds=len(contrast.seeds) if contrast else 0,
+        pvalue=decision.pvalue_drop if decision else None,
         reasons=decision.reasons if decision else cell.reasons,
         contrast_reasons=contrast.reasons if contrast else (),
         ratio=times.estimate if times else None,
@@ -135,6 +137,8 @@ CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
     "ratio_low": lambda row: row.ratio_low,
     "ratio_high": lambda row: row.ratio_high,
     "ratio_limit": lambda row: row.ratio_limit,
+    "pvalue": lambda row: row.pvalue,
+    "reasons": lambda row: " ".join(reason.code for reason in row.reasons) or None,
 }
 
 

@@ -15,7 +15,7 @@ from kvaudit.reports.verdict.row import Row, row_of
 from kvaudit.reports.verdict.verdict import Decision
 
 FILE = "verdict.json"
-_FORMAT = 1
+_FORMAT = 2  # 1 had no pvalue and no reasons
 _CELLS = 80  # the gravest; all of them stand in contrasts.csv
 _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a text
 
@@ -82,7 +82,9 @@ _NUMBERS: Mapping[str, Callable[[Row], Any]] = {
 _COUNTS: Mapping[str, Callable[[Row], Any]] = {
     "items": lambda row: row.items or 0,
     "templates": lambda row: row.templates or 0,
+    "pvalue": lambda row: _short(row.pvalue),
     "status": lambda row: row.status,
+    "reasons": lambda row: [reason.code for reason in row.reasons],
 }
 
 
