@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
     from kvaudit.reports.verdict.contrast import Drift
-    from kvaudit.reports.verdict.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.verdict.verdict import Verdict
 
 
@@ -33,7 +33,7 @@ class Run:
     checkpoints have changed since; SpecError for rules that cannot be used.
     """
 
-    def __init__(self, path: Path | str, asked: Asked | None = None) -> None:
+    def __init__(self, path: Path | str, asked: GateOverrides | None = None) -> None:
         from kvaudit.core.provenance import check_checkpoints
 
         self.path = Path(path)

@@ -229,16 +229,16 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from kvaudit.reports.verdict.rules import Asked, declared, load_gate_file
+    from kvaudit.reports.verdict.rules import GateOverrides, declared, load_gate_file
 
-    return declared(_data(run), Asked(gate=load_gate_file(path)))
+    return declared(_data(run), GateOverrides(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from kvaudit.reports.verdict.rules import Asked, declared
+    from kvaudit.reports.verdict.rules import GateOverrides, declared
     from kvaudit.reports.verdict.waivers import read_waivers, waivers_of
 
-    return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
+    return waivers_of(read_waivers(path), declared(_data(run), GateOverrides())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:

@@ -30,7 +30,7 @@ from kvaudit.reports.page.formats import bom, junit
 from kvaudit.reports.page.model_card import BEGIN, END, placed, section_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosed, write_report
-from kvaudit.reports.verdict.rules import Asked
+from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import read_waivers
 
@@ -261,7 +261,7 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
 
 
 def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
-    text = junit.render(disclosed(load_run(run), Asked(on_inconclusive="warn")))
+    text = junit.render(disclosed(load_run(run), GateOverrides(on_inconclusive="warn")))
     suite = junitparser.TestSuite.fromstring(text.encode())
     assert (suite.failures, suite.errors, suite.skipped) == (4, 0, 6)
     assert sum(case.is_skipped for case in suite) == 6
@@ -272,7 +272,7 @@ def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) 
         path = tmp_path / "waivers.yaml"
         row = {"who": who, "why": "known", "expires": str(date.today()), "status": "FAIL", "cells": {"arm": "naive"}}
         path.write_text(yaml.safe_dump({"waivers": [row]}))
-        asked = Asked(waivers=read_waivers(path) if who else None)
+        asked = GateOverrides(waivers=read_waivers(path) if who else None)
         return json.loads(bom.render(disclosed(load_run(run), asked)))["serialNumber"]
 
     assert len({serial(None), serial("Ada"), serial("Grace")}) == 3

@@ -18,7 +18,7 @@ from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.reasons import Reason
-from kvaudit.reports.verdict.rules import Asked, load_gate_file
+from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import read_waivers
 
@@ -59,7 +59,7 @@ def gate_file(tmp_path, text, name="gate.yaml"):
 
 
 def decided(data, **asked):
-    report = way.decided(data, Asked(today=TODAY, **asked))
+    report = way.decided(data, GateOverrides(today=TODAY, **asked))
     return report, report.verdict
 
 
@@ -190,10 +190,10 @@ def test_a_waiver_never_silences_invalid(data, tmp_path):
 
 def test_a_waiver_holds_through_its_last_day(data, tmp_path):
     file = waivers(tmp_path, WAIVER.format(arm="naive"))
-    last = Asked(waivers=file, today=date(2026, 12, 31))
+    last = GateOverrides(waivers=file, today=date(2026, 12, 31))
     assert way.decided(data, last).verdict.status is Status.WAIVED
     with pytest.raises(SpecError, match=r"waiver 1 by Ada Byron expired on 2026-12-31 \(today is 2027-01-01\)"):
-        way.decided(data, Asked(waivers=file, today=date(2027, 1, 1)))
+        way.decided(data, GateOverrides(waivers=file, today=date(2027, 1, 1)))
 
 
 def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):

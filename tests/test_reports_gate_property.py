@@ -18,7 +18,7 @@ from kvaudit.core.files import parse_yaml
 from kvaudit.core.records import Outcome
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.verdict.rules import Asked
+from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import waivers_of
 
@@ -152,7 +152,7 @@ def test_any_gate_file_decides_or_is_refused_in_one_line(table):
         except AuditError as error:
             one_line(error)
             return
-    verdict_of(LINES, BASE, Asked(gate=gate))
+    verdict_of(LINES, BASE, GateOverrides(gate=gate))
 
 
 @calm

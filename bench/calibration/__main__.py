@@ -25,7 +25,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import measured
 from kvaudit.reports.verdict.family import gated_cells
-from kvaudit.reports.verdict.rules import Asked
+from kvaudit.reports.verdict.rules import GateOverrides
 
 FAILED = 3
 
@@ -75,7 +75,7 @@ def _designs(run: Path) -> list[RunDesign]:
 
 def designs(data: RunData) -> list[RunDesign]:
     """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
     return [
         RunDesign(

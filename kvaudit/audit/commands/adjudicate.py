@@ -58,7 +58,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     from kvaudit.reports.verdict.label_key import known_labels, sheet_key
     from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
-    from kvaudit.reports.verdict.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     check_seed(seed)
@@ -66,7 +66,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; choose another --out")
     data = load_run(run)
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
@@ -107,7 +107,7 @@ def _read(run: Path, sheet: Path) -> int:
     from kvaudit.reports.verdict.label_pairs import digest, paired_answers
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
     from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
-    from kvaudit.reports.verdict.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     key = read_key(sheet)
@@ -115,7 +115,7 @@ def _read(run: Path, sheet: Path) -> int:
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
     stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back

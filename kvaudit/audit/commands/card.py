@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvaudit.reports.page.page import Page
-    from kvaudit.reports.verdict.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
 
 _DIFFERS = 3
 _LONGEST_ENTRY = 300  # characters of a recipe's entry; the files hold all of it
@@ -104,7 +104,7 @@ def card(
             typer.echo(section, nl=False)
 
 
-def _page(run: Path, asked: Asked) -> Page:
+def _page(run: Path, asked: GateOverrides) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed

@@ -335,7 +335,7 @@ def opened_run(
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
-    from kvaudit.reports.verdict.rules import defaults_said
+    from kvaudit.reports.verdict.rules import default_margins_line
 
     check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -348,7 +348,7 @@ def opened_run(
     # the first time that it was said
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
+    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     others, takeover = _joining(run.path, options), options.takeover
     return (

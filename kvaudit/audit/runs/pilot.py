@@ -23,7 +23,7 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.core.text import at_length
-from kvaudit.reports.verdict.controls import Control, Standing, controls_of
+from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
 from kvaudit.reports.verdict.enough import (
     ASSUMED_CHURN,
     Counted,
@@ -170,7 +170,7 @@ def _noted(suite: str, found: Control) -> dict[str, Any]:
         "metric": found.metric,
         "context_tokens": found.context_tokens,
         "standing": str(found.standing),
-        "measurable": found.standing is Standing.MEASURABLE,
+        "measurable": found.standing is Measurability.MEASURABLE,
         "hopeless": found.hopeless,
         "rate": float(found.rate),
         "answers": int(found.answers),

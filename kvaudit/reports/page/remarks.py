@@ -15,7 +15,7 @@ from kvaudit.reports.verdict.comparison import Comparison, some_of
 from kvaudit.reports.verdict.downgrades import is_apart, suite_of
 from kvaudit.reports.verdict.family import gated_cells
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
-from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
@@ -48,7 +48,7 @@ def _by_which_rules(findings: Decided) -> Iterator[str]:
     if rules.sha256 is not None:
         yield _gate(rules)
     if rules.defaults:
-        yield defaults_said(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
+        yield default_margins_line(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
     if rules.profile:
         yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:

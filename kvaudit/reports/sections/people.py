@@ -11,7 +11,7 @@ from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, percent, points
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
-from kvaudit.reports.verdict.contrast import Drift, People, judge_may_pass
+from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
 from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import PASSED, Decided, Decision, Status
 
@@ -22,7 +22,7 @@ class LabelledCell(NamedTuple):
     name: str
     decision: Decision
     margin: float
-    people: People
+    people: LabelSummary
     raw: Effect  # by the judge's labels
     corrected: Effect
     judged: Status

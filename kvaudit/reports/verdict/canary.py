@@ -122,13 +122,13 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
     return Moves(float(texts.mean()), float(np.sqrt(np.mean(known**2))) if len(known) else None)
 
 
-def held_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Contrast:
+def checked_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Contrast:
     """The contrast; without any number where a setting that it is about changed nothing.
 
     The endpoints of a run in rounds are short rows of one kind, so a setting that acts on one acts on all of them.
     """
     whole = found.conditions.get(c.policy)
-    if c.looked is not None and whole is not None and whole.acts:
+    if c.look is not None and whole is not None and whole.acts:
         return c
     suite = facet_of(c.suite)[0] if c.suite in comparison.facets else c.suite
     arms = [c.arm] if c.estimand in _WITH_ITSELF else [c.arm, comparison.reference]

@@ -26,7 +26,7 @@ from kvaudit.reports.stats.rule import (
     too_uneven,
 )
 from kvaudit.reports.verdict.chance import larger
-from kvaudit.reports.verdict.contrast import Contrast, People
+from kvaudit.reports.verdict.contrast import Contrast, LabelSummary
 from kvaudit.reports.verdict.family import (
     HOLM,
     FamilyRow,
@@ -211,7 +211,7 @@ def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float |
     the seed variance: the recipe is decided where it agrees with the checkpoints.
     """
     c, what = row.contrast, "regression" if row.sign > 0 else "gain"
-    if c.looked is not None and c.effect is not None:
+    if c.look is not None and c.effect is not None:
         return _looked_at(row, c.effect, margin)
     ratio = None if limit is None else ratio_of(c, limit)
     status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
@@ -255,7 +255,7 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
         status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
     elif effect.upper < -margin:
         status, reasons = Status.FAIL, (Reason(ReasonCode.LOSS, "a loss beyond the margin is shown"),)
-    pvalue = min(1.0, effect.pvalue_drop * (row.contrast.looked.tests if row.contrast.looked else 1))
+    pvalue = min(1.0, effect.pvalue_drop * (row.contrast.look.tests if row.contrast.look else 1))
     return DecidedTest(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
 
 
@@ -276,7 +276,7 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
 
 
-def _unseen(people: People) -> Reason:
+def _unseen(people: LabelSummary) -> Reason:
     """A judge that is blind to a template shows no difference there, so people must have seen a pair of every one."""
     return Reason(
         ReasonCode.LABELS,
@@ -351,7 +351,7 @@ def decision(
         margin=margin,
         pvalue_drop=shown.pvalue if c.effect else None,
         pvalue_holm=shown.holm if c.effect else None,
-        adjusted_by="Bonferroni" if c.looked else HOLM if c.judged else adjustment.method,
+        adjusted_by="Bonferroni" if c.look else HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(margin, alpha) if margin else None,
         larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
@@ -372,7 +372,7 @@ def decision(
 def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """What the template rule leaves open in the test's own direction; nothing where the interval leaves more."""
     c, sign = shown.row.contrast, shown.row.sign
-    if c.effect is None or c.looked or margin is None or _toward(c.effect, sign).lower <= -margin:
+    if c.effect is None or c.look or margin is None or _toward(c.effect, sign).lower <= -margin:
         return None
     return min(template_bound(own, alpha=alpha) for own in (templates_of(c, sign), *readings_of(c, sign)))
 

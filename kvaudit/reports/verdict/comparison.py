@@ -50,7 +50,7 @@ class PlannedUnit(NamedTuple):
     rows: int
 
 
-class Looked(NamedTuple):
+class Look(NamedTuple):
     """How a suite of a run in rounds was looked at: ``tests`` cells are gated, ``is_last`` is the last planned look."""
 
     tests: int
@@ -87,7 +87,7 @@ class Comparison:
     trained_under: Mapping[str, str] = field(default_factory=dict)  # arm -> policy of its compressed rollouts
     rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
     references: Mapping[str, str] = field(default_factory=dict)  # an engine's condition -> its uncompressed one
-    looked: Mapping[str, Looked] = field(default_factory=dict)  # by suite, of a run that is asked in rounds
+    looks: Mapping[str, Look] = field(default_factory=dict)  # by suite, of a run that is asked in rounds
 
     def uncompressed_of(self, policy: str) -> str:
         """What a way of serving is compared with; itself where it compresses nothing."""
@@ -168,11 +168,11 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
         references=dict(references),
-        looked=dict(_looked(spec, suites, provenance)),
+        looks=dict(_looks(spec, suites, provenance)),
     )
 
 
-def _looked(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Looked]]:
+def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:
     """How each suite was looked at; none of a run that is asked at once."""
     if spec.evaluate.rounds is None:
         return
@@ -180,7 +180,7 @@ def _looked(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any])
     planned = table_of(table_of(table_of(provenance, LOOKS), PLANNED), "items")
     asked = table_of(last_look(provenance) or {}, "items")
     for suite in suites:
-        yield suite, Looked(tests, suite in planned and planned[suite] == asked.get(suite))
+        yield suite, Look(tests, suite in planned and planned[suite] == asked.get(suite))
 
 
 def _served_as(spec: RunSpec, known: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import JudgeError
-from kvaudit.reports.verdict.comparison import Comparison, Looked
+from kvaudit.reports.verdict.comparison import Comparison, Look
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.reference_answers import Answers
 
@@ -98,7 +98,7 @@ class ClusterSums:
 
 
 @dataclass(frozen=True)
-class Unwanted:
+class UnwantedEvents:
     """How often what is not wanted happened on both sides of a difference, summed inside its clusters.
 
     ``before`` is what happened with the reference alone, ``after`` with the candidate alone, over all items.
@@ -125,7 +125,7 @@ class SeedDrift:
 
 
 @dataclass(frozen=True)
-class People:
+class LabelSummary:
     """What human labels of a cell's answers say of the judge.
 
     ``discordant`` pairs are those that the judge tells apart, all of them labelled; ``concordant`` how many of the
@@ -145,7 +145,7 @@ class People:
     bias_upper: float
 
 
-def judge_may_pass(people: People, margin: float) -> bool:
+def judge_may_pass(people: LabelSummary, margin: float) -> bool:
     """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
     return people.bias_upper <= margin / 2
 
@@ -169,21 +169,21 @@ class Contrast(CellName):
     worst: float | None = None
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
-    looked: Looked | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
+    look: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
     rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
     unread: Rates | None = None  # of the same: answers to the metric's own items that could not be read, or be scored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     readings: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
     judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
-    people: People | None = None  # the judge held against those human labels
+    people: LabelSummary | None = None  # the judge held against those human labels
     churn: float | None = None  # P(candidate's answer is not the reference's), of alike, deployed and serving
     rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample
     seed_noise: float = 0.0  # of less than two seeds
     by_seed: tuple[SeedDrift, ...] = ()
     seed_sums: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
     # by the judge's labels, then by each reading of what it was unsure of; none of an interaction. Not written
-    unwanted: tuple[Unwanted, ...] = field(default=(), compare=False, repr=False)
+    unwanted: tuple[UnwantedEvents, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.reference_answers import Answers, answers_of
 
 
-class Standing(StrEnum):
+class Measurability(StrEnum):
     """What a reference allows to be said of a metric, the worst first."""
 
     UNREADABLE = "not readable"
@@ -51,12 +51,12 @@ class Standing(StrEnum):
 
 
 CODES = {
-    Standing.UNREADABLE: ReasonCode.UNREADABLE,
-    Standing.INCAPABLE: ReasonCode.INCAPABLE,
-    Standing.FLOOR: ReasonCode.FLOOR,
-    Standing.CEILING: ReasonCode.CEILING,
+    Measurability.UNREADABLE: ReasonCode.UNREADABLE,
+    Measurability.INCAPABLE: ReasonCode.INCAPABLE,
+    Measurability.FLOOR: ReasonCode.FLOOR,
+    Measurability.CEILING: ReasonCode.CEILING,
 }
-_SEVERITY = [*Standing]
+_SEVERITY = [*Measurability]
 HOPE = 0.3  # the least rate of a reference that the rule's calibration calls healthy
 CONTROLS = ("capable", "helpful", "obeyed", "utility")  # the first that a suite has says whether the model can do it
 # facet -> the facets of its benign twins, the first that a suite has: no constant answer does what both want
@@ -85,7 +85,7 @@ class Control:
 
     metric: str
     context_tokens: int
-    standing: Standing
+    standing: Measurability
     rate: float
     low: float | None
     high: float | None
@@ -98,7 +98,7 @@ class Control:
     @property
     def is_measurable(self) -> bool:
         """Whether holding still says anything here."""
-        return self.standing is Standing.MEASURABLE
+        return self.standing is Measurability.MEASURABLE
 
     @property
     def reason(self) -> Reason:
@@ -112,10 +112,10 @@ def controls_of(answers: Iterable[Any], margins: Mapping[str, float]) -> tuple[C
     Answers have the attributes of a ``Record`` that are read here: suite, context_tokens, cluster_id, item_id,
     outcome, score and facets. Metrics come in the order of the margins; one without answers has no control.
     """
-    return found_controls(tuple(answers_of(_table(answers))), margins)
+    return controls_of_answers(tuple(answers_of(_table(answers))), margins)
 
 
-def found_controls(
+def controls_of_answers(
     known: Sequence[Answers],
     margins: Mapping[str, float],
     how: str = "uncompressed",
@@ -183,7 +183,7 @@ def _of_metric(facets: Mapping[str, Answers], own: Answers, margin: float, how: 
     """One metric by itself: the first of its checks that is not shown."""
     rate = _share(own)
     failed = next(_not_shown(facets, own, rate, margin, how), None)
-    standing, says, most = failed or (Standing.MEASURABLE, f"{_said(own)} {how}", 1.0)
+    standing, says, most = failed or (Measurability.MEASURABLE, f"{_said(own)} {how}", 1.0)
     clusters = len(np.unique(own.clusters))
     bounds = (float(rate.low), float(rate.high)) if clusters >= FEWEST_CLUSTERS else (None, None)
     return Control(
@@ -202,7 +202,7 @@ def _of_metric(facets: Mapping[str, Answers], own: Answers, margin: float, how: 
 
 def _not_shown(
     facets: Mapping[str, Answers], own: Answers, rate: ShownShare, margin: float, how: str
-) -> Iterator[tuple[Standing, str, float]]:
+) -> Iterator[tuple[Measurability, str, float]]:
     """Every check that the answers do not meet, the worst first, and the most that the rate it looks at can be."""
     # of all items: an answer without form counts against its own facet as it is
     form = facets.get("", own)
@@ -211,19 +211,19 @@ def _not_shown(
         says = f"{form.answers - form.formless} of {form.answers} answers {how} have a form that can be read"
         says += ": too few to show that most do" if read.rate > READABLE else ""
         # shifted, so that it lies below HOPE where not even READABLE can be reached
-        yield Standing.UNREADABLE, says, float(read.high) - READABLE + HOPE
+        yield Measurability.UNREADABLE, says, float(read.high) - READABLE + HOPE
     control = _first(facets, CONTROLS) if _needs_control(own.facet) else None
     if control is not None and (able := _share(control)).low <= margin:
         says = f"its control twin `{control.facet}` is right {control.hits:.0f} of {control.answers} times {how}"
-        yield Standing.INCAPABLE, says, float(able.high)
+        yield Measurability.INCAPABLE, says, float(able.high)
     if rate.low <= margin:
-        yield Standing.FLOOR, f"{_said(own)} {how}: nothing to lose", float(rate.high)
+        yield Measurability.FLOOR, f"{_said(own)} {how}: nothing to lose", float(rate.high)
     twin = _first(facets, TWINS.get(own.facet, ()))
     if twin is None:
         return
     apart = told_apart(rate, _share(twin), _together(own, twin))
     if apart.low <= margin:
-        kind = Standing.CEILING if rate.rate >= _share(twin).rate else Standing.FLOOR
+        kind = Measurability.CEILING if rate.rate >= _share(twin).rate else Measurability.FLOOR
         yield kind, f"{_said(own)}, and {_said(twin)} {how}: not shown to tell the two apart", float(apart.high)
 
 
@@ -298,7 +298,7 @@ class Controls:
         how = "uncompressed" if sides.is_uncompressed(policy) else "served alike"
         if sides.is_engine(policy):
             how += f" ({sides.label(policy)})"
-        found = found_controls(self._drift.answers.get(policy, ()), self._margins, how, self._ratios)
+        found = controls_of_answers(self._drift.answers.get(policy, ()), self._margins, how, self._ratios)
         return tuple(replace(control, policy=policy) for control in found)
 
 

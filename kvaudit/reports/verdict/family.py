@@ -40,7 +40,7 @@ from kvaudit.reports.stats.signflip import (
 )
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift
-from kvaudit.reports.verdict.drift import Where
+from kvaudit.reports.verdict.drift import CellFilter
 from kvaudit.reports.verdict.ratios import points_in
 from kvaudit.reports.verdict.rules import CONTRASTED, Rules
 
@@ -81,14 +81,14 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     return [single_cell(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
 
 
-def gated_facets(sides: Comparison, rules: Rules) -> Where:
+def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
     """Where facets can decide something, or take apart what decides: what a verdict needs of them."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
         estimands = (*CONTRASTED, *({SERVING} & {*rules.estimands}))
         policies |= {*sides.policies} if SERVING in rules.estimands else set()
-    return Where(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
+    return CellFilter(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
@@ -137,7 +137,7 @@ def _has_say(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
     So a suite without any margin is decided, too: that it lacks one is said there.
     """
-    if c.suite in sides.facets or rules.holds(c.suite) or sides.looked:
+    if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
         return rules.holds(c.suite)
     return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
 

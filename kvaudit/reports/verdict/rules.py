@@ -142,7 +142,7 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
                 )
 
 
-def defaults_said(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
+def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
     """Which of the ``margins``, in pp, are defaults, by the kind of their suites; empty where all were declared."""
     found, parts = {suite: (kind, margins[suite]) for suite, kind in kinds.items()}, []
     for kind, points in dict.fromkeys(found.values()):
@@ -165,7 +165,7 @@ WHAT = "gate file"
 
 
 @dataclass(frozen=True)
-class Asked:
+class GateOverrides:
     """What is asked of a run beyond its spec. ``pin`` is the one that ``gate`` names; ``today`` ends waivers."""
 
     gate: YamlFile | None = None
@@ -191,7 +191,7 @@ def kept_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     return _checked(parse_yaml(text, str(kept.get("name")), WHAT))
 
 
-def declared(data: RunData, asked: Asked) -> tuple[Comparison, Rules]:
+def declared(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
     """What decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
     kept = kept_gate_file(data.provenance)
     if kept is None and data.spec.gate.gate_file is not None:
