@@ -1,4 +1,4 @@
-"""One cell decided: the rule of a test, and what a cell of several tests says."""
+"""The decision of one cell by its own tests: held to a margin, to a ratio, or looked at in rounds."""
 
 from __future__ import annotations
 
@@ -57,20 +57,17 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted for the family: of the checkpoints, by Holm beside, of the recipe.
-
-    ``judge`` is that of the judge's labels: another than ``adjusted`` where human labels decide.
-    """
+    """The p-values of one test, each adjusted for the family."""
 
     adjusted: float
-    holm: float
-    recipe: float
-    judge: float
+    holm: float  # the same by Holm
+    recipe: float  # with seed variance
+    judge: float  # by the judge's labels, which differ where human labels decide
 
 
 @dataclass(frozen=True)
 class DecidedTest:
-    """One test of a cell, decided; ``ratio`` where it is held to one."""
+    """One test of a cell with its decision."""
 
     row: FamilyRow
     status: Status
@@ -78,13 +75,12 @@ class DecidedTest:
     reasons: tuple[Reason, ...]
     pvalue: float
     holm: float
-    room: float  # from the margin up to the lower bound, in score units; below 0 it reaches past
+    room: float  # lower bound + margin, in score units: below 0 the interval reaches past the margin
     larger: Larger | None
     judge: Status | None = None  # by the judge's labels, where human labels decide
-    ratio: Ratio | None = None
+    ratio: Ratio | None = None  # the ratio that the test is held to, if any
 
 
-_StatusWhy = tuple[Status, tuple[Reason, ...]]
 _NO_LOOKS = Reason(
     ReasonCode.LABELS,
     "human labels decide nothing of a run in rounds, whose rows ended where the judge's labels had decided: ask a "
@@ -102,13 +98,13 @@ def decide_cell(
     margin: float,
     pvalue: float,
     templates: Sequence[Part],
-    what: str = "regression",
+    loss: str = "regression",
     readings: Sequence[Sequence[Part]] = (),
-) -> _StatusWhy:
-    """The rule of one test; ``pvalue`` is one-sided for a drop and adjusted for the family.
+) -> tuple[Status, tuple[Reason, ...]]:
+    """Hold one test to its margin; ``pvalue`` is one-sided for a drop and adjusted for the family.
 
-    ``templates`` are the totals that the effect is the mean of, a part for each suite; they have to show it under every
-    one of the ``readings`` of what is not known too.
+    ``templates`` are the totals that the effect is the mean of, a part for each suite; ``readings`` are the same with
+    uncertain answers read otherwise. The margin has to be shown under each. ``loss`` is the word for a drop.
     """
     call = Call(
         int(
@@ -116,136 +112,150 @@ def decide_cell(
                 effect.lower,
                 effect.upper,
                 pvalue,
-                clusters=_worth(templates, effect),
+                clusters=_effective_templates(templates, effect),
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
-                shown=all(parts_show_margin(own, margin=margin, alpha=effect.alpha) for own in (templates, *readings)),
+                shown=all(
+                    parts_show_margin(parts, margin=margin, alpha=effect.alpha) for parts in (templates, *readings)
+                ),
                 margin=margin,
                 alpha=effect.alpha,
             )
         )
     )
     points = f"{100 * margin:g} pp"
-    past = "the interval reaches past the margin"
-    said = _Said(what, f"a {points} margin", f"a {what} of {points}", past, effect.upper < -margin)
-    return _STATUS[call], _reasons(call, effect, margin, templates, said)
+    text = _RuleText(
+        loss=loss,
+        limit=f"a {points} margin",
+        model=f"a {loss} of {points}",
+        past="the interval reaches past the margin",
+        is_beyond=effect.upper < -margin,
+    )
+    return _STATUS[call], _reasons(call, effect, margin, templates, text)
 
 
-def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> _StatusWhy:
-    """The rule of a test that is held to a ratio; ``margin`` is what that allows in score units.
+def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tuple[Status, tuple[Reason, ...]]:
+    """Hold one test to a ratio; ``margin`` is what the ratio allows in score units.
 
-    Human labels say nothing of the reference's own rate, so nothing is within a ratio by them.
+    Human labels do not give the reference's own rate, so by them nothing is within a ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
-    within, most = ratio.is_within and c.judged is None, f"{ratio.limit:g} x"
+    within, limit = ratio.is_within and c.judged is None, f"{ratio.limit:g} x"
     call = Call(
         int(
             calls_of(
                 np.array(within),
                 np.array(effect.upper < 0 and pvalue < effect.alpha),
-                # a margin of 0: nothing of it happened with the reference, and no number of templates is enough
-                enough=margin > 0 and _worth(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
+                # the margin is 0 where it never happened with the reference: then no number of templates is enough
+                enough=margin > 0
+                and _effective_templates(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
                 shown=within and templates_show(c, ratio.limit, effect.alpha),
             )
         )
     )
-    past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {most}"
+    past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {limit}"
     if ratio.times.estimate is None:
         past = "nothing of it happened with the reference, and a multiple of nothing cannot be shown: declare points"
-    limit = f"{most} (of the reference's rate, so {100 * margin:.1f} pp)"
-    said = _Said("regression", limit, f"{most} as much of it", past, ratio.times.lower > ratio.limit)
-    return _STATUS[call], _reasons(call, effect, margin, templates, said)
+    text = _RuleText(
+        loss="regression",
+        limit=f"{limit} (of the reference's rate, so {100 * margin:.1f} pp)",
+        model=f"{limit} as much of it",
+        past=past,
+        is_beyond=ratio.times.lower > ratio.limit,
+    )
+    return _STATUS[call], _reasons(call, effect, margin, templates, text)
 
 
-class _Said(NamedTuple):
-    """The words of a test: what is lost, its limit, a model at it, an interval past it; whether a drop is beyond it."""
+class _RuleText(NamedTuple):
+    """The phrases in which the reasons of one test are written."""
 
-    what: str
-    limit: str
-    model: str
-    past: str
-    beyond: bool
+    loss: str  # regression, or gain
+    limit: str  # the margin or ratio
+    model: str  # a model that is exactly at the limit
+    past: str  # an interval that reaches past the limit
+    is_beyond: bool  # whether the shown loss is beyond the limit
 
 
-def _reasons(call: Call, effect: Effect, margin: float, templates: Sequence[Part], said: _Said) -> tuple[Reason, ...]:
-    """Why a call is not a PASS."""
-    size = "beyond the margin" if said.beyond else "its size open"
-    total = "lost everything" if said.what == "regression" else "gained everything"
-    alike = _worth(templates, effect)
-    worth = f" of uneven sizes, worth {alike:.1f} of one size," if alike < effect.n_clusters - 0.05 else ""
-    few = f"no number of clusters can show {said.limit}"  # a margin of 0
+def _reasons(
+    call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
+) -> tuple[Reason, ...]:
+    """Return why a call is not a PASS."""
+    size = "beyond the margin" if text.is_beyond else "its size open"
+    total = "lost everything" if text.loss == "regression" else "gained everything"
+    effective = _effective_templates(templates, effect)
+    worth = f" of uneven sizes, worth {effective:.1f} of one size," if effective < effect.n_clusters - 0.05 else ""
+    few = f"no number of clusters can show {text.limit}"  # a margin of 0
     if margin > 0:
         needed = clusters_required(margin, effect.alpha)
-        few = f"{effect.n_clusters} clusters{worth} cannot show {said.limit}; {needed} are needed"
-    uneven = _uneven(templates, margin) if call is Call.UNEVEN else ""
+        few = f"{effect.n_clusters} clusters{worth} cannot show {text.limit}; {needed} are needed"
+    large = _largest_templates(templates, margin) if call is Call.UNEVEN else ""
     reasons = {
-        Call.FAIL: Reason(ReasonCode.LOSS, f"{said.what} detected, {size}"),
-        Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, said.past),
+        Call.FAIL: Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),
+        Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, text.past),
         Call.CLUSTERS: Reason(ReasonCode.CLUSTERS, few),
-        Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{uneven}, so the others cannot show {said.limit}"),
+        Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{large}, so the others cannot show {text.limit}"),
         Call.TEMPLATES: Reason(
             ReasonCode.TEMPLATES,
             f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
-            f"model with {said.model}",
+            f"model with {text.model}",
         ),
     }
     return (reasons[call],) if call in reasons else ()
 
 
-def _uneven(templates: Sequence[Part], margin: float) -> str:
-    """Which templates are too large."""
+def _largest_templates(templates: Sequence[Part], margin: float) -> str:
+    """Say which templates are too large."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
-    own = max((largest_alone(part.counts, margin) for part in templates), key=lambda found: found.unseen)
+    largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)
     return (
-        f"the {own.number} largest templates hold {100 * own.share:.0f} % of the items and could, if only they break, "
-        f"lose the margin unseen in {100 * own.unseen:.1f} % of audits"
+        f"the {largest.number} largest templates hold {100 * largest.share:.0f} % of the items and could, if only they "
+        f"break, lose the margin unseen in {100 * largest.unseen:.1f} % of audits"
     )
 
 
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
-    """One test held to its margin; a contrast without a number is INVALID for its own reasons.
+    """Hold one test to its margin, or to the ``limit`` of a ratio, of which ``margin`` is the score units.
 
-    With a ``limit`` of the ratio ``margin`` is what that allows in score units. Human labels correct the effect, not
-    the seed variance: the recipe is decided where it agrees with the checkpoints.
+    A contrast without a number is INVALID for its own reasons. Human labels correct the effect, not the seed variance,
+    so with them the recipe is decided only where it agrees with the checkpoints.
     """
-    c, what = row.contrast, "regression" if row.sign > 0 else "gain"
+    c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
-        return _looked_at(row, c.effect, margin)
+        return _test_in_rounds(row, c.effect, margin)
     ratio = None if limit is None else ratio_of(c, limit)
     status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
     if c.effect:
-        effect = _toward(c.effect, row.sign)
+        effect = _mirrored(c.effect, row.sign)
         recipe, room = _recipe(row, margin, pvalues.recipe), effect.lower + margin
         if ratio is None:
             status, reasons = decide_cell(
-                effect, margin, pvalues.adjusted, templates_of(c, row.sign), what, readings_of(c, row.sign)
+                effect, margin, pvalues.adjusted, templates_of(c, row.sign), loss, readings_of(c, row.sign)
             )
         else:
             status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
             recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
         more = larger(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
     judge = None
-    # ``effect`` is then by human labels, and ``judged`` what the judge's alone gave
-    if c.judged:
+    if c.judged:  # then ``effect`` is by human labels, and ``judged`` by the judge's alone
         judge = decided_test(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
         if ratio is not None and status is not Status.FAIL:
             reasons, more = (_NO_RATIO,), None
-        if c.people and c.people.unseen and status is not Status.FAIL:  # more templates would not help, labels do
+        if c.people and c.people.unseen and status is not Status.FAIL:  # more labels would help, more templates not
             status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
         recipe = None if recipe is None else _agreed(recipe, status)
     return DecidedTest(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
 
 
-def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
-    """One test of a run in rounds: a loss of the margin is ruled out, or shown, by bounds that hold at every look.
+def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
+    """Decide a test of a run in rounds: its bounds hold at every look.
 
-    Every test has its own share of the level already, so no p-value is adjusted.
+    Every test already has its own share of the level, so no p-value is adjusted.
     """
     status: Status = Status.INCONCLUSIVE
     reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, _open_at(effect, margin)),)
-    if row.contrast.judged is not None:  # of a sample whose size follows from the judge's labels
+    if row.contrast.judged is not None:  # the judge's labels decided how many rows there are
         reasons = (_NO_LOOKS,)
     elif effect.lower > -margin and all(
         clusters_show(part.sums / part.counts, margin, effect.alpha)
@@ -260,24 +270,24 @@ def _looked_at(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
 
 
 def _open_at(effect: Effect, margin: float) -> str:
-    """What the rows that were asked leave open."""
+    """Say what the rows leave open."""
     shown = "a loss is shown, and whether" if effect.upper < 0 else "whether"
     return f"{shown} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """The test with seed variance added."""
+    """Decide the test with seed variance added."""
     if row.contrast.recipe is None:
         return None
-    effect = _toward(row.contrast.recipe, row.sign)
-    if margin <= 0:  # of a ratio that allows nothing at this rate: nothing can pass
+    effect = _mirrored(row.contrast.recipe, row.sign)
+    if margin <= 0:  # a ratio that allows nothing at this rate: nothing can pass
         return Status.FAIL if effect.upper < 0 and pvalue < effect.alpha else Status.INCONCLUSIVE
     c = row.contrast
     return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
 
 
 def _unseen(people: LabelSummary) -> Reason:
-    """A judge that is blind to a template shows no difference there, so people must have seen a pair of every one."""
+    """Ask for labels in every template: a judge that is blind to a template shows no difference there."""
     return Reason(
         ReasonCode.LABELS,
         f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
@@ -286,23 +296,23 @@ def _unseen(people: LabelSummary) -> Reason:
 
 
 def _agreed(recipe: Status, status: Status) -> Status:
-    """The recipe by the judge's labels where human labels say the same of the checkpoints; else it is open."""
+    """Return the status of the recipe where it agrees with that of the checkpoints, else INCONCLUSIVE."""
     return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
 
 
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
-    """The template totals of a contrast, seen in a mirror for a test of a gain."""
+    """Return the template totals of a contrast, with the opposite sign for a test of a gain."""
     return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """The same under every reading of what is not known; human labels leave nothing of that."""
-    every = () if c.judged else c.readings
-    return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in every]
+    """Return the template totals under every reading of uncertain answers; with human labels none is uncertain."""
+    readings = () if c.judged else c.readings
+    return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
 
-def _toward(effect: Effect, sign: int) -> Effect:
-    """The effect itself for a test of a drop; seen in a mirror for a test of a gain."""
+def _mirrored(effect: Effect, sign: int) -> Effect:
+    """Return the effect for a test of a drop, and its mirror image for a test of a gain."""
     if sign > 0:
         return effect
     return replace(
@@ -322,21 +332,20 @@ def decision(
     cell: GatedCell,
     alpha: float,
     adjustment: Adjustment,
-    judge: Callable[[FamilyRow, float, float | None], DecidedTest],
+    decide_test: Callable[[FamilyRow, float, float | None], DecidedTest],
 ) -> Decision:
-    """A cell passes when all its tests do; the worst of them is the one that is shown."""
-    first = cell.rows[0].contrast
+    """Decide a cell: it passes when all its tests do, and its numbers are those of the worst of them."""
+    suite = cell.rows[0].contrast.suite
     if cell.margin is None and cell.ratio is None:
-        missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {first.suite!r}; add it to gate.margins")
-        judged = [
+        missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {suite!r}; add it to gate.margins")
+        tests = [
             DecidedTest(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
         ]
     else:
-        judged = [judge(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
-    # of tests that stand alike the one with the least room
-    shown = min(judged, key=lambda j: (PRECEDENCE.index(j.status), j.room))
-    # one test that more templates would not help leaves the cell without a remedy
-    more = [j.larger for j in judged if j.status is Status.INCONCLUSIVE]
+        tests = [decide_test(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
+    shown = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
+    # if more templates would not help one of the tests, they would not decide the cell
+    more = [test.larger for test in tests if test.status is Status.INCONCLUSIVE]
     c, margin = shown.row.contrast, cell.margin_of(shown.row)
     return Decision(
         estimand=cell.estimand,
@@ -346,7 +355,7 @@ def decision(
         context_tokens=c.context_tokens,
         gated=cell.gated,
         status=shown.status,
-        recipe=worst_recipe([j.recipe for j in judged]),
+        recipe=worst_recipe([test.recipe for test in tests]),
         reasons=shown.reasons,
         margin=margin,
         pvalue_drop=shown.pvalue if c.effect else None,
@@ -355,7 +364,7 @@ def decision(
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(margin, alpha) if margin else None,
         larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
-        blind_spot=blind_spot(_worth(templates_of(c), c.effect), alpha) if c.effect else None,
+        blind_spot=blind_spot(_effective_templates(templates_of(c), c.effect), alpha) if c.effect else None,
         effect=c.effect,
         rates=c.rates,
         worst=c.worst,
@@ -363,33 +372,33 @@ def decision(
         template_bound=None if cell.ratio else _template_bound(shown, margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
-        statement=_parity(judged, cell.margin) if cell.estimand == PARITY and cell.margin else "",
-        judged=worst(j.judge or j.status for j in judged) if any(j.judge for j in judged) else None,
+        statement=_parity(tests, cell.margin) if cell.estimand == PARITY and cell.margin else "",
+        judged=worst(test.judge or test.status for test in tests) if any(test.judge for test in tests) else None,
         ratio=shown.ratio,
     )
 
 
 def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
-    """What the template rule leaves open in the test's own direction; nothing where the interval leaves more."""
+    """Return the lowest drift that the template rule leaves open, None where the interval already leaves more open."""
     c, sign = shown.row.contrast, shown.row.sign
-    if c.effect is None or c.look or margin is None or _toward(c.effect, sign).lower <= -margin:
+    if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
         return None
-    return min(template_bound(own, alpha=alpha) for own in (templates_of(c, sign), *readings_of(c, sign)))
+    return min(template_bound(parts, alpha=alpha) for parts in (templates_of(c, sign), *readings_of(c, sign)))
 
 
-def _worth(templates: Sequence[Part], effect: Effect) -> float:
-    """The templates of an effect, fewer where sizes are uneven; of several suites the fewest."""
+def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
+    """Count templates, fewer where their sizes are uneven; of several suites the fewest."""
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
-def _parity(judged: Sequence[DecidedTest], margin: float) -> str:
-    """The statement of parity: both sides within the margin, or which side is not shown."""
-    sides = {"non-inferior": judged[0].status, "non-superior": judged[1].status}
+def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
+    """Say whether both sides of parity are shown to be within the margin."""
+    sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
     shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
     return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """The test on the judge's labels alone."""
+    """Return the same test on the judge's labels alone."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row
