@@ -80,7 +80,7 @@ def _row(control: Control, own: Sequence[Record]) -> list[str]:
         str(templates),
         f"{100 * happened / count:.0f} %",
         f"{100 * interval.low:.0f} to {100 * interval.high:.0f}" if templates >= FEWEST_CLUSTERS else "-",
-        str(control.standing),
+        str(control.measurability),
     ]
 
 

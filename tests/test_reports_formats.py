@@ -102,7 +102,7 @@ def test_json_carries_report_and_verdict(written):
     run, report = written
     body = json.loads((run / "report" / "drift.json").read_text())
     verdict = report.verdict
-    assert body["format"] == 3
+    assert body["format"] == 4
     assert body["verdict"]["status"] == verdict.status
     assert body["verdict"]["exit_code"] == verdict.exit_code
     rows = (run / "report" / "contrasts.csv").read_text().splitlines()

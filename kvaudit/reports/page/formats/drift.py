@@ -15,7 +15,7 @@ from kvaudit.reports.sections.base import sections
 from kvaudit.reports.sections.shared.json_text import dumped
 
 FILE = "drift.json"
-_FORMAT = 3
+_FORMAT = 4  # 3 called a control's measurability its standing
 
 
 def render(page: Page) -> str:
