@@ -1,13 +1,12 @@
-"""Whether a setting acts at all: asked is not applied, and an engine that ignores a flag gives no drift.
+"""Whether a serving setting has any effect: an engine that ignores a flag shows no drift, which must not pass.
 
-Where every answer under an engine's condition is the one under its reference, and every pair of log-probs that both
-have is equal to the bit, the setting changed nothing there. That is no finding of no drift: the cell is INVALID. A
-condition whose answers are the same texts with other log-probs acts.
+Where every answer under an engine's condition equals the one under its reference, and all log-probs are equal to the
+bit, the setting changed nothing and the cell is INVALID. The same texts with other log-probs count as an effect.
 
-An engine that does not repeat itself moves answers by itself, whatever it is set to. Were the setting ignored, its
-answers would be the reference's, asked the same once more in the same batches. Where the A/A floor shows that those
-move, the setting acts only if, on the rows of the floor, it moves answers further: more texts, or log-probs further
-apart, by a paired test. What the setting makes of another order, or of itself, is a part of how it acts.
+An engine that is not deterministic changes answers whatever its setting. If the setting were ignored, its answers
+would differ from the reference's as much as the reference's differ when asked again. So where the noise floor (A/A)
+shows such differences, the setting counts as applied only if it moves the same answers further by a paired test: more
+texts, or log-probs further apart.
 """
 
 from __future__ import annotations
@@ -32,50 +31,50 @@ CANARY = "CANARY"
 _LEVEL = 0.05 / 2  # of each of two tests: by texts, and by log-probs
 _UNIT = ["arm", "suite", "context_tokens"]
 _ANSWER = [*_UNIT, "train_seed", "item_id", "sample_index"]
-_WITH_ITSELF = ("deployed", "serving")  # estimands in which the reference arm stands uncompressed, or not at all
+_WITHOUT_COMPRESSED_REFERENCE = ("deployed", "serving")  # estimands
 
 
 class Moves(NamedTuple):
-    """How far apart two runs of the same answers are."""
+    """How far apart two sets of answers to the same items are."""
 
     texts: float  # share of answers that have another text
-    logprobs: float | None  # root mean square of what their log-probs differ by, in nats; None where there are none
+    logprobs: float | None  # root mean square of the difference of log-probs, in nats; None without log-probs
 
 
 @dataclass(frozen=True)
 class BesideFloor:
-    """What a setting moves beside what its engine moves by itself, on the answers that were asked again."""
+    """The effect of a setting compared with the engine's noise, on the answers that were asked again."""
 
     answers: int
     by_setting: Moves
-    by_itself: Moves  # the reference, asked the same again
-    is_exceeded: bool  # by what the setting moves
+    by_itself: Moves  # of the reference, asked again
+    is_exceeded: bool  # whether the setting moves answers further than noise
 
 
 class Canary(NamedTuple):
-    """The answers of an arm under a condition at one place beside those under its reference, seed by seed."""
+    """The answers of one arm in one cell under a condition, compared with those under its reference."""
 
     answers: int
-    logprobs: int  # pairs of them
-    moved: int  # answers of another text, or another log-prob
-    noise: BesideFloor | None  # None where nothing was asked again, or all of it came out the same
+    logprobs: int  # pairs of log-probs
+    moved: int  # answers with another text, or another log-prob
+    noise: BesideFloor | None  # None where nothing was asked again, or all answers came out the same
 
     @property
     def acts(self) -> bool:
-        """Whether the setting changed something that the engine does not change by itself."""
+        """Whether the setting changed more than the engine's noise does."""
         return bool(self.moved) and (self.noise is None or self.noise.is_exceeded)
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """What stands of every engine's condition beside its reference; both are empty for a run without engines."""
+    """The canary of every engine's condition; both tables are empty for a run without engines."""
 
     places: Mapping[tuple[str, str, str, int], Canary]  # by arm, condition, suite and length
-    conditions: Mapping[str, Canary]  # over all of their places
+    conditions: Mapping[str, Canary]  # by condition, over all of its places
 
 
 def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
-    """Every condition beside its reference; ``again`` has by way of asking the records of the floor."""
+    """Return the canary of every condition; ``again`` holds the records of the noise floor by how they were asked."""
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
         if condition == reference:
@@ -95,72 +94,74 @@ def _under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
-    """By answer whether the text differs, and by how much the log-prob does: NaN where one of them has none."""
+    """Return for every answer whether the text differs, and by how much the log-prob does: NaN where one is missing."""
     pairs = one.merge(other, on=_ANSWER, suffixes=("", "_other"))
-    found = pairs[_ANSWER].copy()
-    found["text"] = (pairs[SAID] != pairs[f"{SAID}_other"]).astype(np.float64)
-    found["logprob"] = (pairs[LOGPROB] - pairs[f"{LOGPROB}_other"]).abs().astype(np.float64)
-    return found
+    moves = pairs[_ANSWER].copy()
+    moves["text"] = (pairs[SAID] != pairs[f"{SAID}_other"]).astype(np.float64)
+    moves["logprob"] = (pairs[LOGPROB] - pairs[f"{LOGPROB}_other"]).abs().astype(np.float64)
+    return moves
 
 
 def _canary(pairs: pd.DataFrame, itself: pd.DataFrame) -> Canary:
-    known = int(pairs["logprob"].notna().sum())
+    logprobs = int(pairs["logprob"].notna().sum())
     moved = int(((pairs["text"] > 0) | (pairs["logprob"] > 0)).sum())
-    # only answers that were asked again can be held against themselves
+    # only answers that were asked again show noise
     rows = pairs.merge(itself, on=_ANSWER, suffixes=("", "_itself"))
     if not ((rows["text_itself"] > 0) | (rows["logprob_itself"] > 0)).any():
-        return Canary(len(pairs), known, moved, None)
+        return Canary(len(pairs), logprobs, moved, None)
     exceeded = any(
         signed_rank_above((rows[name] - rows[f"{name}_itself"]).dropna()) < _LEVEL for name in ("text", "logprob")
     )
     by_setting, by_itself = (_moves_of(rows[f"text{side}"], rows[f"logprob{side}"]) for side in ("", "_itself"))
-    return Canary(len(pairs), known, moved, BesideFloor(len(rows), by_setting, by_itself, exceeded))
+    return Canary(len(pairs), logprobs, moved, BesideFloor(len(rows), by_setting, by_itself, exceeded))
 
 
 def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
-    known: Array = logprobs.dropna().to_numpy(dtype=np.float64)
-    return Moves(float(texts.mean()), float(np.sqrt(np.mean(known**2))) if len(known) else None)
+    differences: Array = logprobs.dropna().to_numpy(dtype=np.float64)
+    return Moves(float(texts.mean()), float(np.sqrt(np.mean(differences**2))) if len(differences) else None)
 
 
-def checked_by_canary(c: Contrast, comparison: Comparison, found: Canaries) -> Contrast:
-    """The contrast; without any number where a setting that it is about changed nothing.
+def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
+    """Return the contrast, without its numbers where the setting that it is about changed nothing.
 
-    The endpoints of a run in rounds are short rows of one kind, so a setting that acts on one acts on all of them.
+    In a run in rounds all rows are short and of one kind, so a setting that acts anywhere counts as applied.
     """
-    whole = found.conditions.get(c.policy)
-    if c.look is not None and whole is not None and whole.acts:
+    condition = canaries.conditions.get(c.policy)
+    if c.look is not None and condition is not None and condition.acts:
         return c
     suite = facet_of(c.suite)[0] if c.suite in comparison.facets else c.suite
-    arms = [c.arm] if c.estimand in _WITH_ITSELF else [c.arm, comparison.reference]
-    held = [found.places.get((arm, c.policy, suite, c.context_tokens)) for arm in arms]
-    still = next((own for own in held if own is not None and not own.acts), None)
-    if still is None:
+    arms = [c.arm] if c.estimand in _WITHOUT_COMPRESSED_REFERENCE else [c.arm, comparison.reference]
+    cells = [canaries.places.get((arm, c.policy, suite, c.context_tokens)) for arm in arms]
+    unchanged = next((canary for canary in cells if canary is not None and not canary.acts), None)
+    if unchanged is None:
         return c
-    reason = Reason(ReasonCode.CANARY, _words(still, comparison, c.policy))
+    reason = Reason(ReasonCode.CANARY, _sentence(unchanged, comparison, c.policy))
     return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
 
 
-def canary_reasons(comparison: Comparison, found: Canaries) -> Iterator[Reason]:
-    """A run of which a condition changed nothing anywhere is INVALID: it was not served under what it says."""
-    for condition, held in found.conditions.items():
-        if not held.acts:
-            yield Reason(ReasonCode.CANARY, f"{comparison.label(condition)}: {_words(held, comparison, condition)}")
+def canary_reasons(comparison: Comparison, canaries: Canaries) -> Iterator[Reason]:
+    """Yield the conditions that changed nothing anywhere: their run is INVALID, because the setting was not applied."""
+    for condition, canary in canaries.conditions.items():
+        if not canary.acts:
+            yield Reason(
+                ReasonCode.CANARY, f"{comparison.label(condition)}: {_sentence(canary, comparison, condition)}"
+            )
 
 
-def _words(held: Canary, comparison: Comparison, condition: str) -> str:
-    plain = comparison.label(comparison.uncompressed_of(condition))
-    if held.moved and held.noise is not None:
+def _sentence(canary: Canary, comparison: Comparison, condition: str) -> str:
+    reference = comparison.label(comparison.uncompressed_of(condition))
+    if canary.moved and canary.noise is not None:
         return (
             "the setting changed nothing beyond what the engine changes by answering again: of "
-            f"{held.noise.answers} answers {_moved(held.noise.by_setting)} against {plain}, and "
-            f"{_moved(held.noise.by_itself)} when that is asked the same again"
+            f"{canary.noise.answers} answers {_moved(canary.noise.by_setting)} against {reference}, and "
+            f"{_moved(canary.noise.by_itself)} when that is asked the same again"
         )
-    alike = f"the setting changed nothing: {held.answers} answers"
-    if held.logprobs == held.answers:
-        return f"{alike} and their log-probs are the same as under {plain}"
-    if held.logprobs:
-        return f"{alike}, and the log-probs that {held.logprobs} of them have, are the same as under {plain}"
-    return f"{alike} are the same as under {plain}; there are no log-probs to tell them apart by"
+    text = f"the setting changed nothing: {canary.answers} answers"
+    if canary.logprobs == canary.answers:
+        return f"{text} and their log-probs are the same as under {reference}"
+    if canary.logprobs:
+        return f"{text}, and the log-probs that {canary.logprobs} of them have, are the same as under {reference}"
+    return f"{text} are the same as under {reference}; there are no log-probs to tell them apart by"
 
 
 def _moved(moves: Moves) -> str:

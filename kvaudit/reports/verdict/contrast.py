@@ -1,4 +1,4 @@
-"""How far behaviour moved: frozen values. Rates and drifts are in score units: 0.05 = 5 pp."""
+"""The values of a drift: how far behaviour moved. Rates and drifts are in score units (0.05 = 5 pp)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True)
 class CellName:
-    """Which cell, and what everything that stands in one begins with."""
+    """The cell that a contrast or a decision is about."""
 
     estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
@@ -29,12 +29,12 @@ class CellName:
 
     @property
     def place(self) -> CellPlace:
-        """The same for two things of one cell."""
+        """The cell as a tuple."""
         return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
     @property
     def name(self) -> CellName:
-        """The name and nothing else."""
+        """The cell alone, without what a subclass adds."""
         return CellName(*self.place)
 
 
@@ -42,10 +42,10 @@ class CellName:
 class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
-    ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. Bytes
-    are counted in two ways, each held against itself: ``kv_ratio`` is what was allocated and ``kv_live_ratio`` what the
-    entries took, per byte of the same tokens uncompressed, over the same under policy ``none`` (1 for ``none``; None
-    where ``none`` was not served, or records hold no live bytes). ``survival`` is the kept share by role.
+    ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
+    (allocated bytes) and ``kv_live_ratio`` (bytes of the entries) are each divided by the bytes of the same tokens
+    uncompressed, and by the same ratio under policy ``none``: so they are 1 for ``none``, and None where ``none`` was
+    not served or records have no live bytes. ``survival`` is the kept share by role.
     """
 
     arm: str
@@ -60,7 +60,7 @@ class Cell:
     rate_if_desired: float
     seed_rates: tuple[float, ...]
     outcomes: dict[str, int]
-    retention: float | None  # None, as all bytes, where an engine shows nobody its cache
+    retention: float | None  # None, like all bytes, where an engine does not show its cache
     kv_bytes_peak: float | None  # mean bytes per row
     kv_bytes_dense: float | None
     kv_bytes_live: float | None
@@ -68,7 +68,7 @@ class Cell:
     kv_live_ratio: float | None
     survival: dict[str, float]
     new_tokens: float
-    unsure: int = 0  # samples of which the grade is only the best guess of a judge
+    unsure: int = 0  # samples whose grade is only the best guess of a judge
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class Rates:
     reference: float
     candidate: float
 
-    def told(self, *, wanted: bool) -> tuple[float, float]:
-        """Both as what happened is told: of what is not wanted how often it happened, and not how often it did not."""
+    def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
+        """Return both as rates of the event that a facet names: of an unwanted event 1 - rate."""
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """Differences of one suite summed inside their clusters: what sign-flips and the template rule need.
+    """The differences of one suite summed by cluster, for sign-flips and the template rule.
 
-    A contrast of several suites has one for each, with the weight of its mean; clusters of one name are the same.
+    A contrast of several suites has one of these for each, with its weight. Clusters of equal name are the same.
     """
 
     suite: str
@@ -99,9 +99,9 @@ class ClusterSums:
 
 @dataclass(frozen=True)
 class UnwantedEvents:
-    """How often what is not wanted happened on both sides of a difference, summed inside its clusters.
+    """The unwanted events on both sides of a difference, summed by cluster.
 
-    ``before`` is what happened with the reference alone, ``after`` with the candidate alone, over all items.
+    ``before`` counts those of the reference alone, ``after`` those of the candidate alone, over all items.
     """
 
     reference: npt.NDArray[np.float64]  # [C]
@@ -113,7 +113,7 @@ class UnwantedEvents:
 
 @dataclass(frozen=True)
 class SeedDrift:
-    """The drift of one paired training seed by itself, with the bounds that the gate's interval gives for it alone."""
+    """The drift of one paired training seed, with its own interval and bounds."""
 
     seed: int
     estimate: float
@@ -126,12 +126,12 @@ class SeedDrift:
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """What human labels of a cell's answers say of the judge.
+    """The judge of a cell compared with human labels of its answers.
 
-    ``discordant`` pairs are those that the judge tells apart, all of them labelled; ``concordant`` how many of the
-    others were drawn and labelled. ``templates`` hold others, and nobody looked at one in ``unseen`` of them. ``bias``
-    is the largest drift that the judge's gap between the arms makes by itself (None without labels of a kind),
-    ``bias_upper`` its upper limit.
+    ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` those drawn
+    from the others and labelled. ``templates`` counts the templates that have others, ``unseen`` those of which nobody
+    labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where one kind of label
+    is missing), ``bias_upper`` its upper limit.
     """
 
     pairs: int
@@ -146,7 +146,7 @@ class LabelSummary:
 
 
 def judge_may_pass(people: LabelSummary, margin: float) -> bool:
-    """Whether the judge's own bias is at most half the margin, so that its labels alone may pass the cell."""
+    """Whether the judge's bias is at most half the margin, so that its labels alone may pass the cell."""
     return people.bias_upper <= margin / 2
 
 
@@ -155,11 +155,11 @@ class Contrast(CellName):
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
     ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
-    (three seeds or more) adds the seed variance. ``worst`` and ``best`` are the estimate with unscored samples counted
-    against and for the candidate, and the bounds of ``effect`` hold with both. It is that of a judge's best guesses;
-    its bounds also hold with every answer that the judge was unsure of counted as desired, and as not, on both sides.
-    ``readings`` are the templates under each of these. ``seed_noise`` is the variance that one
-    seed's estimate has from its items alone, ``by_seed`` every seed by itself where several are averaged.
+    (three seeds or more) adds the seed variance. The estimate takes a judge's best guess for answers that it was unsure
+    of; its bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored
+    answers counted for and against the candidate (``best``, ``worst``). ``readings`` are the templates under each of
+    these. ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of every
+    seed where several are averaged.
     """
 
     effect: Effect | None = None
@@ -170,30 +170,30 @@ class Contrast(CellName):
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
     look: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
-    rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
-    unread: Rates | None = None  # of the same: answers to the metric's own items that could not be read, or be scored
+    rates: Rates | None = None  # of alike, deployed and serving: an interaction has four sides
+    unread: Rates | None = None  # of the same: shares of answers that could not be read or scored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
     readings: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
-    judged: Effect | None = None  # by the judge's labels, where human labels give ``effect`` and ``sums``
+    judged: Effect | None = None  # by the judge's labels; ``effect`` and ``sums`` are then by human labels
     judged_sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written
-    people: LabelSummary | None = None  # the judge held against those human labels
-    churn: float | None = None  # P(candidate's answer is not the reference's), of alike, deployed and serving
-    rerun: float | None = None  # A/A: the same of two answers of one checkpoint; None with one sample
-    seed_noise: float = 0.0  # of less than two seeds
+    people: LabelSummary | None = None  # the judge compared with those human labels
+    churn: float | None = None  # P(the candidate's grade differs from the reference's), of alike, deployed and serving
+    rerun: float | None = None  # A/A: the same for two answers of one checkpoint; None with one sample
+    seed_noise: float = 0.0
     by_seed: tuple[SeedDrift, ...] = ()
     seed_sums: tuple[tuple[ClusterSums, ...], ...] = field(default=(), compare=False, repr=False)  # not written
-    # by the judge's labels, then by each reading of what it was unsure of; none of an interaction. Not written
+    # by the judge's labels, then by each reading of uncertain answers; an interaction has none. Not written
     unwanted: tuple[UnwantedEvents, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Every rate and every difference of a run. It knows no verdict: ``gate.decide`` makes one of it, once.
+    """Every rate and every difference of a run; ``decide`` makes the verdict from it.
 
-    ``reasons`` are run-wide breaches of the data contract: any of them makes a verdict INVALID. ``alpha`` is the level
-    of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as the records name them.
-    ``unclustered`` is there where nothing says which items share a template, so that each stands for itself.
-    ``answers`` are the reference's own under each serving policy: what its controls are read from.
+    ``reasons`` are run-wide breaches of the data contract: any of them makes the verdict INVALID. ``alpha`` is the
+    level of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records.
+    ``unclustered`` is set where nothing says which items share a template, so that each item is its own cluster.
+    ``answers`` are those of the reference under each serving policy, from which its controls are made.
     """
 
     run: str

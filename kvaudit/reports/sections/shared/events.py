@@ -46,7 +46,7 @@ class Event:
     def rates(self) -> str:
         """5.6 to 9.1 %, reference first."""
         rates = self.contrast.rates
-        return from_to(*rates.told(wanted=not self._mirrored)) if rates else "-"
+        return from_to(*rates.as_event_rates(wanted=not self._mirrored)) if rates else "-"
 
     @property
     def difference(self) -> str:

@@ -157,7 +157,7 @@ def facet_counted(sides: Comparison, metric: str) -> Facet | None:
 def happens(sides: Comparison, d: Decision) -> tuple[float, float] | None:
     """The share of answers in which what a cell counts happens, before and after; None of what has no two sides."""
     facet = facet_counted(sides, d.suite)
-    return None if d.rates is None else d.rates.told(wanted=facet is None or facet.wanted)
+    return None if d.rates is None else d.rates.as_event_rates(wanted=facet is None or facet.wanted)
 
 
 def from_to(before: float, after: float) -> str:
