@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from kvaudit.audit.again import mismatch as command
 from kvaudit.audit.again.mismatch import Filled, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
-from kvaudit.audit.replay.stacks import imported
+from kvaudit.audit.replay.stacks import import_rollouts
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH
@@ -211,8 +211,8 @@ def sglang(line: Line) -> Line:
 def test_every_stack_s_names_give_the_same_rollout(
     rewrite: Callable[[Line], Line], stack: str, sampled: list[Line], tmp_path: Path
 ) -> None:
-    (own,) = imported(written(tmp_path / "own.jsonl", sampled[1:2]))
-    for row in imported(written(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
+    (own,) = import_rollouts(written(tmp_path / "own.jsonl", sampled[1:2]))
+    for row in import_rollouts(written(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
         assert row.stack == stack
         assert torch.equal(row.rollout.ids, own.rollout.ids)
         assert torch.equal(row.rollout.sampled, own.rollout.sampled)
@@ -220,7 +220,7 @@ def test_every_stack_s_names_give_the_same_rollout(
 
 
 def test_verl_s_advantages_lose_their_padding(sampled: list[Line], tmp_path: Path) -> None:
-    (row,) = imported(written(tmp_path / "verl.jsonl", [verl(sampled[1])]))
+    (row,) = import_rollouts(written(tmp_path / "verl.jsonl", [verl(sampled[1])]))
     assert row.advantages is not None
     assert row.advantages.tolist() == [0.5] * 9
 
@@ -262,7 +262,7 @@ BAD: list[tuple[Any, str]] = [
     (slime(GOOD | {"reward": math.nan}), "line 2 has a reward that is no number from -1e+300 to 1e+300"),
     (slime(GOOD | {"reward": 10**400}), "line 2 has a reward that is no number from -1e+300 to 1e+300"),
     (verl(GOOD | {"reward": 1e308, "group": 1}), "line 2: advantages.0 is '1e+308'"),
-    (GOOD | {"completion_ids": []}, "line 2 has 2 tokens, 0 of them behind the prompt"),
+    (GOOD | {"completion_ids": []}, "line 2 has 2 tokens, 0 of them after the prompt"),
     (GOOD | {"completion_ids": [3, 9999]}, "line 2 has token ids outside the model's 259"),
     (GOOD | {"completion_ids": [3, -4]}, "line 2: completion_ids.1 is '-4'"),
     (GOOD | {"prompt_ids": [5] * 5000}, "line 2 has 5002 tokens, the model 4096 positions"),
@@ -272,7 +272,7 @@ BAD: list[tuple[Any, str]] = [
     ({"ids": [1, 2], "logprobs": [-1.0]}, "line 2 has ids and does not say where the prompt ends"),
     ({"logprobs": [-1.0]}, "line 2 has no tokens"),
     ({"input": "a", "output": "b", "score": 1.0}, "line 2 holds texts and no token ids, as verl's rollout_data_dir"),
-    (slime(GOOD | {"reward": 1.0}) | {"response_length": 9}, "line 2 has 4 tokens, 9 of them behind the prompt"),
+    (slime(GOOD | {"reward": 1.0}) | {"response_length": 9}, "line 2 has 4 tokens, 9 of them after the prompt"),
     (verl(GOOD | {"reward": 1.0, "group": 1}) | {"attention_mask": [1]}, "line 2 has 1 values in attention_mask for 7"),
     ({"trajectory": [], "task": "x"}, "line 2 is of no stack known here, by its keys trajectory, task; known are"),
     ({"messages": [], "loss_mask": [1]}, "line 2 is of no stack known here, by its keys messages, loss_mask;"),

@@ -70,7 +70,7 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("int8:budget=3", "field of policy int8"),
         ("int8:skip_layers=first", "skip_layers=first, wanted numbers of layers, from 0, such as 0/1/23"),
         ("int8:skip_layers=-1", "wanted numbers of layers"),
-        ("tova+int8:skip_layers=0", "skip_layers is for a policy alone"),
+        ("tova+int8:skip_layers=0", "skip_layers cannot be combined with an evicting policy"),
         ("q4_0:write=true,residual=8", "leave residual at 0"),
         ("streaming|", "unknown policy ''"),
     ],

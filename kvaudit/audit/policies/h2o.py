@@ -1,4 +1,4 @@
-"""Heavy hitters: the entries that have drawn the most attention so far, plus the recent ones."""
+"""H2O: the entries with the most accumulated attention, and the recent ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class HeavyHitter(Evictor):
     """Softmax mass accumulated over all queries so far, summed over the GQA group (Zhang 2023, arXiv:2306.14048).
 
-    Half of the budget goes to recent entries (`window=-1`), the original's equal split; no sink of its own.
+    Half of the budget goes to recent entries (`window=-1`), as in the original; no sink.
     """
 
     name: ClassVar[str] = "h2o"

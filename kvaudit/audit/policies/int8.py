@@ -1,4 +1,4 @@
-"""Eight-bit integers."""
+"""INT8: entries stored as eight-bit integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unlike keys stay: what resembles the average key is redundant."""
+"""KeyDiff: keys that differ from the mean key stay, since similar ones are redundant."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class KeyDiff(Evictor):
         from torch.nn.functional import cosine_similarity, normalize
 
         present = (view.positions >= 0)[..., None]  # [B, H, K, 1]
-        keys = normalize(view.keys.float(), dim=-1)  # [B, H, K, D]; of length 1, or long keys would rule the mean
+        keys = normalize(view.keys.float(), dim=-1)  # [B, H, K, D]; otherwise long keys would dominate the mean
         mean = (keys * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)  # [B, H, 1, D]
         return -cosine_similarity(keys, mean, dim=-1)

@@ -17,8 +17,9 @@ class Kivi(Quantiser):
     """Asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
 
     scale = (max - min) / (2^bits - 1), zero = min. Keys: per channel over ``group`` consecutive tokens; they stay exact
-    until ``residual`` of them are there, then all of those are quantised. Values: per token over ``group`` channels (a
-    smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be quantised.
+    until ``residual`` of them have accumulated, then all of these are quantised. Values: per token over ``group``
+    channels (a smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be
+    quantised.
 
     Departure: scale and zero are kept in the model's own precision, not always in float16.
     """
@@ -55,7 +56,7 @@ class Kivi(Quantiser):
         return group
 
     def keys_until(self, before: int, seen: int) -> int:
-        # whole residuals only: all of them leave at once
+        # a full residual is quantised at once
         return before + (seen - before) // self.residual * self.residual
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class Kivi(Quantiser):
         import torch
 
         scale, zero = parameters.unbind(-1)
-        # a scale of 0 where all are alike: zero alone says what they are
+        # the scale is 0 if all numbers of a group are equal; zero alone restores them
         steps = ((x - zero) / scale).nan_to_num(0.0, 0.0, 0.0)
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 

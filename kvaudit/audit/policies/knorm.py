@@ -1,4 +1,4 @@
-"""Small keys stay: attention tends to go to keys of low norm."""
+"""Key norm: small keys stay, since attention tends to go to keys of low norm."""
 
 from __future__ import annotations
 

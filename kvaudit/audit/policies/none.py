@@ -1,4 +1,4 @@
-"""Keep everything: the dense reference."""
+"""No compression: the dense reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense(Evictor):
-    """The uncompressed cache, and the evictor of policies that evict nothing."""
+    """The uncompressed cache; also the evictor of policies that evict nothing."""
 
     name: ClassVar[str] = "none"
     keeps: ClassVar[str] = "every entry"

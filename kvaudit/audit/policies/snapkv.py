@@ -1,4 +1,4 @@
-"""What the last queries look at, smoothed over neighbours."""
+"""SnapKV: the entries that the last queries attend to, smoothed over neighbours."""
 
 from __future__ import annotations
 
@@ -44,19 +44,15 @@ class SnapKV(Evictor):
         return self.window
 
     def importance(self, view: View) -> Tensor:
+        from torch.nn.functional import avg_pool1d, max_pool1d
+
         attention = view.attention()  # [B, H, W, K]
         present = (view.query_positions >= 0).sum(-1).clamp(min=1)  # [B]
-        score = attention.sum(2) / present[:, None, None]  # [B, H, K]; absent queries are rows of 0
-        # the window is kept anyway: pooling must not carry its mass to the entries before it
-        inside = view.positions >= (view.seen[:, None, None] - self.window)
-        score = score.masked_fill(inside | (view.positions < 0), 0.0)
-        return _pool(score, self.kernel, self.pool)
-
-
-def _pool(score: Tensor, kernel: int, pool: str) -> Tensor:
-    from torch.nn.functional import avg_pool1d, max_pool1d
-
-    if pool == "max":
-        return max_pool1d(score, kernel, stride=1, padding=kernel // 2)  # [B, H, K], padded with -inf
-    # [B, H, K], padded with 0, which count
-    return avg_pool1d(score, kernel, stride=1, padding=kernel // 2, count_include_pad=True)
+        score = attention.sum(2) / present[:, None, None]  # [B, H, K]; rows of absent queries are 0
+        # the window stays anyway; pooling must not spread its mass to the entries before it
+        in_window = view.positions >= (view.seen[:, None, None] - self.window)
+        score = score.masked_fill(in_window | (view.positions < 0), 0.0)
+        if self.pool == "max":
+            return max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)  # [B, H, K], padded with -inf
+        # [B, H, K], padded with zeros, which count in the mean
+        return avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2, count_include_pad=True)

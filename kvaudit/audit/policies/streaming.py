@@ -1,4 +1,4 @@
-"""StreamingLLM's attention sinks plus a sliding window."""
+"""StreamingLLM: attention sinks and a sliding window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Streaming(Evictor):
     """Sink tokens and the most recent ones stay (Xiao 2024, arXiv:2309.17453).
 
     Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.
-    ``reposition=true`` is the original, which counts positions inside the cache: for serving only, not replayable.
+    ``reposition=true`` is the original, with positions counted inside the cache: for serving only, not replayable.
     """
 
     name: ClassVar[str] = "streaming"
@@ -44,4 +44,4 @@ class Streaming(Evictor):
         return not self.reposition
 
     def importance(self, view: View) -> Tensor:
-        return view.positions.float()  # the latest rank highest; sinks are protected by the template
+        return view.positions.float()  # the latest rank highest; the cache protects the sinks

@@ -1,4 +1,4 @@
-"""What the last token looks at stays, one set for all heads of a layer."""
+"""TOVA: the entries that the last token attends to, one set for all heads of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(Evictor):
-    """Attention of the last query, mean over all heads; no sink, no window of its own (Oren 2024, arXiv:2401.06104)."""
+    """Attention of the last query, mean over all heads; no sink or window (Oren 2024, arXiv:2401.06104)."""
 
     name: ClassVar[str] = "tova"
     paper: ClassVar[str] = "2401.06104"
