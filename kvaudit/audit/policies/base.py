@@ -91,7 +91,8 @@ class Policy:
     @property
     def canonical(self) -> str:
         """The spec string with every field written out; parses back to an equal policy."""
-        fields = ",".join(f"{k}={_text(v)}" for k, v in self.parameters().items())
+        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in self.parameters().items()}
+        fields = ",".join(f"{name}={text}" for name, text in texts.items())
         return f"{self.name}:{fields}" if fields else self.name
 
     @cached_property
@@ -114,7 +115,3 @@ class Policy:
 
 
 POLICIES: Registry[Policy] = Registry("policy", "kvaudit.audit.policies", Policy)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

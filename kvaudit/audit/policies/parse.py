@@ -43,12 +43,8 @@ def _weighted(text: str) -> tuple[Policy, int]:
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")
-    return _composed(request), int(weight or 1)
-
-
-def _composed(text: str) -> Policy:
-    parts = tuple(_simple(part) for part in text.split("+"))
-    return parts[0] if len(parts) == 1 else Composed(parts=parts)
+    parts = tuple(_simple(part) for part in request.split("+"))
+    return parts[0] if len(parts) == 1 else Composed(parts=parts), int(weight or 1)
 
 
 def _simple(text: str) -> Policy:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.core.errors import SpecError
@@ -147,7 +147,7 @@ class Absmax(Quantiser):
         if self.scale != "token" and not (self.scales or self.default_scale):
             raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
         if self.scales:
-            object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
+            object.__setattr__(self, "scales", _pin_scales(self.name, self.scales))
 
     @property
     def default_scale(self) -> str:
@@ -163,7 +163,15 @@ class Absmax(Quantiser):
 
         if self.scale == "token":
             return None
-        scales = read_scales(self.name, self.scales or self.default_scale).per_head(layer, part, heads)
+        table = _read_scales(self.name, self.scales or self.default_scale)[part]
+        if isinstance(table, float):
+            scales = [table] * heads
+        elif layer < len(table) and len(table[layer]) in (1, heads):
+            scales = table[layer] * (heads // len(table[layer]))
+        else:
+            raise SpecError(
+                f"scales: the file has {len(table)} layers, wanted one number or {heads} (KV heads) for layer {layer}"
+            )
         if self.scale == "tensor" and len(set(scales)) > 1:
             raise SpecError(f"policy {self.name}: scales={self.scales} differ by KV head; that is scale=head")
         return torch.tensor(scales, dtype=torch.float64)  # [H]; the cache converts it to the dtype of its keys
@@ -195,25 +203,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Scales(NamedTuple):
-    """Fixed scales of keys and of values: one number for the model, or per layer one number or one per KV head."""
-
-    keys: float | list[list[float]]
-    values: float | list[list[float]]
-
-    def per_head(self, layer: int, part: int, heads: int) -> list[float]:
-        """Return the scale of each KV head of keys (part 0) or values (1); raises SpecError if the file lacks it."""
-        table = self[part]
-        if isinstance(table, float):
-            return [table] * heads
-        if layer >= len(table) or len(table[layer]) not in (1, heads):
-            raise SpecError(
-                f"scales: the file has {len(table)} layers, wanted one number or {heads} (KV heads) for layer {layer}"
-            )
-        return table[layer] * (heads // len(table[layer]))
+# of keys and of values: one number for the model, or per layer a list of one number or one per KV head
+ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
-def pinned_scales(policy: str, text: str) -> str:
+def _pin_scales(policy: str, text: str) -> str:
     """Return the text, a file name with its sha256 (``scales.json#1f2e3d4c5b6a``); raises SpecError if it changed."""
     if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
         _parse_scales(policy, text)
@@ -229,24 +223,24 @@ def pinned_scales(policy: str, text: str) -> str:
     if expected and expected != digest:
         raise SpecError(f"policy {policy}: scales={name!r} has sha256 {digest}, the policy names {expected}")
     # fail here on an invalid file, not in the middle of a run
-    read_scales(policy, f"{name}#{digest}")
+    _read_scales(policy, f"{name}#{digest}")
     return f"{name}#{digest}"
 
 
 @cache  # the text contains the file's sha256, so a changed file is another key
-def read_scales(policy: str, text: str) -> Scales:
-    """Return the scales of a pinned text."""
+def _read_scales(policy: str, text: str) -> ScaleTables:
     if "#" not in text:
         return _parse_scales(policy, text)
     name = text.partition("#")[0]
     try:
         table = json.loads(Path(name).read_text(encoding="utf-8"))
-        return Scales(*([_layer_scales(entry) for entry in table[part]] for part in ("keys", "values")))
+        keys, values = ([_layer_scales(entry) for entry in table[part]] for part in ("keys", "values"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"policy {policy}: scales={name!r} is not JSON of the form "
             f'{{"keys": [...], "values": [...]}}, by layer a number above 0 or a list of one per KV head ({error!r})'
         ) from None
+    return keys, values
 
 
 def _layer_scales(entry: object) -> list[float]:
@@ -259,12 +253,12 @@ def _layer_scales(entry: object) -> list[float]:
     return numbers
 
 
-def _parse_scales(policy: str, text: str) -> Scales:
+def _parse_scales(policy: str, text: str) -> ScaleTables:
     numbers = [_positive_number(part) for part in text.split("/")]
     keys, values = numbers[0], numbers[-1]
     if len(numbers) > 2 or keys is None or values is None:
         raise SpecError(f"policy {policy}: scales={text!r}, wanted a number above 0, or two as keys/values")
-    return Scales(keys, values)
+    return keys, values
 
 
 def _positive_number(text: str) -> float | None:

@@ -65,11 +65,9 @@ class TriAttention(Evictor):
         keys = view.keys.to(mean.dtype)
         attended = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)  # [B, H, G, K]
         norms = torch.einsum("bhgf,bhkf->bhgk", spread.reshape(*group, spread.shape[-1]), lengths(keys))  # [B, H, G, K]
-        return _standardise(attended + norms, self._competing(view)).amax(2)
-
-    def _competing(self, view: View) -> Tensor:
-        """Return which entries may leave: [B, H, K]."""
-        return (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
+        # [B, H, K], entries that may leave
+        unprotected = (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
+        return _standardise(attended + norms, unprotected).amax(2)
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
         import torch

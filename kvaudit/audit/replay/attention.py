@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Replay:
         # before the first eviction a prompt needs no mask but the causal one
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         device = queries.device if device is None else device
-        self._queries, self._keys = uploaded(queries, device), uploaded(keys, device)
+        self.queries, self._keys = uploaded(queries, device), uploaded(keys, device)
         self._evicted_at = None if evicted_at is None else uploaded(evicted_at, device)
         # read here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._has_gradients = prefix, group, torch.is_grad_enabled()
@@ -140,7 +140,7 @@ class Replay:
         keys, values = self._decoded(call, codes)
         query, outputs = call.query, []
         for block in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
-            at = self._queries[:, block, None]  # [B, q, 1]
+            at = self.queries[:, block, None]  # [B, q, 1]
             view = QuantisedView(keys, values, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
             visible = self._visible(call.layer, block, call.key.shape[2])
             outputs.append(mixed_precision_attention(call._replace(query=query[:, :, block]), visible, view))
@@ -159,7 +159,7 @@ class Replay:
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
         """Return the mask [B, 1, H or G*H, block, end]: j <= i < evicted_at[j] and chosen by i; padding sees all."""
         # [B, 1, q, 1] and [B, 1, 1, end]
-        q, k = self._queries[:, None, block, None], self._keys[:, None, None, :end]
+        q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
         if window is not None:
@@ -167,12 +167,27 @@ class Replay:
         if self._evicted_at is not None:
             visible = visible & (q < self._evicted_at[:, layer, :, None, :end])
         if self._choices is not None and layer in self._choices.slots:
-            chosen = self._choices.visible(layer, self._queries[:, block], self._keys[:, :end])  # [B, A, Q, K]
+            chosen = self._choices.visible(layer, self.queries[:, block], self._keys[:, :end])  # [B, A, Q, K]
             # choices may be by query head, the ledger is by KV head
             repeats = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
             visible = visible.repeat_interleave(repeats, 1) & chosen
         # a row that sees nothing would be NaN, and so would its gradient
         return visible | (q < 0)
+
+
+def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -> Tensor:
+    """Run a model on ``ids`` [B, Q] under a replay; return the logits of all columns (0), or of the last ones."""
+    options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
+    ids, positions = uploaded(ids, replay.queries.device), replay.queries.clamp(min=0)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay, **options).logits
+    replay.settle()
+    return logits
+
+
+def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
+    """Return row positions [B, longest]: ``counts`` [B] of them from ``starts`` [B] on, then -1."""
+    columns = torch.arange(int(counts.max()))
+    return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
 
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:

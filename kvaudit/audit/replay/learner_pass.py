@@ -25,7 +25,7 @@ from kvaudit.audit.cache.routing import NOBODY, check_experts
 from kvaudit.audit.cache.selection import Selection, choices_of
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Dense
-from kvaudit.audit.replay.attention import Replay, quantisation_times
+from kvaudit.audit.replay.attention import Replay, position_columns, quantisation_times, run_forward
 from kvaudit.audit.replay.stored_pass import stored_logits
 from kvaudit.core.errors import DataError, RunError
 
@@ -145,9 +145,9 @@ def suffix_logits(
     # the last token was drawn and predicts nothing
     early, late = [slice(cut) for cut in cuts], [slice(cut, -1) for cut in cuts]
     prompts, suffixes = _tokens(leaders, early[::group]), _tokens(rollouts, late)
-    before = _positions(cuts[::group], 0)
-    lengths = [len(r.ids) - 1 - cut for r, cut in zip(rollouts, cuts, strict=True)]
-    after = _positions(lengths, torch.tensor(cuts)[:, None])
+    starts = torch.tensor(cuts)
+    before = position_columns(starts[::group], torch.zeros_like(starts[::group]))
+    after = position_columns(torch.tensor([len(r.ids) - 1 for r in rollouts]) - starts, starts)
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token has all its queries in the second pass
         evicted_at = _ledger(leaders, early[::group], prompts.shape[1]) if shadow else None
@@ -157,13 +157,9 @@ def suffix_logits(
             codes = None
         experts = _experts(leaders, early[::group], prompts.shape[1], device) if routed else None
         choices = choices_of([r.selection for r in leaders], longest, device) if shadow else None
-        prefix = Replay(
-            plans, before, before, evicted_at, codes=codes, experts=experts, choices=choices, last=False, device=device
-        )
-        # run for its keys and states; transformers computes at least one column of logits
-        ids, places = uploaded(prompts, device), at.clamp(min=0)
-        model(input_ids=ids, position_ids=places, use_cache=False, kv=prefix, logits_to_keep=1)
-        prefix.settle()
+        record: dict[str, Any] = {"codes": codes, "experts": experts, "choices": choices}
+        prefix = Replay(plans, before, before, evicted_at, **record, last=False, device=device)
+        run_forward(model, prompts, prefix, 1)  # for its keys and states; transformers makes one column of logits
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
     evicted_at, codes, choices = None, None, None
     if shadow:
@@ -172,20 +168,9 @@ def suffix_logits(
         evicted_at = torch.cat([_ledger(rollouts, slices, width) for slices, width in parts], 3)
         choices = choices_of([r.selection for r in rollouts], longest, device)
     experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
-    replay = Replay(
-        plans, after, keys, evicted_at, codes=codes, experts=experts, choices=choices, prefix=prefix, group=group,
-        device=device,
-    )  # fmt: skip
-    options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
-    ids, at = uploaded(suffixes, device), uploaded(after, device)
-    output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=replay, **options)
-    replay.settle()
-    return output.logits, at >= 0
-
-
-def _positions(lengths: Sequence[int], start: Tensor | int) -> Tensor:
-    columns = torch.arange(max(lengths))
-    return torch.where(columns < torch.tensor(lengths)[:, None], columns + start, -1)
+    record = {"codes": codes, "experts": experts, "choices": choices}
+    replay = Replay(plans, after, keys, evicted_at, **record, prefix=prefix, group=group, device=device)
+    return run_forward(model, suffixes, replay, logits_to_keep), replay.queries >= 0
 
 
 def _tokens(rollouts: Sequence[Rollout], slices: Sequence[slice]) -> Tensor:

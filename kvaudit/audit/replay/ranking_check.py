@@ -33,7 +33,7 @@ from kvaudit.audit.policies import (
     quantiser_of,
     selector_of,
 )
-from kvaudit.audit.replay.attention import QuantisationTimes, Replay, quantisation_times
+from kvaudit.audit.replay.attention import QuantisationTimes, Replay, quantisation_times, run_forward
 from kvaudit.audit.replay.rollout_checks import ForwardStep, due_evictions, forward_steps
 
 # The share of a rollout's evictions that its policy has to choose again: rounding changes few of a policy's own
@@ -104,10 +104,8 @@ def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary 
     """Rank again at every eviction of a rollout that keeps the policy's schedule (``eviction_breach`` is None)."""
     plans, steps = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, steps[-1].seen
-    ids, at = rollout.ids[None, :tokens].to(device), torch.arange(tokens, device=device)[None]
-    context = Reranking(plans, at, rollout, steps, rotary)
-    model(input_ids=ids, position_ids=at, use_cache=False, kv=context, logits_to_keep=1)
-    context.settle()
+    context = Reranking(plans, torch.arange(tokens, device=device)[None], rollout, steps, rotary)
+    run_forward(model, rollout.ids[None, :tokens], context, 1)
     return ChoiceCount(context.evicted, context.repeated)
 
 
@@ -248,25 +246,14 @@ class RecordedLayer:
     def view(self, times: Tensor, policy: Evictor, statistics: RunningStatistics, rollout: Rollout) -> View:
         """Return what the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
-        keys, values = self.entries(positions, times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
+        queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
+        view = self._view(rollout, times, positions, self.entries(positions, times), queries, window.clamp(min=-1))
         masses, moments, centres = statistics
-        return View(
-            layer=self.call.layer,
-            keys=keys,
-            values=values,
-            positions=positions,
-            seen=times,
-            queries=self.call.query[0][:, window.clamp(min=0)].transpose(0, 1),  # [E, G*H, W, D]
-            query_positions=window.clamp(min=-1),
-            mass=keys.new_zeros(keys.shape[:3])
-            if masses is None
-            else torch.cat([_at_positions(next(masses), row[None]) for row in positions]),
-            scaling=self.call.scaling,
-            entry_keys=_entry_keys(rollout, positions),
-            moments=None if moments is None else _batch_moments([next(moments) for _ in times]),
-            centres=None if centres is None else _batch_centres([next(centres) for _ in times]),
-            sink_logits=self.call.sink_logits,
+        return view._replace(
+            mass=view.mass if masses is None else torch.cat([_at_positions(next(masses), p[None]) for p in positions]),
+            moments=None if moments is None else _batch([next(moments) for _ in times]),
+            centres=None if centres is None else _batch([next(centres) for _ in times]),
         )
 
     def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
@@ -275,19 +262,32 @@ class RecordedLayer:
         columns = torch.arange(longest, device=queries.device)
         positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]
         keys, values = (x[:, :, :longest].expand(len(queries), -1, -1, -1) for x in (self.call.key, self.call.value))
+        newest = self.call.query[0, :, queries].transpose(0, 1)[:, :, None]  # [E, G*H, 1, D]
+        view = self._view(rollout, queries + 1, positions, (keys, values), newest, queries[:, None])
+        return view._replace(longest=longest)
+
+    def _view(
+        self,
+        rollout: Rollout,
+        seen: Tensor,
+        positions: Tensor,
+        entries: tuple[Tensor, Tensor],
+        queries: Tensor,
+        query_positions: Tensor,
+    ) -> View:
+        prompt_key, suffix_key = rollout.row_keys or (0, 0)  # only for policies that draw
         return View(
             layer=self.call.layer,
-            keys=keys,
-            values=values,
+            keys=entries[0],
+            values=entries[1],
             positions=positions,
-            seen=queries + 1,
-            queries=self.call.query[0, :, queries].transpose(0, 1)[:, :, None],  # [E, G*H, 1, D]
-            query_positions=queries[:, None],
-            mass=keys.new_zeros(keys.shape[:3]),
+            seen=seen,
+            queries=queries,
+            query_positions=query_positions,
+            mass=entries[0].new_zeros(entries[0].shape[:3]),
             scaling=self.call.scaling,
-            entry_keys=_entry_keys(rollout, positions),
+            entry_keys=torch.where(positions < rollout.prompt_length, prompt_key, suffix_key),
             sink_logits=self.call.sink_logits,
-            longest=longest,
         )
 
     def slots(self, times: Tensor) -> Tensor:
@@ -338,23 +338,13 @@ class RecordedLayer:
             yield sums.of(slice(None))
 
 
-def _entry_keys(rollout: Rollout, positions: Tensor) -> Tensor:
-    """Return the key of the row that each entry was made for; 0 if the record has none."""
-    prompt, suffix = rollout.row_keys or (0, 0)
-    return torch.where(positions < rollout.prompt_length, prompt, suffix)
-
-
 def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
     """Return ``tensor`` [1, H, T, ...] at positions [E, H, K], anything at -1: [E, H, K, ...]."""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     return tensor[0].expand(positions.shape[1], *tensor.shape[2:])[heads, positions]
 
 
-def _batch_moments(rows: Sequence[Moments]) -> Moments:
-    mean, covariance = (torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True))
-    return Moments(mean, covariance, rows[0].turn)
-
-
-def _batch_centres(rows: Sequence[Centres]) -> Centres:
-    mean, length = (torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True))
-    return Centres(mean, length, rows[0].turn, rows[0].lengths)
+def _batch(rows: Sequence[Any]) -> Any:
+    """Return one batch of the moments, or of the centres, of several rows."""
+    tensors = [torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True)]
+    return type(rows[0])(*tensors, *rows[0][2:])

@@ -74,7 +74,8 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         experts = None
         if ledger.experts is not None and not reroute:
             experts = _take(ledger.experts, positions, NOBODY).to(ids.device)
-        evicted_at = _times_at(ledger.evicted_at, positions, ids.device)
+        times = _take(ledger.evicted_at.permute(0, 3, 1, 2), positions, NEVER)  # [B, columns, L, H]
+        evicted_at = times.permute(0, 2, 3, 1).contiguous().to(ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
         choices = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
         context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
@@ -151,11 +152,6 @@ def _quantisation_times(ledger: Ledger, positions: Tensor, device: torch.device)
     )
     hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
     return QuantisationTimes(ledger.codec, keys, values, hints)
-
-
-def _times_at(evicted_at: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """Return the times [B, L, H, T] of the tokens in padded columns: [B, L, H, columns]."""
-    return _take(evicted_at.permute(0, 3, 1, 2), positions, NEVER).permute(0, 2, 3, 1).contiguous().to(device)
 
 
 def _take(x: Tensor, positions: Tensor, default: int) -> Tensor:

@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.replay.interchange import Form, Index, Length, first_error, read_rollouts
+from kvaudit.audit.replay.interchange import Index, Length, first_error, read_rollouts
 from kvaudit.audit.replay.rollout_checks import rollout_fault
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
@@ -61,8 +61,23 @@ class RolloutLists(NamedTuple):
     group: str | int | None = None
 
 
-class KvauditLine(Form):
+class StackLine(BaseModel):
+    """A line of any stack; unknown keys are ignored. The two fields are kvaudit's, for any stack's lines."""
+
+    model_config = ConfigDict(frozen=True)
+
+    temperature: TemperatureOrGreedy | None = None
+    tokenizer_sha256: str | None = None
+
+    def rollouts(self) -> Iterator[RolloutLists]:
+        """Yield the rollouts of the line, without padding; raises ValueError if its fields do not fit."""
+        raise NotImplementedError
+
+
+class KvauditLine(StackLine):
     """kvaudit's own layout; an unknown key is an error, and ``info`` may hold anything."""
+
+    model_config = ConfigDict(extra="forbid")
 
     ids: list[Index] | None = None
     prompt_length: Length | None = None
@@ -73,14 +88,11 @@ class KvauditLine(Form):
     reward: BoundedNumber | None = None
     advantage: BoundedNumber | list[BoundedNumber] | None = None
     group: str | int | None = None
-    temperature: TemperatureOrGreedy | None = None
-    tokenizer_sha256: str | None = None
     info: Any = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         ids, start, mask = self._tokens()
-        return [RolloutLists(ids, start, self.logprobs, mask, self.advantage, self.reward, self.group)]
+        yield RolloutLists(ids, start, self.logprobs, mask, self.advantage, self.reward, self.group)
 
     def _tokens(self) -> tuple[list[int], int, list[int] | None]:
         if self.prompt_ids is not None and self.completion_ids is not None:
@@ -98,16 +110,7 @@ class KvauditLine(Form):
         return self.ids, start, self.mask[start:]
 
 
-class ForeignLine(BaseModel):
-    """A line of another stack; unknown keys are ignored, and kvaudit's two keys below may be added to it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    temperature: TemperatureOrGreedy | None = None
-    tokenizer_sha256: str | None = None
-
-
-class SlimeLine(ForeignLine):
+class SlimeLine(StackLine):
     """``Sample.to_dict()`` of slime: ``tokens`` are prompt and response, all lists are about the response."""
 
     tokens: list[Index]
@@ -117,15 +120,12 @@ class SlimeLine(ForeignLine):
     reward: Any = None  # a number, or a dict from which the run's --reward-key chooses
     group_index: int | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         start, reward = len(self.tokens) - self.response_length, _reward(self.reward)
-        return [
-            RolloutLists(self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, self.group_index)
-        ]
+        yield RolloutLists(self.tokens, start, self.rollout_log_probs, self.loss_mask, None, reward, self.group_index)
 
 
-class VerlLine(ForeignLine):
+class VerlLine(StackLine):
     """A row of verl's DataProto: ``prompts`` padded on the left, ``responses`` on the right."""
 
     prompts: list[Index]
@@ -137,8 +137,7 @@ class VerlLine(ForeignLine):
     token_level_scores: list[BoundedNumber] | None = None
     uid: str | int | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line, without its padding."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         width = len(self.prompts)
         _require_length("attention_mask", self.attention_mask, width + len(self.responses), "prompts and responses")
         prompt = _select(self.prompts, self.attention_mask[:width])
@@ -154,23 +153,23 @@ class VerlLine(ForeignLine):
         mask, advantage, logprobs = map(response, ("response_mask", "advantages", "rollout_log_probs"))
         # the sum over tokens; padding scores 0
         reward = None if self.token_level_scores is None else sum(self.token_level_scores)
-        return [RolloutLists(prompt + response("responses"), len(prompt), logprobs, mask, advantage, reward, self.uid)]
+        yield RolloutLists(prompt + response("responses"), len(prompt), logprobs, mask, advantage, reward, self.uid)
 
 
-class TokenLogprob(ForeignLine):
+class TokenLogprob(BaseModel):
     """One token of a chat answer."""
 
     logprob: float
 
 
-class Logprobs(ForeignLine):
+class Logprobs(BaseModel):
     """The log-probs of a completion (``token_logprobs``) or of a chat answer (``content``)."""
 
     token_logprobs: list[float] | None = None
     content: list[TokenLogprob] | None = None
 
 
-class VllmChoice(ForeignLine):
+class VllmChoice(BaseModel):
     """One answer of a server."""
 
     token_ids: list[Index]
@@ -178,15 +177,13 @@ class VllmChoice(ForeignLine):
     prompt_token_ids: list[Index] | None = None
 
 
-class VllmLine(ForeignLine):
+class VllmLine(StackLine):
     """A response of vLLM's OpenAI server to a request with ``return_token_ids`` and ``logprobs``."""
 
     choices: Annotated[list[VllmChoice], Field(min_length=1)]
     prompt_token_ids: list[Index] | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return a rollout per choice."""
-        rows = []
+    def rollouts(self) -> Iterator[RolloutLists]:
         for choice in self.choices:
             prompt = choice.prompt_token_ids or self.prompt_token_ids
             if not prompt:
@@ -194,11 +191,10 @@ class VllmLine(ForeignLine):
             logprobs = choice.logprobs.token_logprobs
             if logprobs is None:
                 logprobs = [token.logprob for token in choice.logprobs.content or ()]
-            rows.append(RolloutLists(prompt + choice.token_ids, len(prompt), logprobs))
-        return rows
+            yield RolloutLists(prompt + choice.token_ids, len(prompt), logprobs)
 
 
-class PrimeRlLine(ForeignLine):
+class PrimeRlLine(StackLine):
     """A rollout of prime-rl: lists of the prompt and of the completion, each with its mask."""
 
     prompt_ids: list[Index]
@@ -209,14 +205,13 @@ class PrimeRlLine(ForeignLine):
     reward: BoundedNumber | None = None
     example_id: str | int | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         ids, start = self.prompt_ids + self.completion_ids, len(self.prompt_ids)
         metadata = (self.advantage, self.reward, self.example_id)
-        return [RolloutLists(ids, start, self.completion_logprobs, self.completion_mask, *metadata)]
+        yield RolloutLists(ids, start, self.completion_logprobs, self.completion_mask, *metadata)
 
 
-class SkyRlLine(ForeignLine):
+class SkyRlLine(StackLine):
     """A trajectory of SkyRL's generator: prompt and response, the lists about the response."""
 
     prompt_token_ids: list[Index]
@@ -225,13 +220,12 @@ class SkyRlLine(ForeignLine):
     loss_mask: Annotated[list[Flag] | None, Field(validation_alias=AliasChoices("loss_mask", "loss_masks"))] = None
     reward: Annotated[Any, Field(validation_alias=AliasChoices("reward", "rewards"))] = None  # a number, or by token
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         ids, start = self.prompt_token_ids + self.response_ids, len(self.prompt_token_ids)
-        return [RolloutLists(ids, start, self.rollout_logprobs, self.loss_mask, None, _reward(self.reward))]
+        yield RolloutLists(ids, start, self.rollout_logprobs, self.loss_mask, None, _reward(self.reward))
 
 
-class NemoRlLine(ForeignLine):
+class NemoRlLine(StackLine):
     """A row of NeMo-RL's train_data_step*.jsonl: lists of all tokens, padded on the right."""
 
     token_ids: list[Index]
@@ -241,15 +235,14 @@ class NemoRlLine(ForeignLine):
     advantages: list[BoundedNumber] | None = None
     rewards: BoundedNumber | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line, without its padding."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         end = len(self.token_ids) if self.input_lengths is None else self.input_lengths
         names = ["token_loss_mask", "generation_logprobs"] + ["advantages"] * (self.advantages is not None)
         lists = {name: getattr(self, name) for name in names}
-        return [_split_prompt(self.token_ids, lists, end, self.rewards)]
+        yield _split_prompt(self.token_ids, lists, end, self.rewards)
 
 
-class ArealLine(ForeignLine):
+class ArealLine(StackLine):
     """A rollout of AReaL: lists of all tokens, with a mask of those that the model drew."""
 
     input_ids: list[Index]
@@ -258,21 +251,20 @@ class ArealLine(ForeignLine):
     attention_mask: list[Flag] | None = None
     rewards: BoundedNumber | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line, without its padding."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         end = len(self.input_ids) if self.attention_mask is None else sum(self.attention_mask)
         lists: dict[str, list[Any]] = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
-        return [_split_prompt(self.input_ids, lists, end, self.rewards)]
+        yield _split_prompt(self.input_ids, lists, end, self.rewards)
 
 
-class SglangMeta(ForeignLine):
+class SglangMeta(BaseModel):
     """SGLang's metadata of an answer: [log-prob, id, text] of every token."""
 
     output_token_logprobs: list[tuple[float, Index, Any]]
     input_token_logprobs: list[tuple[Any, Index, Any]] | None = None
 
 
-class SglangLine(ForeignLine):
+class SglangLine(StackLine):
     """A response of SGLang's ``/generate`` to a request with ``return_logprob`` and ``logprob_start_len: 0``."""
 
     meta_info: SglangMeta
@@ -280,8 +272,7 @@ class SglangLine(ForeignLine):
     input_ids: list[Index] | None = None
     reward: BoundedNumber | None = None
 
-    def rollouts(self) -> list[RolloutLists]:
-        """Return the one rollout of the line."""
+    def rollouts(self) -> Iterator[RolloutLists]:
         tokens = self.meta_info.output_token_logprobs
         logprobs, ids = [row[0] for row in tokens], [row[1] for row in tokens]
         if self.output_ids is not None and self.output_ids != ids:
@@ -289,12 +280,9 @@ class SglangLine(ForeignLine):
         prompt = self.input_ids or [row[1] for row in self.meta_info.input_token_logprobs or ()]
         if not prompt:
             raise ValueError("has no ids of its prompt; ask the server with return_logprob and logprob_start_len: 0")
-        return [RolloutLists(prompt + ids, len(prompt), logprobs, None, None, self.reward)]
+        yield RolloutLists(prompt + ids, len(prompt), logprobs, None, None, self.reward)
 
 
-StackLine = (
-    KvauditLine | SlimeLine | VerlLine | VllmLine | PrimeRlLine | SkyRlLine | NemoRlLine | ArealLine | SglangLine
-)
 # recognised by keys that only this stack writes; every other line must have kvaudit's own layout
 STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
     "vLLM": (frozenset({"choices"}), VllmLine),
@@ -382,8 +370,8 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
             f"is of no stack known here, by its keys {some(map(clipped, value), 6)}; known are {', '.join(STACKS)} and "
             f"kvaudit's own; {PAGE} has what to write"
         )
-    line: StackLine = form.model_validate(value)
-    rows = line.rollouts()
+    line = form.model_validate(value)
+    rows = list(line.rollouts())
     for number, row in enumerate(rows):
         row_place = place if len(rows) == 1 else f"{place}, choice {number}"
         if _draws_nothing(row):

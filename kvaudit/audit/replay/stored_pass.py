@@ -21,6 +21,7 @@ from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Dense, softmax
+from kvaudit.audit.replay.attention import position_columns, run_forward
 from kvaudit.core.errors import DataError, RunError
 
 
@@ -35,7 +36,7 @@ def stored_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [B, R, V] that predict each suffix token, and their mask bool [B, R]; see ``suffix_logits``."""
     device = next(model.parameters()).device
-    layers = _layers(model)
+    layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
         raise DataError("a rollout lacks what its engine's queries read; it cannot be replayed without")
     prefix, starts = None, [0] * len(rollouts)
@@ -47,26 +48,21 @@ def stored_logits(
     # up to the last token, which predicts nothing
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
     counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
-    queries = _columns(counts, torch.tensor(starts))
+    queries = position_columns(counts, torch.tensor(starts))
     written = _written(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
     replay = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, written=written)
-    options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
-    ids, at = uploaded(columns, device), replay.queries
-    output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=replay, **options)
-    replay.settle()
-    return output.logits, at >= 0
+    return run_forward(model, columns, replay, logits_to_keep), replay.queries >= 0
 
 
 def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
     """Pass the whole prompt of each group, of ``lengths`` [groups] tokens."""
-    ids = uploaded(pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True), device)
-    queries = _columns(lengths, torch.zeros_like(lengths))
+    ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
+    queries = position_columns(lengths, torch.zeros_like(lengths))
     written = _written(leaders, [(0, r.prompt_length) for r in leaders], device)
     replay = StoredReplay(store, layers, queries, lengths, device, written=written)
-    model(input_ids=ids, position_ids=replay.queries.clamp(min=0), use_cache=False, kv=replay, logits_to_keep=1)
-    replay.settle()
+    run_forward(model, ids, replay, 1)
     return replay
 
 
@@ -279,13 +275,7 @@ def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _columns(counts: Tensor, start: Tensor) -> Tensor:
-    """Return row positions [B, longest]: ``counts`` [B] of them from ``start`` [B] on, then -1."""
-    columns = torch.arange(int(counts.max()))
-    return torch.where(columns < counts[:, None], columns + start[:, None], -1)
-
-
-def _layers(model: Any) -> int:
+def _count_layers(model: Any) -> int:
     plans = layer_plans(model.config, Dense())
     if not all(plan.attends and plan.sliding_window is None for plan in plans):
         raise DataError(
