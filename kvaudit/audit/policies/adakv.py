@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
@@ -26,10 +26,10 @@ class AdaKV(SnapKV):
     separately. If a head holds less than its share, as after decoding, the rest goes to the best entries of all heads.
     """
 
-    name: ClassVar[str] = "adakv"
-    paper: ClassVar[str] = "2407.11550"
-    keeps: ClassVar[str] = "as snapkv, with budgets that a layer's heads share by the attention they spread"
-    shares_heads: ClassVar[bool] = True
+    name = "adakv"
+    paper = "2407.11550"
+    keeps = "as snapkv, with budgets that a layer's heads share by the attention they spread"
+    shares_heads = True
 
     alpha: float = 0.2
 

@@ -34,8 +34,8 @@ class Policy:
     """A rule by which a cache is compressed. Plug-ins subclass one of its kinds."""
 
     name: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    keeps: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # its arXiv number
+    keeps: ClassVar[str] = ""  # the entries that stay, in words
     evicts: ClassVar[bool] = False
     quantises: ClassVar[bool] = False
     selects: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -26,12 +26,10 @@ class Expected(Evictor):
     tokens, with running statistics.
     """
 
-    name: ClassVar[str] = "expected"
-    paper: ClassVar[str] = "2510.00636"
-    keeps: ClassVar[str] = (
-        "the entries that the next `future` queries are expected to attend to, weighted by value norm"
-    )
-    moments: ClassVar[bool] = True
+    name = "expected"
+    paper = "2510.00636"
+    keeps = "the entries that the next `future` queries are expected to attend to, weighted by value norm"
+    moments = True
 
     window: int = 0
     interval: int = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Absmax
 
@@ -26,10 +26,10 @@ class Float8(Absmax):
     ``write``. Serving engines default to ``scale=tensor,write=true``.
     """
 
-    name: ClassVar[str] = "fp8"
-    paper: ClassVar[str] = "2209.05433"
-    keeps: ClassVar[str] = "every entry, in 8-bit floats"
-    uses: ClassVar[tuple[str, ...] | None] = ("format", "residual", "scale", "scales", "write", "skip_layers", "chunk")
+    name = "fp8"
+    paper = "2209.05433"
+    keeps = "every entry, in 8-bit floats"
+    uses = ("format", "residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     format: str = "e4m3"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -18,11 +18,11 @@ class HeavyHitter(Evictor):
     Half of the budget goes to recent entries (`window=-1`), as in the original; no sink.
     """
 
-    name: ClassVar[str] = "h2o"
-    paper: ClassVar[str] = "2306.14048"
-    keeps: ClassVar[str] = "the entries with the most accumulated attention, and a recent half"
-    ordered: ClassVar[bool] = False
-    accumulates: ClassVar[bool] = True
+    name = "h2o"
+    paper = "2306.14048"
+    keeps = "the entries with the most accumulated attention, and a recent half"
+    ordered = False
+    accumulates = True
 
     sink: int = 0
     window: int = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class KeyDiff(Evictor):
     """The keys least similar to the mean of the normalised keys stay (Park 2025, arXiv:2504.15364)."""
 
-    name: ClassVar[str] = "keydiff"
-    paper: ClassVar[str] = "2504.15364"
-    keeps: ClassVar[str] = "the entries whose keys are least like the mean key"
-    ordered: ClassVar[bool] = False
+    name = "keydiff"
+    paper = "2504.15364"
+    keeps = "the entries whose keys are least like the mean key"
+    ordered = False
 
     sink: int = 0
     window: int = 0

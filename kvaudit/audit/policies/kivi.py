@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.core.errors import SpecError
@@ -24,10 +24,10 @@ class Kivi(Quantiser):
     Departure: scale and zero are kept in the model's own precision, not always in float16.
     """
 
-    name: ClassVar[str] = "kivi"
-    paper: ClassVar[str] = "2402.02750"
-    keeps: ClassVar[str] = "every entry, all but the last `residual` in `bits` bits"
-    uses: ClassVar[tuple[str, ...] | None] = ("bits", "group", "residual", "skip_layers", "chunk")
+    name = "kivi"
+    paper = "2402.02750"
+    keeps = "every entry, all but the last `residual` in `bits` bits"
+    uses = ("bits", "group", "residual", "skip_layers", "chunk")
 
     residual: int = 32
     bits: int = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Dense(Evictor):
     """The uncompressed cache; also the evictor of policies that evict nothing."""
 
-    name: ClassVar[str] = "none"
-    keeps: ClassVar[str] = "every entry"
-    evicts: ClassVar[bool] = False
-    uses: ClassVar[tuple[str, ...] | None] = ()
+    name = "none"
+    keeps = "every entry"
+    evicts = False
+    uses = ()
 
     def importance(self, view: View) -> Tensor:
         raise AssertionError(f"the dense cache never evicts (layer {view.layer})")

@@ -28,7 +28,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if not isinstance(source, str):
-        raise SpecError(f"policy {source!r} is no text; write none, or 'snapkv:budget=96,window=8'")
+        raise SpecError(f"policy {source!r} is not text; write none, or 'snapkv:budget=96,window=8'")
     requests = [_weighted(part) for part in source.split("|")]
     if len(requests) > 1:
         parts, weights = zip(*requests, strict=True)
@@ -86,7 +86,7 @@ def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     cls = POLICIES.get(name)
     if not issubclass(cls, _KINDS):
         kinds = ", ".join(kind.__name__ for kind in _KINDS)
-        raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
+        raise SpecError(f"policy {name} of {cls.__module__} subclasses Policy directly; subclass one of {kinds}")
     names, types = cls.field_names(), _types(cls)  # type: ignore[arg-type] # a class is hashable
     for field in values:
         if field not in names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
@@ -27,9 +27,9 @@ class PyramidKV(SnapKV):
     are rounded so that they sum to L * budget, while the authors' whole steps leave up to L / 2 more per layer.
     """
 
-    name: ClassVar[str] = "pyramidkv"
-    paper: ClassVar[str] = "2406.02069"
-    keeps: ClassVar[str] = "as snapkv, with budgets that shrink from the first layer to the last"
+    name = "pyramidkv"
+    paper = "2406.02069"
+    keeps = "as snapkv, with budgets that shrink from the first layer to the last"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Quantiser, working_dtype
 from kvaudit.core.errors import SpecError
@@ -30,9 +30,9 @@ class Q4(Quantiser):
     64 are rotated too, by the largest power of two that divides it.
     """
 
-    name: ClassVar[str] = "q4_0"
-    keeps: ClassVar[str] = "every entry, in 4-bit integers"
-    uses: ClassVar[tuple[str, ...] | None] = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
+    name = "q4_0"
+    keeps = "every entry, in 4-bit integers"
+    uses = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
 
     group: int = 32
     write: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.audit.policies.evictor import Extremes, View
@@ -29,11 +29,11 @@ class Quest(Selector):
     its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
     """
 
-    name: ClassVar[str] = "quest"
-    paper: ClassVar[str] = "2406.10774"
-    keeps: ClassVar[str] = "every entry; each query attends to the pages that may matter most to it"
-    uses: ClassVar[tuple[str, ...] | None] = ("budget", "page", "dense", "chunk")
-    extremes: ClassVar[bool] = True
+    name = "quest"
+    paper = "2406.10774"
+    keeps = "every entry; each query attends to the pages that may matter most to it"
+    uses = ("budget", "page", "dense", "chunk")
+    extremes = True
 
     page: int = 16
     dense: int = 2

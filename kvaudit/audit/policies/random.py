@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.draws import mix
 from kvaudit.audit.policies.evictor import Evictor, View
@@ -19,11 +19,11 @@ class Random(Evictor):
     Fixed priorities make the kept set a uniform sample of all entries seen, whatever the batch or schedule.
     """
 
-    name: ClassVar[str] = "random"
-    keeps: ClassVar[str] = "a uniform random sample, different in every row, layer and head"
-    ordered: ClassVar[bool] = False
-    blind: ClassVar[bool] = True
-    seeded: ClassVar[bool] = True
+    name = "random"
+    keeps = "a uniform random sample, different in every row, layer and head"
+    ordered = False
+    blind = True
+    seeded = True
 
     sink: int = 0
     window: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -26,9 +26,9 @@ class RKV(Evictor):
     Departure: a key without such an entry leaves out none; the published code leaves out the first entry.
     """
 
-    name: ClassVar[str] = "rkv"
-    paper: ClassVar[str] = "2505.24133"
-    keeps: ClassVar[str] = "entries that are attended to and unlike what comes later, and the last `window`"
+    name = "rkv"
+    paper = "2505.24133"
+    keeps = "entries that are attended to and unlike what comes later, and the last `window`"
 
     sink: int = 0
     window: int = 8

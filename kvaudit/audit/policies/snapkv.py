@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -20,9 +20,9 @@ class SnapKV(Evictor):
     default, decoding is compressed by the same rule every ``interval`` tokens, so that memory stays bounded.
     """
 
-    name: ClassVar[str] = "snapkv"
-    paper: ClassVar[str] = "2404.14469"
-    keeps: ClassVar[str] = "the entries the last `window` queries attend to, and that window"
+    name = "snapkv"
+    paper = "2404.14469"
+    keeps = "the entries the last `window` queries attend to, and that window"
 
     sink: int = 0
     window: int = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -20,12 +20,12 @@ class Streaming(Evictor):
     ``reposition=true`` is the original, with positions counted inside the cache: for serving only, not replayable.
     """
 
-    name: ClassVar[str] = "streaming"
-    paper: ClassVar[str] = "2309.17453"
-    keeps: ClassVar[str] = "the first `sink` entries and the most recent ones"
-    ordered: ClassVar[bool] = False
-    blind: ClassVar[bool] = True
-    by_position: ClassVar[bool] = True
+    name = "streaming"
+    paper = "2309.17453"
+    keeps = "the first `sink` entries and the most recent ones"
+    ordered = False
+    blind = True
+    by_position = True
 
     window: int = 0
     reposition: bool = False

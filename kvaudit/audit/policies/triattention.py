@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -30,10 +30,10 @@ class TriAttention(Evictor):
     counts towards the budget. Ties go to the earlier position, without noise. Channels that do not rotate add c k.
     """
 
-    name: ClassVar[str] = "triattention"
-    paper: ClassVar[str] = "2604.04921"
-    keeps: ClassVar[str] = "the entries that the mean query will look at from further on, and those with long keys"
-    centres: ClassVar[bool] = True
+    name = "triattention"
+    paper = "2604.04921"
+    keeps = "the entries that the mean query will look at from further on, and those with long keys"
+    centres = True
 
     budget: int = 2048
     sink: int = 0

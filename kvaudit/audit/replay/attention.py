@@ -137,13 +137,13 @@ class Replay:
         return out
 
     def _attend_quantised(self, call: AttentionCall, codes: QuantisationTimes) -> Tensor:
-        keys, values = self._decoded(call, codes)
-        query, outputs = call.query, []
+        decoded, query, outputs = self._decoded(call, codes), call.query, []
         for block in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
             at = self.queries[:, block, None]  # [B, q, 1]
-            view = QuantisedView(keys, values, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
+            is_coded = at >= codes.keys_at[:, None], at >= codes.values_at[:, None]
             visible = self._visible(call.layer, block, call.key.shape[2])
-            outputs.append(mixed_precision_attention(call._replace(query=query[:, :, block]), visible, view))
+            part = call._replace(query=query[:, :, block])
+            outputs.append(mixed_precision_attention(part, visible, decoded, is_coded))
         return torch.cat(outputs, 2)
 
     def _decoded(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
@@ -289,31 +289,24 @@ def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
     return torch.where(member, first.gather(2, flush) + rank // size, -1)
 
 
-class QuantisedView(NamedTuple):
-    """Decoded keys and values [B, H, K, D], and which query sees which of them quantised, [B, Q, K] each."""
+def mixed_precision_attention(
+    call: AttentionCall, visible: Tensor, decoded: tuple[Tensor, Tensor], is_coded: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return attention [B, G*H, Q, D] in which each query sees some entries exact and some decoded.
 
-    keys: Tensor
-    values: Tensor
-    key_seen: Tensor
-    value_seen: Tensor
-
-
-def mixed_precision_attention(call: AttentionCall, visible: Tensor, view: QuantisedView) -> Tensor:
-    """Return attention [B, G*H, Q, D] in which each query sees an entry exact or decoded, as ``view`` says.
-
-    ``visible`` bool [B, 1 or H, Q, K]; the call's keys and values are [B, H, K, D]. Logits and softmax are float32 at
-    least.
+    ``decoded`` keys and values [B, H, K, D] replace the call's for the queries of ``is_coded`` [B, Q, K] each;
+    ``visible`` bool [B, 1 or H, Q, K]. Logits and softmax are float32 at least.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     packed = call.query.reshape(batch, call.key.shape[1], -1, length, size).to(dtype)  # [B, H, G, Q, D]
     # each [B, H, G, Q, K]
-    exact, decoded = (torch.einsum("bhgqd,bhkd->bhgqk", packed, k.to(dtype)) for k in (call.key, view.keys))
-    logits = torch.where(view.key_seen[:, None, None], decoded, exact) * call.scaling
+    exact, coded = (torch.einsum("bhgqd,bhkd->bhgqk", packed, keys.to(dtype)) for keys in (call.key, decoded[0]))
+    key_coded, value_coded = (mask[:, None, None] for mask in is_coded)  # [B, 1, 1, Q, K]
+    logits = torch.where(key_coded, coded, exact) * call.scaling
     shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), call.sink_logits)
-    is_coded = view.value_seen[:, None, None]  # [B, 1, 1, Q, K]
-    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(is_coded, 0.0), call.value.to(dtype))
-    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~is_coded, 0.0), view.values.to(dtype))
+    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(value_coded, 0.0), call.value.to(dtype))
+    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~value_coded, 0.0), decoded[1].to(dtype))
     return out.reshape(batch, heads, length, -1).to(call.query.dtype)
 
 

@@ -155,7 +155,7 @@ def suffix_logits(
         codes = quantisation_times(leaders, at) if shadow else None  # the second pass counts strays of these keys too
         if codes is not None and not codes.affects(at):  # most codes are made after the prefill
             codes = None
-        experts = _experts(leaders, early[::group], prompts.shape[1], device) if routed else None
+        experts = _experts(leaders, early[::group], device) if routed else None
         choices = choices_of([r.selection for r in leaders], longest, device) if shadow else None
         record: dict[str, Any] = {"codes": codes, "experts": experts, "choices": choices}
         prefix = Replay(plans, before, before, evicted_at, **record, last=False, device=device)
@@ -167,7 +167,7 @@ def suffix_logits(
         parts = ((early, prompts.shape[1]), (late, suffixes.shape[1]))  # the columns of ``keys``
         evicted_at = torch.cat([_ledger(rollouts, slices, width) for slices, width in parts], 3)
         choices = choices_of([r.selection for r in rollouts], longest, device)
-    experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
+    experts = _experts(rollouts, late, device) if routed else None
     record = {"codes": codes, "experts": experts, "choices": choices}
     replay = Replay(plans, after, keys, evicted_at, **record, prefix=prefix, group=group, device=device)
     return run_forward(model, suffixes, replay, logits_to_keep), replay.queries >= 0
@@ -184,14 +184,10 @@ def _ledger(rollouts: Sequence[Rollout], slices: Sequence[slice], width: int) ->
     return torch.stack([pad(table, (0, width - table.shape[2]), value=NEVER) for table in tables])
 
 
-def _experts(rollouts: Sequence[Rollout], slices: Sequence[slice], width: int, device: torch.device) -> Tensor:
+def _experts(rollouts: Sequence[Rollout], slices: Sequence[slice], device: torch.device) -> Tensor:
     """Return the experts of a slice of every row, right-padded: [B, width, M, k]."""
-    rows = []
-    for rollout, cut in zip(rollouts, slices, strict=True):
-        assert rollout.experts is not None
-        experts = rollout.experts[cut]
-        rows.append(pad(experts, (0, 0, 0, 0, 0, width - len(experts)), value=NOBODY))
-    return torch.stack(rows).to(device)
+    experts = [r.experts[cut] for r, cut in zip(rollouts, slices, strict=True) if r.experts is not None]
+    return pad_sequence(experts, batch_first=True, padding_value=NOBODY).to(device)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:

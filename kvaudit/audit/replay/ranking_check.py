@@ -22,17 +22,7 @@ from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.rotary import Rotary, rotary_for
 from kvaudit.audit.cache.selection import choices_of
-from kvaudit.audit.policies import (
-    Centres,
-    Evictor,
-    Moments,
-    Policy,
-    Selector,
-    View,
-    evictor_of,
-    quantiser_of,
-    selector_of,
-)
+from kvaudit.audit.policies import Evictor, Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.audit.replay.attention import QuantisationTimes, Replay, quantisation_times, run_forward
 from kvaudit.audit.replay.rollout_checks import ForwardStep, due_evictions, forward_steps
 
@@ -167,13 +157,13 @@ class Reranking(Replay):
     def _rank(self, layer: RecordedLayer, policy: Evictor) -> Iterator[_Ranking]:
         due = due_evictions(policy, self._steps)
         queries, rotary = [eviction.query for eviction in due], self._rotary
-        moments = QueryMoments(rotary, policy.sink) if rotary and policy.moments else None
-        centres = QueryCentres(rotary) if rotary and policy.centres else None
-        statistics = RunningStatistics(
-            masses=layer.masses(self._steps, set(queries)) if policy.accumulates else None,
-            moments=None if moments is None else layer.query_statistics(moments, queries),
-            centres=None if centres is None else layer.query_statistics(centres, queries),
-        )
+        statistics: dict[str, Iterator[Any]] = {}  # by field of View, one per eviction
+        if policy.accumulates:
+            statistics["mass"] = layer.masses(self._steps, set(queries))
+        if rotary and policy.moments:
+            statistics["moments"] = layer.query_statistics(QueryMoments(rotary, policy.sink), queries)
+        if rotary and policy.centres:
+            statistics["centres"] = layer.query_statistics(QueryCentres(rotary), queries)
         for held, evictions in groupby(due, lambda eviction: eviction.held):  # rows of a batch hold equally many slots
             times = torch.tensor([eviction.query for eviction in evictions], device=layer.evicted_at.device)
             for batch in torch.split(times, layer.batch_size(held)):
@@ -220,14 +210,6 @@ class _Ranking(NamedTuple):
     left: Tensor
 
 
-class RunningStatistics(NamedTuple):
-    """The statistics of all queries so far that a policy asks for, one per eviction; None if it does not ask."""
-
-    masses: Iterator[Tensor] | None
-    moments: Iterator[Moments] | None
-    centres: Iterator[Centres] | None
-
-
 @dataclass(frozen=True)
 class RecordedLayer:
     """One layer of a replayed row of T tokens; ``decoded`` keys and values [1, H, T, D] if it was quantised."""
@@ -243,18 +225,18 @@ class RecordedLayer:
         # a batch holds D numbers per entry; a ranking by similarity holds one per pair of entries
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
 
-    def view(self, times: Tensor, policy: Evictor, statistics: RunningStatistics, rollout: Rollout) -> View:
+    def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
         """Return what the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
         queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
         view = self._view(rollout, times, positions, self.entries(positions, times), queries, window.clamp(min=-1))
-        masses, moments, centres = statistics
-        return view._replace(
-            mass=view.mass if masses is None else torch.cat([_at_positions(next(masses), p[None]) for p in positions]),
-            moments=None if moments is None else _batch([next(moments) for _ in times]),
-            centres=None if centres is None else _batch([next(centres) for _ in times]),
-        )
+        for name, rows in statistics.items():
+            if name == "mass":
+                view = view._replace(mass=torch.cat([_at_positions(next(rows), row[None]) for row in positions]))
+            else:
+                view = view._replace(**{name: _batch([next(rows) for _ in times])})
+        return view
 
     def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
         """Return what the policy saw when queries at these positions [E] chose among all entries before them."""
