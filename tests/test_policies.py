@@ -22,7 +22,7 @@ def test_a_plug_in_that_is_no_kind_of_policy_is_refused(monkeypatch: pytest.Monk
         name = "odd"
 
     monkeypatch.setattr(POLICIES, "_found", {"odd": Odd})
-    with pytest.raises(SpecError, match="policy odd of test_policies subclasses Policy directly; subclass one of Evictor, Quant"):
+    with pytest.raises(SpecError, match="policy odd of test_policies subclasses Policy directly; subclass one of"):
         parse_policy("odd")
 
 
@@ -104,9 +104,9 @@ def test_text_and_yaml_give_the_same_object_and_its_canonical_form_gives_it_agai
 ) -> None:
     policy = parse_policy(text)
     assert parse_policy(mapping) == policy
-    again = parse_policy(policy.canonical)
-    assert again == policy
-    assert again.hash == policy.hash == parse_policy(mapping).hash
+    parsed = parse_policy(policy.canonical)
+    assert parsed == policy
+    assert parsed.hash == policy.hash == parse_policy(mapping).hash
 
 
 def test_different_policies_have_different_hashes() -> None:

@@ -28,7 +28,7 @@ class AdaKV(SnapKV):
 
     name = "adakv"
     paper = "2407.11550"
-    keeps = "as snapkv, with budgets that a layer's heads share by the attention they spread"
+    keeps = "as snapkv, with a budget shared by a layer's heads: more where attention is spread"
     shares_heads = True
 
     alpha: float = 0.2

@@ -12,7 +12,7 @@ from kvaudit.core.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODES = ("union", "per_head", "per_layer_perhead")
+_MODES = ("union", "per_head", "per_layer_perhead")
 _MIN_SPREAD = 1e-6  # of a head's scores
 
 
@@ -32,7 +32,7 @@ class TriAttention(Evictor):
 
     name = "triattention"
     paper = "2604.04921"
-    keeps = "the entries that the mean query will look at from further on, and those with long keys"
+    keeps = "the entries that the mean query will attend to from later positions, and those with long keys"
     centres = True
 
     budget: int = 2048
@@ -45,8 +45,8 @@ class TriAttention(Evictor):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("horizon", 1)
-        if self.mode not in MODES:
-            raise SpecError(f"policy triattention: mode={self.mode}, wanted one of {', '.join(MODES)}")
+        if self.mode not in _MODES:
+            raise SpecError(f"policy triattention: mode={self.mode}, wanted one of {', '.join(_MODES)}")
 
     @property
     def across_layers(self) -> bool:

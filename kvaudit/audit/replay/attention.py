@@ -38,8 +38,9 @@ class Replay:
     the keys before them come from ``prefix``, an earlier pass each of whose rows is repeated ``group`` times.
     ``evicted_at`` is int32 [B, L, H, K], None for the dense view. ``codes`` gives the times at which entries were
     quantised, ``experts`` [B, Q, M, k] the experts of each token in the model's M mixture-of-experts blocks,
-    ``choices`` the keys that selecting queries attended to. Positions and ledger may be on the host: they are copied
-    to ``device``, and what is computed from them here does not wait for it.
+    ``choices`` the keys that selecting queries attended to; ``last`` says that no later pass continues from this one's
+    recurrent states. Positions and ledger may be on the host: they are copied to ``device``, and what is computed from
+    them here does not wait for it.
     """
 
     def __init__(
