@@ -101,12 +101,12 @@ class Policy:
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 
-    def _at_least(self, field: str, least: int) -> None:
+    def _at_least(self, field: str, least: int, most: int = LARGEST_NUMBER) -> None:
         value = getattr(self, field)
         if value < least:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
-        if value > LARGEST_NUMBER:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST_NUMBER}")
+        if value > most:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {most}")
 
     def _one_of(self, field: str, options: tuple[object, ...]) -> None:
         value = getattr(self, field)

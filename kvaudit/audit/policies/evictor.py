@@ -16,8 +16,6 @@ from kvaudit.core.records import TOKEN_ROLES
 if TYPE_CHECKING:
     from torch import Tensor
 
-PHASES = ("prefill", "decode", "both")
-
 
 class Moments(NamedTuple):
     """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotary embedding.
@@ -138,8 +136,7 @@ class Evictor(Policy):
             self._at_least(field, 1)
         for field in ("sink", "window"):
             self._at_least(field, 0)
-        if self.phase not in PHASES:
-            raise SpecError(f"policy {self.name}: phase={self.phase!r}, wanted one of {', '.join(PHASES)}")
+        self._one_of("phase", ("prefill", "decode", "both"))
         for role in self.pinned_roles:
             if role not in TOKEN_ROLES:
                 raise UnknownName(f"role in pin of policy {self.name}", role, [*map(str, TOKEN_ROLES)])

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
-from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_MAX_FUTURE = 65536
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,7 @@ class Expected(Evictor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("future", 1)
-        if self.future > _MAX_FUTURE:
-            raise SpecError(f"policy expected: future={self.future}, wanted at most {_MAX_FUTURE} positions")
+        self._at_least("future", 1, most=65536)
 
     def importance(self, view: View) -> Tensor:
         import torch

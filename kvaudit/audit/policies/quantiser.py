@@ -122,9 +122,6 @@ class Quantiser(Policy):
         return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])
 
 
-SCALES = ("token", "head", "tensor")
-
-
 @dataclass(frozen=True)
 class Absmax(Quantiser):
     """Symmetric scaling: ``scale=token`` maps the largest magnitude of every token and head to the largest code.
@@ -141,7 +138,7 @@ class Absmax(Quantiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("scale", SCALES)
+        self._one_of("scale", ("token", "head", "tensor"))
         if self.scales and self.scale == "token":
             raise SpecError(f"policy {self.name}: scales={self.scales} needs scale=head or scale=tensor")
         if self.scale != "token" and not (self.scales or self.default_scale):

@@ -36,8 +36,7 @@ class SnapKV(Evictor):
             raise SpecError(f"policy snapkv: window={self.window}, wanted at least 1 observing query")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise SpecError(f"policy snapkv: kernel={self.kernel}, wanted an odd number")
-        if self.pool not in ("max", "avg"):
-            raise SpecError(f"policy snapkv: pool={self.pool!r}, wanted max or avg")
+        self._one_of("pool", ("max", "avg"))
 
     @property
     def observed_queries(self) -> int:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
-from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODES = ("union", "per_head", "per_layer_perhead")
 _MIN_SPREAD = 1e-6  # of a head's scores
 
 
@@ -45,8 +43,7 @@ class TriAttention(Evictor):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("horizon", 1)
-        if self.mode not in _MODES:
-            raise SpecError(f"policy triattention: mode={self.mode}, wanted one of {', '.join(_MODES)}")
+        self._one_of("mode", ("union", "per_head", "per_layer_perhead"))
 
     @property
     def across_layers(self) -> bool:

@@ -167,7 +167,11 @@ def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor
                 continue
             has_left = table[layer] < NEVER  # [H, T]
             _refuse(f"{where}, layer {layer}", kept & ~past, "is in the future, the query cannot have seen it")
-            _refuse(f"{where}, layer {layer}", kept & has_left, "returns after it had left; eviction is for good")
+            _refuse(
+                f"{where}, layer {layer}",
+                kept & has_left,
+                "returns after it had left; an evicted entry cannot come back",
+            )
             table[layer][past & ~kept & ~has_left] = event.query
     return table
 

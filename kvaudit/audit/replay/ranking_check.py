@@ -164,9 +164,9 @@ class Reranking(Replay):
             statistics["moments"] = layer.query_statistics(QueryMoments(rotary, policy.sink), queries)
         if rotary and policy.centres:
             statistics["centres"] = layer.query_statistics(QueryCentres(rotary), queries)
-        for held, evictions in groupby(due, lambda eviction: eviction.held):  # rows of a batch hold equally many slots
+        for size, evictions in groupby(due, lambda eviction: eviction.size):  # rows of a batch have equally many slots
             times = torch.tensor([eviction.query for eviction in evictions], device=layer.evicted_at.device)
-            for batch in torch.split(times, layer.batch_size(held)):
+            for batch in torch.split(times, layer.batch_size(size)):
                 view = layer.view(batch, policy, statistics, self._rollout)
                 # [E, H, K], the entries that left at this very query by the record
                 left = (_at_positions(layer.evicted_at, view.positions) == batch[:, None, None]) & (view.positions >= 0)
@@ -220,10 +220,10 @@ class RecordedLayer:
     decoded: tuple[Tensor, Tensor] | None
     codes: QuantisationTimes | None
 
-    def batch_size(self, held: int) -> int:
-        """Return how many evictions from ``held`` entries are ranked at once."""
+    def batch_size(self, size: int) -> int:
+        """Return how many evictions from ``size`` entries are ranked at once."""
         # a batch holds D numbers per entry; a ranking by similarity holds one per pair of entries
-        return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
+        return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
         """Return what the policy saw when it evicted before queries ``times`` [E]."""

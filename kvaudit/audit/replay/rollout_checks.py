@@ -132,10 +132,10 @@ class ForwardStep(NamedTuple):
 
 
 class DueEviction(NamedTuple):
-    """An eviction that token counts ask for: before query ``query``, ``held`` entries are cut to ``budget``."""
+    """An eviction that token counts ask for: before query ``query``, ``size`` entries are cut to ``budget``."""
 
     query: int
-    held: int
+    size: int
     budget: int
 
 
@@ -181,15 +181,15 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
     """Return when a policy evicts in a row that was fed so, by its ``interval``, ``phase`` and ``budget``."""
     if not policy.evicts:
         return []
-    due, held, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
+    due, size, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
     budgets = policy.budget_at(torch.tensor([seen for seen, _ in steps], dtype=torch.int64)).tolist()
     for (seen, decoding), budget in zip(steps, budgets, strict=True):
-        held, decoded, before = held + seen - before, decoded + decoding, seen
+        size, decoded, before = size + seen - before, decoded + decoding, seen
         # every chunk of given tokens is followed by an eviction, whatever the interval
         ready = decoded >= policy.interval if decoding else True
-        if held > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
-            due.append(DueEviction(seen, held, budget))
-            held, decoded = budget, 0
+        if size > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
+            due.append(DueEviction(seen, size, budget))
+            size, decoded = budget, 0
     return due
 
 
@@ -276,10 +276,10 @@ def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEvicti
 def _count_fault(left: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
     """Return subject, kept entries and due entries where ``left`` [H] leaves the wrong number, or None."""
     if policy.shares_heads:
-        kept, budget = int(len(left) * due.held - left.sum()), len(left) * due.budget
+        kept, budget = int(len(left) * due.size - left.sum()), len(left) * due.budget
         return None if kept == budget else ("all heads keep", kept, budget)
-    wrong = (due.held - left != due.budget).nonzero()[:, 0].tolist()
-    return (f"head {wrong[0]} keeps", int(due.held - left[wrong[0]]), due.budget) if wrong else None
+    wrong = (due.size - left != due.budget).nonzero()[:, 0].tolist()
+    return (f"head {wrong[0]} keeps", int(due.size - left[wrong[0]]), due.budget) if wrong else None
 
 
 def _no_eviction(policy: Evictor, query: int, due: Sequence[DueEviction]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -294,8 +294,6 @@ STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
     "AReaL": (frozenset({"input_ids", "loss_mask", "logprobs"}), ArealLine),
     "SGLang": (frozenset({"meta_info"}), SglangLine),
 }
-_KVAUDIT: Literal["kvaudit"] = "kvaudit"
-_KVAUDIT_TOKENS = {"ids", "prompt_ids", "completion_ids"}  # a line of ours has at least one of them
 
 
 def import_rollouts(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
@@ -361,14 +359,15 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, wanted an object with the tokens of a rollout")
     if {"input", "output"} <= value.keys() and not {"ids", "prompt_ids"} & value.keys():
-        raise ValueError(f"holds texts and no token ids, as verl's rollout_data_dir does; {PAGE} has what to write")
+        raise ValueError(f"holds texts and no token ids, as verl's rollout_data_dir does; see {PAGE}")
     stack, form = next(
-        ((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), (_KVAUDIT, KvauditLine)
+        ((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), ("kvaudit", KvauditLine)
     )
-    if form is KvauditLine and not _KVAUDIT_TOKENS & value.keys() and not value.keys() <= form.model_fields.keys():
+    has_tokens = bool({"ids", "prompt_ids", "completion_ids"} & value.keys())
+    if form is KvauditLine and not has_tokens and not value.keys() <= form.model_fields.keys():
         raise ValueError(
-            f"is of no stack known here, by its keys {some(map(clipped, value), 6)}; known are {', '.join(STACKS)} and "
-            f"kvaudit's own; {PAGE} has what to write"
+            f"has the keys of no supported stack: {some(map(clipped, value), 6)}; supported are {', '.join(STACKS)} "
+            f"and kvaudit's own layout; see {PAGE}"
         )
     line = form.model_validate(value)
     rows = list(line.rollouts())
