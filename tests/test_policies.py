@@ -43,7 +43,7 @@ def test_hash_is_of_the_meaning_not_the_spelling() -> None:
         ("streaming:budget=2", "below sink + window = 4 + 0"),
         ("snapkv:budget=8", "below sink + window = 0 + 32"),
         ("snapkv:kernel=4", "odd"),
-        ("snapkv:pool=median", "max or avg"),
+        ("snapkv:pool=median", "pool=median, wanted one of max, avg"),
         ("h2o:phase=never", "prefill, decode, both"),
         ("pyramidkv:budget=64,window=32,sink=2", "does not fit the last layer"),
         ("triattention:mode=per_layer", "mode=per_layer, wanted one of union, per_head, per_layer_perhead"),
