@@ -7,7 +7,7 @@ from typing import Any
 from kvaudit.audit.again.measure import serve_again
 from kvaudit.audit.again.mismatch import FilePanel, Mismatch, Survey
 from kvaudit.audit.again.verify import Verification, Verify
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.sampling.model import LoadedModel
 
 

@@ -252,8 +252,7 @@ def _rollouts(path: Path) -> object:
 
     from kvaudit.audit.cache.layers import layer_plans
     from kvaudit.audit.replay.interchange import read_rollouts
-    from kvaudit.audit.replay.recorded import check_replayable
-    from kvaudit.audit.replay.schedule_check import breach
+    from kvaudit.audit.replay.rollout_checks import check_replayable, eviction_breach
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)
@@ -265,7 +264,7 @@ def _rollouts(path: Path) -> object:
     if recorded.policy is None:
         return None
     plans = layer_plans(config, recorded.policy)
-    return [breach(rollout, plans) for rollout in recorded.rollouts]
+    return [eviction_breach(rollout, plans) for rollout in recorded.rollouts]
 
 
 def _gguf(path: Path) -> object:

@@ -159,7 +159,7 @@ def test_a_row_that_is_passed_whole_reads_what_it_reads_behind_its_prompt(model:
 
     for coded in (rows(model, CODED), [wrote(row) for row in rows(model, CODED)]):
         with torch.no_grad():
-            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", apart=True)
+            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", whole_rows=True)
         behind = logits(model, coded, 2)
         for row, own, there, wanted in zip(coded, found, valid, behind, strict=True):
             assert int(there.sum()) == len(row.ids) - 1
@@ -197,7 +197,7 @@ def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedM
     """The engine that shows codes: as if it had stored other numbers without a loss."""
     shown = replace(CODED, keys=None, values=None, shown=True)
     plain = rollout(model, 40, 20, 3, shown)
-    with pytest.raises(DataError, match="without what its engine's queries read"):
+    with pytest.raises(DataError, match="lacks what its engine's queries read"):
         logits(model, [plain], 1)
     past = model.model(plain.ids[None, :-1], use_cache=True).past_key_values.layers
     own = [torch.cat([getattr(layer, part) for layer in past]).detach() for part in ("keys", "values")]  # [L, H, T, D]

@@ -12,7 +12,7 @@ from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecode
 
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.replay.head import watched
+from kvaudit.audit.replay.learner_pass import capture_states
 from kvaudit.core.errors import RunError, SpecError
 
 SNAPKV = "snapkv:budget=14,window=4,interval=3"
@@ -113,7 +113,7 @@ def test_a_modernbert_decoder_is_replayed(policy: str) -> None:
 
 def test_the_head_of_a_modernbert_decoder_makes_its_logits() -> None:
     model, ids = modernbert(), torch.tensor(prompts(20))
-    with torch.no_grad(), watched(model) as head:
+    with torch.no_grad(), capture_states(model) as head:
         logits = model(ids).logits[0]
         assert largest(head(head.states()[0]), logits) < 1e-12
 

@@ -29,7 +29,7 @@ from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
 from kvaudit.core.errors import DataError, RunError
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"

@@ -24,7 +24,7 @@ from kvaudit.audit.policies import View, parse_policy
 from kvaudit.audit.policies.quest import Quest
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 
@@ -243,7 +243,7 @@ def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
     gone[1, :, 0] = 30
     early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     recorded = RecordedRollouts("here", (replace(rollout, evicted_at=gone, selection=early),), None)
-    with pytest.raises(DataError, match="choose only what had left"):
+    with pytest.raises(DataError, match="chose only evicted entries"):
         check_replayable(recorded, shared().model.config, 512)
 
 

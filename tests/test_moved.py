@@ -19,6 +19,6 @@ def test_a_former_path_gives_the_module_of_today(old: str) -> None:
 
 
 def test_another_path_is_not_found() -> None:
-    for name in ("kvaudit.reports.gate.nothing", "kvaudit.nothing", "kvaudit.reports.analysis.remedies"):
+    for name in ("kvaudit.reports.verdict.nothing", "kvaudit.nothing", "kvaudit.reports.analysis.remedies"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(name)

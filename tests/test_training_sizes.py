@@ -16,7 +16,7 @@ from training_world import gradients, play_for_parity, rows, sampled, sha256, sh
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from kvaudit.audit.cache.ledger import load_ledgers
-from kvaudit.audit.replay.head import watched
+from kvaudit.audit.replay.learner_pass import capture_states
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import prepare_run
 from kvaudit.audit.sampling import memory
@@ -92,7 +92,7 @@ def test_a_head_caps_and_scales_as_the_model_does() -> None:
         num_key_value_heads=1, final_logit_softcapping=0.05,
     )  # fmt: skip
     model, ids = Gemma2ForCausalLM(settings).eval(), torch.tensor([[1, 2, 3]])
-    with watched(model) as head:
+    with capture_states(model) as head:
         wanted = model(ids).logits[0]
     assert wanted.abs().max() < 0.05
     assert torch.equal(head(head.states()[0]), wanted)

@@ -27,9 +27,8 @@ from kvaudit.audit.cache.rotary import rotary_for
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
 from kvaudit.audit.policies.adakv import AdaKV
-from kvaudit.audit.replay.ranking_check import OWN_CHOICE, ChosenAgain, ranked, rechosen
-from kvaudit.audit.replay.recorded import RecordedRollouts
-from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
+from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, check_ranking, repeat_choices
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, eviction_breach, quantisation_breach
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
@@ -413,7 +412,7 @@ COMPRESSED = on([policy for policy in policies_for("compressed", small_policies(
 def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy, model: str) -> None:
     plans = layer_plans(shared(model).model.config, policy)
     for rollout in played_once(policy, model).rollouts:
-        assert breach(rollout, plans) is None
+        assert eviction_breach(rollout, plans) is None
         assert quantisation_breach(rollout, policy) is None
 
 
@@ -424,7 +423,7 @@ def test_a_policy_chooses_its_own_victims_again(policy: Policy, model: str) -> N
     seeded = evictor_of(policy).seeded
     played = two_turns(loaded, policy, group=2, lengths=(40, 9)) if seeded else played_once(policy, model)
     made = [again(loaded, rollout, policy) for rollout in played.rollouts]
-    assert [one.again for one in made] == [one.evicted for one in made]
+    assert [one.repeated for one in made] == [one.evicted for one in made]
     assert made[0].evicted > 0
 
 
@@ -449,16 +448,16 @@ def test_pinned_entries_are_no_choice_of_the_policy_s() -> None:
     episode.decode(Decoding(12))
     (rollout,) = episode.rollouts()
     assert again(loaded, rollout, policy) == again(loaded, rollout, replace(policy, pin="system/tool"))
-    assert again(loaded, rollout, policy).again == again(loaded, rollout, policy).evicted
-    assert again(loaded, rollout, replace(policy, pin="")).again < again(loaded, rollout, policy).evicted
+    assert again(loaded, rollout, policy).repeated == again(loaded, rollout, policy).evicted
+    assert again(loaded, rollout, replace(policy, pin="")).repeated < again(loaded, rollout, policy).evicted
 
 
 def test_pages_that_queries_chose_are_chosen_again_and_those_beside_them_are_not() -> None:
     loaded, policy = shared("llama-gqa", torch.float32), parse_policy("quest:budget=12,page=4,dense=1,chunk=16")
     for rollout in two_turns(loaded, policy, lengths=(40, 33)).rollouts:
         made = again(loaded, rollout, policy)
-        assert made.again == made.evicted > 50
-        assert share(again(loaded, with_next_pages(rollout), policy)) < OWN_CHOICE[torch.float32]
+        assert made.repeated == made.evicted > 50
+        assert share(again(loaded, with_next_pages(rollout), policy)) < REQUIRED_AGREEMENT[torch.float32]
 
 
 def with_next_pages(rollout: Rollout) -> Rollout:
@@ -485,14 +484,14 @@ def test_heads_that_share_a_budget_are_held_to_it_under_pins(monkeypatch: pytest
     honest = drawn()
     assert honest.pinned == ((0, 6),)
     assert share(again(loaded, honest, policy)) == 1.0
-    assert share(again(loaded, replace(honest, pinned=()), policy)) < OWN_CHOICE[torch.float32]
+    assert share(again(loaded, replace(honest, pinned=()), policy)) < REQUIRED_AGREEMENT[torch.float32]
     with monkeypatch.context() as patch:
         patch.setattr(AdaKV, "capacities", moved)
         forged = drawn()
-    assert breach(forged, layer_plans(loaded.model.config, policy)) is None
-    assert share(again(loaded, forged, policy)) < OWN_CHOICE[torch.float32]
-    unpinned = ranked(loaded.model, [replace(honest, pinned=None)], policy)
-    assert unpinned == "pins move what heads share under adakv, and the record does not hold them"
+    assert eviction_breach(forged, layer_plans(loaded.model.config, policy)) is None
+    assert share(again(loaded, forged, policy)) < REQUIRED_AGREEMENT[torch.float32]
+    unpinned = check_ranking(loaded.model, [replace(honest, pinned=None)], policy)
+    assert unpinned == "pins change how adakv shares a budget among heads, and the record has no pins"
 
 
 ALIKE = [
@@ -508,18 +507,18 @@ def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     loaded = shared("llama-gqa", torch.float32)
     (rollout,) = two_turns(loaded, policy, lengths=(40,)).rollouts
     keyed = replace(rollout, row_keys=rollout.row_keys or (0, 0))
-    possible = [other for other in ALIKE if breach(rollout, layer_plans(loaded.model.config, other)) is None]
+    possible = [other for other in ALIKE if eviction_breach(rollout, layer_plans(loaded.model.config, other)) is None]
     shares = {other.name: share(again(loaded, keyed, other)) for other in possible}
     assert shares.pop(policy.name) == 1.0
-    assert max(shares.values(), default=0.0) < OWN_CHOICE[torch.float32]
+    assert max(shares.values(), default=0.0) < REQUIRED_AGREEMENT[torch.float32]
 
 
-def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChosenAgain:
-    return rechosen(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
+def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChoiceCount:
+    return repeat_choices(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
 
 
-def share(made: ChosenAgain) -> float:
-    return made.again / made.evicted
+def share(made: ChoiceCount) -> float:
+    return made.repeated / made.evicted
 
 
 def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollout:
@@ -567,7 +566,7 @@ def ledger(evicted: dict[int, int], tokens: int = 12, prompt: int = 6) -> Rollou
     ],
 )
 def test_a_ledger_is_held_to_the_counts_of_its_policy(policy: str, evicted: dict[int, int], words: str | None) -> None:
-    found = breach(ledger(evicted), [LayerPlan(parse_policy(policy), None)])
+    found = eviction_breach(ledger(evicted), [LayerPlan(parse_policy(policy), None)])
     assert (found is None) if words is None else (words in (found or ""))
 
 
@@ -582,9 +581,9 @@ def test_a_drawn_token_declared_given_is_caught_by_the_schedule(flipped: int, wo
     """It would have entered with the drawn token before it, in one forward and with one eviction for both."""
     honest = ledger({1: 6, 2: 6, 3: 7, 4: 8, 5: 9, 6: 10, 7: 11})
     plans = [LayerPlan(parse_policy("streaming:budget=4,sink=1"), None)]
-    assert breach(honest, plans) is None
+    assert eviction_breach(honest, plans) is None
     honest.sampled[flipped] = False
-    assert breach(honest, plans) == f"layer 0: {words}"
+    assert eviction_breach(honest, plans) == f"layer 0: {words}"
 
 
 def test_a_given_token_declared_drawn_is_caught_by_the_schedule() -> None:
@@ -592,22 +591,22 @@ def test_a_given_token_declared_drawn_is_caught_by_the_schedule() -> None:
     turns = ledger({1: 6, 2: 6, 3: 7, 4: 11, 5: 11, 6: 11, 7: 11})
     turns.sampled[8:11] = False
     plans = [LayerPlan(parse_policy("streaming:budget=4,sink=1"), None)]
-    assert breach(turns, plans) is None
+    assert eviction_breach(turns, plans) is None
     turns.sampled[8] = True
-    assert breach(turns, plans) == "layer 0: head 0 keeps 5 entries after query 7, budget 4"
+    assert eviction_breach(turns, plans) == "layer 0: head 0 keeps 5 entries after query 7, budget 4"
 
 
 @pytest.mark.parametrize(
     ("entry", "query", "words"),
     [
-        (1, 8, "entry 1 of head 0 leaves at query 8, out of the layer's own window of 4 it falls at query 6"),
-        (3, NEVER, "entry 3 of head 0 leaves never, out of the layer's own window of 4 it falls at query 8"),
-        (9, 11, "entry 9 of head 0 leaves at query 11, out of the layer's own window of 4 it falls never"),
+        (1, 8, "entry 1 of head 0 leaves at query 8, due by the layer's sliding window of 4: at query 6"),
+        (3, NEVER, "entry 3 of head 0 leaves never, due by the layer's sliding window of 4: at query 8"),
+        (9, 11, "entry 9 of head 0 leaves at query 11, due by the layer's sliding window of 4: never"),
     ],
 )
 def test_a_sliding_layer_is_held_to_its_own_window(entry: int, query: int, words: str) -> None:
     """Whatever the policy keeps elsewhere: pinned or well ranked, what falls out of the window has left."""
     due = {0: 6, 1: 6, 2: 7, 3: 8, 4: 9, 5: 10, 6: 11}
     plans = [LayerPlan(parse_policy("streaming:budget=4,sink=0"), 4)]
-    assert breach(ledger(due), plans) is None
-    assert breach(ledger(due | {entry: query}), plans) == f"layer 0: {words}"
+    assert eviction_breach(ledger(due), plans) is None
+    assert eviction_breach(ledger(due | {entry: query}), plans) == f"layer 0: {words}"

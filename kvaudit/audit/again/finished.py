@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import records_of, stored_unit

@@ -22,9 +22,14 @@ from kvaudit.audit.cache.quantised.hints import Strays
 from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
-from kvaudit.audit.replay.ranking_check import RankingAgreement, ranked
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
-from kvaudit.audit.replay.schedule_check import breach, quantisation_breach, selection_breach
+from kvaudit.audit.replay.ranking_check import RankingAgreement, check_ranking
+from kvaudit.audit.replay.rollout_checks import (
+    RecordedRollouts,
+    check_replayable,
+    eviction_breach,
+    quantisation_breach,
+    selection_breach,
+)
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -95,7 +100,7 @@ class Verification:
     @property
     def rank_explained(self) -> bool:
         """Whether what left every rollout is what the policy would have chosen; True where nothing was ranked again."""
-        return isinstance(self.ranked, str) or self.ranked.least >= self.ranked.wanted
+        return isinstance(self.ranked, str) or self.ranked.lowest >= self.ranked.required
 
     @property
     def token_explained(self) -> bool:
@@ -235,7 +240,7 @@ def _reroutes(piece: RecordedRollouts) -> bool:
 def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, broken: str | None) -> RankingAgreement | str:
     if policy is None or broken is not None:
         return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
-    return ranked(net, rollouts, policy)
+    return check_ranking(net, rollouts, policy)
 
 
 def _breach(piece: RecordedRollouts, policy: Policy, config: Any) -> str | None:
@@ -247,7 +252,7 @@ def _breach(piece: RecordedRollouts, policy: Policy, config: Any) -> str | None:
         return f"the ledger names {policy.canonical}, the checkpoint was trained with {trained.canonical}"
     plans = layer_plans(config, policy)
     for number, rollout in enumerate(piece.rollouts):
-        fault = breach(rollout, plans) or quantisation_breach(rollout, policy)
+        fault = eviction_breach(rollout, plans) or quantisation_breach(rollout, policy)
         if fault := fault or selection_breach(rollout, policy, plans):
             return f"rollout {number}, {fault}"
     return None
@@ -301,7 +306,7 @@ def _choices(found: RankingAgreement | str) -> str:
     what = "units that queries chose" if found.selects else "entries that left"
     return (
         f"of {found.evicted} {what}, the policy chooses {_percent(found.share)} again; "
-        f"rollout {found.rollout} has the least, {_percent(found.least)}"
+        f"rollout {found.rollout} has the least, {_percent(found.lowest)}"
     )
 
 
@@ -330,5 +335,5 @@ def _verdict(found: Verification) -> Iterator[str]:
         what = "queries chose in" if found.ranked.selects else "left"
         yield (
             f"not explained: of what {what} rollout {found.ranked.rollout}, the policy would have chosen "
-            f"{_percent(found.ranked.least)}; at least {_percent(found.ranked.wanted)} of its own come again"
+            f"{_percent(found.ranked.lowest)}; at least {_percent(found.ranked.required)} of its own come again"
         )

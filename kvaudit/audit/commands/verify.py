@@ -15,7 +15,7 @@ from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from kvaudit.audit.replay.recorded import RecordedRollouts
+    from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 
 
 def verify(
