@@ -61,8 +61,8 @@ def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS, *, train: int = 
     tokens = 0 if suite.lengths == "none" else tokens
     return Asked(
         suite,
-        suite.items("train", suite.held("train", train, SEED), SEED, tokens, words),
-        suite.items("eval", suite.held("eval", items, SEED), SEED, tokens, words),
+        suite.items("train", suite.item_count("train", train, SEED), SEED, tokens, words),
+        suite.items("eval", suite.item_count("eval", items, SEED), SEED, tokens, words),
         tokens,
     )
 

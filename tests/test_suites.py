@@ -278,7 +278,7 @@ def test_training_and_evaluation_share_no_template_and_no_text(asked: Asked) -> 
 
 def test_another_seed_of_training_meets_no_template_of_the_evaluation_either(asked: Asked) -> None:
     """A pool that a seed shuffles before it is split leaks, as runs train and evaluate with seeds of their own."""
-    number = asked.suite.held("train", 60, SEED + 1)
+    number = asked.suite.item_count("train", 60, SEED + 1)
     trained = {item.cluster_id for item in asked.suite.items("train", number, SEED + 1, asked.tokens, words)}
     assert not trained & {item.cluster_id for item in asked.eval}
 
@@ -306,7 +306,7 @@ def test_rows_have_an_end_and_none_is_asked_twice(asked: Asked) -> None:
         pytest.skip("made up as they are asked for")
     items = asked.suite.items("eval", rows, SEED, asked.tokens, words)
     assert len({text_of(item) for item in items}) == len({item.item_id for item in items}) == rows
-    with pytest.raises(SpecError, match=f"{rows + 1} items are asked for, its rows make {rows}"):
+    with pytest.raises(SpecError, match=f"{rows + 1} items requested, but its rows make {rows}"):
         asked.suite.items("eval", rows + 1, SEED, asked.tokens, words)
 
 
