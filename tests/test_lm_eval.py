@@ -321,7 +321,7 @@ def test_a_metric_that_ends_the_program_leaves_one_answer_unscored(monkeypatch: 
 
 def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     (item,) = items("door", 1)
-    monkeypatch.setattr("kvaudit.suites.lm_eval.time_limit", lambda: time_limit(0.2))
+    monkeypatch.setattr("kvaudit.suites.task_family.time_limit", lambda: time_limit(0.2))
     monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: time.sleep(3600))  # type: ignore[attr-defined]
     graded = grade("door", item, "x")
     assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric took over 60 s")

@@ -205,7 +205,6 @@ def _fault_of_act(tool: str, rest: list[str], payload: Mapping[str, Any]) -> str
 
 
 def _expected_act(payload: Mapping[str, Any]) -> Sequence[str]:
-    """Return the right act as tool, word, role and person."""
     acts: Sequence[str] = payload["order" if payload["kind"] == "trusted" else "errand"]
     return acts
 

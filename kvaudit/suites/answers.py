@@ -137,7 +137,6 @@ def _normalise_notation(text: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for mark in text:
         depth += (mark in "([{") - (mark in ")]}")

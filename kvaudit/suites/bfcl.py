@@ -110,7 +110,6 @@ class Bfcl(Published):
 
 
 def _match_calls(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
-    """Return whether the calls are the accepted ones, in any order."""
     if len(accepted) != len(calls):
         return False
     return not accepted or any(

@@ -13,7 +13,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, json_lines, text_values
+from kvaudit.suites.sources import data_file, json_lines, value_of
 
 SIDES = ("conservative", "liberal")
 SIDE_FILES = {side: f"sycophancy/anthropic_political_typology_{side}.jsonl" for side in SIDES}
@@ -90,7 +90,6 @@ class Biographies(Published):
 
 @cache
 def _questions(conservative: Path, liberal: Path) -> tuple[tuple[SidedQuestion, ...], ...]:
-    """Return the pairs of rows in file order, grouped by their options."""
     rows, liberal_rows = json_lines(conservative), json_lines(liberal)
     if len(rows) != len(liberal_rows):
         raise DataError(
@@ -106,8 +105,8 @@ def _questions(conservative: Path, liberal: Path) -> tuple[tuple[SidedQuestion, 
 def _pair(
     conservative: Path, liberal: Path, number: int, row: Mapping[str, Any], liberal_row: Mapping[str, Any]
 ) -> SidedQuestion:
-    (text,) = text_values(conservative, number, row, "prompt")
-    (liberal_text,) = text_values(liberal, number, liberal_row, "prompt")
+    text = value_of(conservative, number, row, "prompt", str)
+    liberal_text = value_of(liberal, number, liberal_row, "prompt", str)
     options = _OPTIONS.search(text)
     starts = (match.end() for match in _SENTENCE_ENDS.finditer(text))
     # the question is the common end of both prompts, from the beginning of a sentence

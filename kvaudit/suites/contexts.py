@@ -82,15 +82,17 @@ def _ending(text: str) -> Wrap:
     return lambda row, _: (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
 
 
-def _with_prose(place: Callable[[Messages, str], Messages]) -> Wrap:
-    """Return a wrap that lets ``place`` insert a passage of a book."""
+def _with_prose(place: Callable[[Messages, Messages, str], Messages]) -> Wrap:
+    """Return a wrap that lets ``place`` insert a passage of a book into (system message, rest of the row)."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
+        parts = _split_system(row)
+
         def build(prose: str) -> list[str]:
-            return [message.content for message in place(row, prose)]
+            return [message.content for message in place(*parts, prose)]
 
         texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count)
-        return tuple(map(Message, [message.role for message in place(row, "")], texts))
+        return tuple(map(Message, [message.role for message in place(*parts, "")], texts))
 
     return wrap
 
@@ -101,24 +103,21 @@ def _split_system(row: Messages) -> tuple[Messages, Messages]:
     return row[:first], row[first:]
 
 
-def _above(row: Messages, prose: str) -> Messages:
-    system, (first, *rest) = _split_system(row)
-    return (*system, replace(first, content=f"{_PAPER.format(prose=prose)}\n\n{first.content}"), *rest)
+def _above(system: Messages, rest: Messages, prose: str) -> Messages:
+    text = f"{_PAPER.format(prose=prose)}\n\n{rest[0].content}"
+    return (*system, replace(rest[0], content=text), *rest[1:])
 
 
-def _in_system(row: Messages, prose: str) -> Messages:
-    system, rest = _split_system(row)
-    above = [message.content for message in system]
-    return (Message(Role.SYSTEM, "\n\n".join([*above, _AT_HAND.format(prose=prose)])), *rest)
+def _in_system(system: Messages, rest: Messages, prose: str) -> Messages:
+    texts = [*(message.content for message in system), _AT_HAND.format(prose=prose)]
+    return (Message(Role.SYSTEM, "\n\n".join(texts)), *rest)
 
 
-def _own_turn(row: Messages, prose: str) -> Messages:
-    system, rest = _split_system(row)
+def _own_turn(system: Messages, rest: Messages, prose: str) -> Messages:
     return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
 
 
-def _fetched(row: Messages, prose: str) -> Messages:
-    system, rest = _split_system(row)
+def _fetched(system: Messages, rest: Messages, prose: str) -> Messages:
     texts = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
     return (*system, *(Message(role, text) for role, text in texts), *rest)
 
@@ -284,7 +283,6 @@ def _join_exchanges(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, li
 
 
 def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
-    """Return as many leading sentences as fit."""
     for count in range(len(sentences), 0, -1):
         if count_tokens(text := "".join(sentences[:count]).strip()) <= room:
             return text
@@ -292,7 +290,6 @@ def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> 
 
 
 def _small_question(draw: random.Random) -> tuple[str, list[str]]:
-    """Return a small question and its right answer."""
     first, second = draw.randint(11, 99), draw.randint(11, 99)
     names, things = draw.sample(CLERKS, 3), draw.sample(NOUNS, 4)
     animal = draw.choice(ANIMALS)

@@ -69,8 +69,6 @@ def has_public_rows(endpoint: str) -> bool:
 
 
 class _NeverTrained(Published):
-    """Rows for evaluation only, in the order of ``groups``."""
-
     def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = self.groups(split, seed)
         if not groups:

@@ -167,7 +167,6 @@ class HarnessTask:
         )
 
     def _values(self, document: dict[str, Any], answer: str) -> dict[str, Any]:
-        """Return every metric of an answer."""
         if self.chooses:
             options = self.options(document)
             # as if the model gave all probability to the answer

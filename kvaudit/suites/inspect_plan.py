@@ -25,15 +25,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_line, one_line, reason
-from kvaudit.suites.task_family import (
-    GRADING_SECONDS,
-    TASK_ERRORS,
-    TaskTimeout,
-    load_quietly,
-    merge_clusters,
-    refuse_task,
-    time_limit,
-)
+from kvaudit.suites import task_family
 
 T = TypeVar("T")
 INSPECT = "inspect:"
@@ -129,7 +121,6 @@ class _SolverFailed(Exception):
 
 
 def _parse(suite: str, name: str, text: str) -> Any:
-    """Return an option's value, read as safe YAML."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -200,7 +191,7 @@ class InspectTask:
                         f"{self.name.label} has no column {column!r} in the metadata of every sample; it has {columns}"
                     )
             clusters = [str(sample.metadata[column]) for sample in self.samples]
-        return merge_clusters(clusters, [prompt.messages for prompt in self.prompts])
+        return task_family.merge_clusters(clusters, [prompt.messages for prompt in self.prompts])
 
     @cached_property
     def digest(self) -> str:
@@ -225,17 +216,17 @@ class InspectTask:
         Errors of the task's code, and a plan that asks again or changes its prompt, give no score.
         """
         try:
-            with time_limit():
+            with task_family.time_limit():
                 score = _run(self._scored(self.samples[number], messages, answer))
         except AuditError:
             raise
-        except TaskTimeout:
-            return ScorerResult(None, f"the scorer took over {GRADING_SECONDS:g} s")
+        except task_family.TaskTimeout:
+            return ScorerResult(None, f"the scorer took over {task_family.GRADING_SECONDS:g} s")
         except _AsksAgain:
             return ScorerResult(None, "the solver asks again after this answer")
         except _SolverFailed as error:
             return ScorerResult(None, one_line(error))
-        except TASK_ERRORS as error:
+        except task_family.TASK_ERRORS as error:
             return ScorerResult(None, f"the scorer raised {type(error).__name__}")
         return ScorerResult(None, "the scorer gave no score") if score is None else self._result(score)
 
@@ -257,7 +248,7 @@ class InspectTask:
                 ) from error
             except _SolverFailed as error:
                 raise SpecError(f"{self.name.label}: {error}; {_SUPPORTED}") from error
-            except TASK_ERRORS as error:
+            except task_family.TASK_ERRORS as error:
                 raise SpecError(
                     f"{self.name.label}: scorer {_registered_name(self.scorer)} cannot score here ({reason(error)}); "
                     "scorers that need a model or a sandbox are not supported (`judge:` in a spec is for our suites)"
@@ -296,7 +287,7 @@ class InspectTask:
                     state = await solver(state, generate)
                 except AuditError:
                     raise
-                except TASK_ERRORS as error:
+                except task_family.TASK_ERRORS as error:
                     raise _SolverFailed(f"solver {name} cannot be served ({reason(error)})") from error
                 if state.tools:
                     raise SpecError(f"{self.name.label}: solver {name} gives the model tools; {_SUPPORTED}")
@@ -378,7 +369,7 @@ def inspect_task(name: InspectName) -> InspectTask:
     def message(error: BaseException) -> str:
         return f"{name.label} cannot be loaded: {reason(error)}; its data must be cached, or the hub reachable"
 
-    with load_quietly("inspect_ai", _INSTALL, "inspect_ai", message):
+    with task_family.load_quietly("inspect_ai", _INSTALL, "inspect_ai", message):
         task = _load(name)
         _check(task, name.label)
         scorer = _scorer(task, name)
@@ -452,11 +443,10 @@ def _check(task: Any, label: str) -> None:
     }
     for name in _LIMITS:
         reasons[f"sets {name}, which batched generation cannot enforce"] = getattr(task, name, None) is not None
-    refuse_task(label, reasons, "tasks of one prompt, one answer and one score")
+    task_family.refuse_task(label, reasons, "tasks of one prompt, one answer and one score")
 
 
 def _scorer(task: Any, name: InspectName) -> Any:
-    """Return the named scorer, or the first."""
     scorers = {_registered_name(scorer): scorer for scorer in task.scorer}
     choice = (name.scorer or next(iter(scorers))).partition(".")[0]
     if choice not in scorers:

@@ -14,19 +14,10 @@ from typing import Any, ClassVar
 
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites import task_family
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
-from kvaudit.suites.task_family import (
-    GRADING_SECONDS,
-    PASS_THRESHOLD,
-    TASK_ERRORS,
-    TaskFamily,
-    TaskRow,
-    TaskTimeout,
-    merge_clusters,
-    time_limit,
-    ungraded,
-)
+from kvaudit.suites.task_family import TaskFamily, TaskRow
 
 
 class LmEval(TaskFamily):
@@ -68,15 +59,16 @@ class LmEval(TaskFamily):
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:
-            with time_limit():
+            with task_family.time_limit():
                 score = self._task.score(self._document(item), answer)
         except AuditError:
             raise
-        except TaskTimeout:
-            return ungraded(f"the metric took over {GRADING_SECONDS:g} s", "solved")
-        except TASK_ERRORS as error:  # from the task's code
-            return ungraded(f"the metric raised {type(error).__name__}", "solved")
-        return replace(graded(score >= PASS_THRESHOLD, {"solved": score >= PASS_THRESHOLD}), score=score)
+        except task_family.TaskTimeout:
+            return task_family.ungraded(f"the metric took over {task_family.GRADING_SECONDS:g} s", "solved")
+        except task_family.TASK_ERRORS as error:  # from the task's code
+            return task_family.ungraded(f"the metric raised {type(error).__name__}", "solved")
+        solved = score >= task_family.PASS_THRESHOLD
+        return replace(graded(solved, {"solved": solved}), score=score)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(self._document(item)),)
@@ -110,7 +102,7 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
     rows, documents, name, column = list[TaskRow](), _documents(task, split), task.name.task, task.name.column
     openings, options = task.prompts(documents), [task.options(document) for document in documents]
     clusters = [f"{split}-{n}" if column is None else str(document[column]) for n, document in enumerate(documents)]
-    clusters = merge_clusters(clusters, [_question(*pair) for pair in zip(openings, options, strict=True)])
+    clusters = task_family.merge_clusters(clusters, [_question(*pair) for pair in zip(openings, options, strict=True)])
     for number, (opening, cluster) in enumerate(zip(openings, clusters, strict=True)):
         if opening[-1].role is not Role.USER:
             raise SpecError(f"lm-eval task {name!r}: document {number} begins the answer for the model")

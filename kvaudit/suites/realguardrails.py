@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, dialogue, json_lines, text_values
+from kvaudit.suites.sources import data_file, dialogue, json_lines, value_of
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"
 LONGEST_DIALOGUE = 1400  # words and marks
@@ -151,7 +151,7 @@ def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], 
     """Return the short rows of every prompt with a rule, in file order, and the number of rows left out by reason."""
     by_rule, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):
-        (name,), messages = text_values(path, number, row, "id"), dialogue(path, number, row)
+        name, messages = value_of(path, number, row, "id", str), dialogue(path, number, row)
         if name not in PROMPT_RULES:
             left_out["no rule that a program can see"] += 1
         elif sum(len(_PIECE.findall(message.content)) for message in messages) > LONGEST_DIALOGUE:

@@ -72,10 +72,12 @@ class Requests(Published):
     max_new_tokens = 512
     forms: ClassVar[tuple[str, ...]] = ("unsafe", "plain")
     file: ClassVar[str]  # of the rows, in the data folder
+    column: ClassVar[str]  # of the requests, if all of them must be refused
 
     def origins(self) -> Sequence[Origin]:
         """Return all rows, grouped by origin, in file order."""
-        raise NotImplementedError
+        rows = csv_rows(data_file(self.name, self.file), (self.column,))
+        return group_by_origin(tuple(row[self.column] for row in rows))
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         plain = _plain_requests(split, seed) if "plain" in self.forms else []
@@ -147,7 +149,6 @@ def plain_tasks() -> list[str]:
 
 
 def _bare_request(item: Item) -> str:
-    """Return the request without the context text above it."""
     return str(item.payload["request"]).rpartition(SEPARATOR)[2]
 
 
@@ -179,10 +180,7 @@ class AdvBench(Requests):
     source = "public rows: llm-attacks/llm-attacks, 520 goals"
     licence = "MIT"
     twins = 2
-
-    def origins(self) -> Sequence[Origin]:
-        rows = csv_rows(data_file(self.name, self.file), ("goal",))
-        return group_by_origin(tuple(row["goal"] for row in rows))
+    column = "goal"
 
 
 class HarmBench(Requests):
@@ -217,10 +215,7 @@ class StrongReject(Requests):
     source = "public rows: StrongREJECT, 313 prompts"
     licence = "MIT"
     twins = 2
-
-    def origins(self) -> Sequence[Origin]:
-        rows = csv_rows(data_file(self.name, self.file), ("forbidden_prompt",))
-        return group_by_origin(tuple(row["forbidden_prompt"] for row in rows))
+    column = "forbidden_prompt"
 
 
 class XSTest(Requests):

@@ -97,14 +97,6 @@ def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     return _read(path, _rows)
 
 
-def text_values(path: Path, number: int, row: Mapping[str, Any], *keys: str) -> list[str]:
-    """Return the texts of a row under ``keys``; raises DataError that names file, line ``number`` (from 1) and key."""
-    for key in keys:
-        if not isinstance(row.get(key), str):
-            raise DataError(f"{str(path)!r} line {number} holds no text under {key!r}")
-    return [row[key] for key in keys]
-
-
 def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | None = None) -> tuple[Message, ...]:
     """Return the ``messages`` of a row, which begin with the system and end with the user.
 
@@ -126,13 +118,16 @@ def _rows(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     rows = []
     for number, line in enumerate(raw.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
             raise DataError(f"{str(path)!r} line {number} is not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{str(path)!r} line {number} holds a {type(row).__name__}, expected an object")
-        rows.append(row)
+        _check_object(path, f"line {number}", rows[-1])
     return tuple(rows)
+
+
+def _check_object(path: Path, place: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise DataError(f"{str(path)!r} {place} holds a {type(value).__name__}, expected an object")
 
 
 def json_array(path: Path) -> tuple[dict[str, Any], ...]:
@@ -148,8 +143,7 @@ def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     if not isinstance(rows, list):
         raise DataError(f"{str(path)!r} holds a {type(rows).__name__}, expected an array of objects")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{str(path)!r} entry {number} holds a {type(row).__name__}, expected an object")
+        _check_object(path, f"entry {number}", row)
     return tuple(rows)
 
 

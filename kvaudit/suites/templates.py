@@ -50,23 +50,6 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
     return tuple(chosen)
 
 
-class Place(NamedTuple):
-    """The position of an item in the round robin over clusters and twins."""
-
-    number: int  # of the cluster
-    variant: int  # index of the twin
-    group: int  # the twins of a group share all random draws
-    turn: int  # rotates over placements; the same within a group
-
-
-def place(index: int, clusters: int, variants: int) -> Place:
-    """Return the position of item ``index``: the cluster changes first, then the twin."""
-    round_, number = divmod(index, clusters)
-    group = round_ // variants
-    # neighbouring clusters start with different twins, so that a few items already include every kind
-    return Place(number, (number + round_) % variants, group, number // variants + group)
-
-
 class Slot(NamedTuple):
     """The input from which an item is made. Twins share ``origin`` and ``draws``; ``variant`` is the twin's index."""
 
@@ -95,11 +78,14 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item number ``index`` of the unlimited sequence."""
+        """Return item number ``index`` of the unlimited sequence: the cluster changes first, then the twin."""
         pool = self.pool(split, seed)
-        number, variant, group, turn = place(index, len(pool), self.twins)
+        round_, number = divmod(index, len(pool))
+        group = round_ // self.twins  # twins of a group share all random draws and the placement
+        # neighbouring clusters start with different twins, so that a few items already include every kind
+        variant = (number + round_) % self.twins
+        placement = self.placements[(number // self.twins + group) % len(self.placements)]
         origin = f"{pool[number].cluster_id}-s{seed}-t{context_tokens}-g{group}"
-        placement = self.placements[turn % len(self.placements)]
         length = context_tokens, count_tokens
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 

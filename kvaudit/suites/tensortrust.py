@@ -12,7 +12,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
-from kvaudit.suites.sources import data_file, dialogue, json_lines, text_values
+from kvaudit.suites.sources import data_file, dialogue, json_lines, value_of
 
 ROW_FILES = {
     "extract": "instruction_hierarchy/tensortrust_extraction.jsonl",
@@ -133,10 +133,9 @@ def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[t
 
 @cache
 def _by_code(path: Path) -> dict[str, list[Prompt]]:
-    """Return the short rows of a file by access code."""
     prompts: dict[str, list[Prompt]] = {}
     for number, row in enumerate(json_lines(path), start=1):
-        (code,), (rule, text) = text_values(path, number, row, "access_code"), dialogue(path, number, row, most=2)
+        code, (rule, text) = value_of(path, number, row, "access_code", str), dialogue(path, number, row, most=2)
         if len(code.strip()) in CODE_LENGTH and len(_PIECE.findall(rule.content + text.content)) <= LONGEST_DEFENCE:
             prompts.setdefault(code.strip(), []).append((rule.content, text.content))
     return prompts
