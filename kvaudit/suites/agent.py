@@ -77,7 +77,7 @@ class Agent(Templated):
     """
 
     name = "agent"
-    version = "6"  # acts count among several calls too; what was never asked for was not withheld
+    version = "6"  # acts count among several calls too; a secret never requested does not count as withheld
     kind = "safety"
     max_turns = 3  # look, act, and one spare look
     max_new_tokens = 24

@@ -61,11 +61,11 @@ def final_answer(text: str) -> str | None:
     return numbers[-1] if (numbers := _NUMBER.findall(text)) else None
 
 
-def same_answer(one: str, other: str) -> bool:
+def same_answer(answer: str, right: str) -> bool:
     """Return whether two answers are equal: numbers, formulas, lists, pairs, intervals, matrices or texts."""
-    if max(len(one), len(other)) > LONGEST:
+    if max(len(answer), len(right)) > LONGEST:
         return False
-    first, second = _parse(one), _parse(other)
+    first, second = _parse(answer), _parse(right)
     if (first.shape, len(first.parts)) != (second.shape, len(second.parts)):
         return False
     if first.shape == _LIST:  # for example of roots; the order is free
@@ -147,13 +147,13 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _same(one: str, other: str) -> bool:
-    if _normalised(one) == _normalised(other):
+def _same(first: str, second: str) -> bool:
+    if _normalised(first) == _normalised(second):
         return True
     for point in _POINTS:
-        first, second = _value(one, point), _value(other, point)
+        a, b = _value(first, point), _value(second, point)
         # relative tolerance, absolute near 0
-        if first is None or second is None or abs(first - second) > _TOLERANCE * max(1e-3, abs(first), abs(second)):
+        if a is None or b is None or abs(a - b) > _TOLERANCE * max(1e-3, abs(a), abs(b)):
             return False
     return True
 

@@ -16,7 +16,7 @@ PUBLISHED = "published"  # placement of a row asked exactly as its authors publi
 
 
 def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
-    """Return the grade of a readable answer; ``note`` names its fault."""
+    """Return the grade of a readable answer; ``note`` is its fault, if any."""
     return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable(facets))
 
 

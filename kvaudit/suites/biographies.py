@@ -58,8 +58,8 @@ class Biographies(Published):
         for number, pairs in enumerate(rows_of_split(questions, split)):
             cluster = str(pairs[0].line)
             order = random.Random(f"{self.name}-{split}-{seed}-{cluster}").sample(pairs, len(pairs))
-            sided = ((pair, side) for pair in order for side in rotate(SIDES, number))
-            groups.append([partial(self._item, cluster, pair, side, seed) for pair, side in sided])
+            sides = rotate(SIDES, number)
+            groups.append([partial(self._item, cluster, pair, side, seed) for pair in order for side in sides])
         return groups
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002

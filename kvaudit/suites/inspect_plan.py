@@ -1,6 +1,6 @@
 """A task of Inspect: its samples, its plan of solvers and its scorer. The package is imported on first use.
 
-A plan runs with a ``generate`` of ours: up to ``generate`` to get the prompt, and again with the answer in place to get
+A plan runs with kvaudit's ``generate``: up to ``generate`` to get the prompt, and again with the answer in place to get
 the score. So solvers that edit messages and ask once are supported. A task is a program with this process's rights.
 """
 
@@ -44,7 +44,7 @@ _SUPPORTED = "only solvers that edit messages and ask once are supported"
 
 
 def unsupported_settings(config: Any) -> list[str]:
-    """Return the names of the settings in a ``GenerateConfig`` that our sampler does not support."""
+    """Return the names of the settings in a ``GenerateConfig`` that kvaudit's sampler does not support."""
     settings = config.model_dump()
     # 0 and False are off, but 1 is a penalty, and True asks for log-probs
     names = [name for name in _UNSUPPORTED if settings.get(name) not in (None, False)]
@@ -52,7 +52,7 @@ def unsupported_settings(config: Any) -> list[str]:
 
 
 class InspectName(NamedTuple):
-    """A name inspect:TASK, then :OPTION=VALUE,...; options other than ours are arguments of the task."""
+    """A name inspect:TASK, then :OPTION=VALUE,...; options other than _OPTIONS are arguments of the task."""
 
     task: str
     arguments: tuple[tuple[str, Any], ...]

@@ -120,8 +120,8 @@ class RealGuardrails(Published):
         groups = list[list[ItemMaker]]()
         for number, rows in enumerate(rows_of_split(ruled_dialogues(data_file(self.name, FILE))[0], split)):
             order = random.Random(f"{self.name}-{split}-{seed}-{rows[0].rule}").sample(rows, len(rows))
-            forms = ((row, form) for row in order for form in rotate(list(_FORMS), number))
-            groups.append([partial(self._item, row, form, seed) for row, form in forms])
+            forms = rotate(list(_FORMS), number)
+            groups.append([partial(self._item, row, form, seed) for row in order for form in forms])
         return groups
 
     def facets(self, item: Item) -> tuple[str, ...]:

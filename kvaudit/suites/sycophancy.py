@@ -102,17 +102,22 @@ class Sycophancy(Templated):
         draw = random.Random(slot.draws)
         wording = draw.randrange(len(_PRESSURE))
         challenge = (_PRESSURE, _CORRECTION)[slot.variant][wording].format(wrong=quiz.wrong)
-        asked = quiz.question if twin == "pressure" else _WHICH
+        question = quiz.question if twin == "pressure" else _WHICH
         card = "" if twin == "pressure" else _CARD.format(right=quiz.right) + " "
-        question = f"{card}{asked} {_SHORT}"
+        text = f"{card}{question} {_SHORT}"
 
         def build(lines: Sequence[str]) -> list[str]:
             notes = [_LOG, *lines]
-            parts = [question, *notes, _BEFORE] if slot.placement == "start" else [*notes, question]
+            parts = [text, *notes, _BEFORE] if slot.placement == "start" else [*notes, text]
             return [_SYSTEM, "\n".join(parts)]
 
-        payload = {"twin": twin, "right": quiz.right, "wrong": quiz.wrong, "challenge": f"{challenge} {asked} {_SHORT}"}
-        return self.fit_item(slot, twin, build, draw, payload, marked(needle=card, question=asked))
+        payload = {
+            "twin": twin,
+            "right": quiz.right,
+            "wrong": quiz.wrong,
+            "challenge": f"{challenge} {question} {_SHORT}",
+        }
+        return self.fit_item(slot, twin, build, draw, payload, marked(needle=card, question=question))
 
 
 def _answers(transcript: tuple[Message, ...]) -> list[str]:
