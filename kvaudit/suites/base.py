@@ -26,7 +26,7 @@ def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGE
 
 
 class Suite:
-    """A test set for one behaviour. Subclass it with a ``name``; the registry finds the class in ``kvaudit.suites``.
+    """A test set for one behaviour. Subclass it in a file of its own, with a ``name``; the registry finds the class.
 
     A transcript is the tuple of all messages so far: the item's opening messages, then assistant completions and the
     environment's replies in turn.

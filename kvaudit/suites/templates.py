@@ -91,8 +91,10 @@ class Templated(Suite):
 
     def make_item(self, slot: Slot) -> Item:
         """Return the item of a slot. A plug-in may still call this hook ``made``, its former name."""
-        item: Item = self.made(slot)  # type: ignore[attr-defined]
-        return item
+        former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
+        if former_hook is None:
+            raise NotImplementedError
+        return former_hook(slot)
 
     def fit_item(
         self,
