@@ -73,7 +73,7 @@ def _holds(count: int, relation: str, bound: int) -> bool:
 
 
 def _sentences(text: str) -> int:
-    """Count sentences; a line break ends none, as in IFEval's own grader."""
+    """Count sentences; line breaks do not end one, as in IFEval's own grader."""
     return len([part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", text) if re.search(r"\w", part)])
 
 
@@ -144,7 +144,7 @@ def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
 
 
 def _no_change(draft: Draft, arguments: Arguments) -> None:
-    """Write nothing: the draft breaks no ban by default."""
+    """Write nothing: an unchanged draft breaks no ban."""
 
 
 def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
