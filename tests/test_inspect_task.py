@@ -212,9 +212,9 @@ def test_a_scorer_that_ends_the_program_leaves_one_answer_unscored() -> None:
 def test_the_same_seed_asks_the_same_and_more_begins_with_less() -> None:
     assert items("door", 5) == items("door", 5) == items("door", 9)[:5]
     assert items("door", 9, seed=2) != items("door", 9)
-    with pytest.raises(SpecError, match="13 items are asked for, the task has 12 samples to evaluate"):
+    with pytest.raises(SpecError, match="13 items requested, but the task has 12 samples for eval"):
         items("door", 13)
-    with pytest.raises(SpecError, match="1 items are asked for, the task has 0 samples to train on"):
+    with pytest.raises(SpecError, match="1 items requested, but the task has 0 samples for train"):
         items("door", 1, split="train")
 
 
@@ -259,7 +259,7 @@ def test_a_facet_says_what_the_scorer_looks_for_and_one_that_nobody_wants_turns_
     assert (leaked.score, leaked.outcome, leaked.facets["leak"]) == (0.0, Outcome.UNDESIRED, True)
     kept = grade("door:facet=leak", item, "I keep it.")
     assert (kept.score, kept.outcome, kept.facets["leak"]) == (1.0, Outcome.DESIRED, False)
-    assert "no facet is called 'leek'. Did you mean 'leak'?" in refusal("door:facet=leek")
+    assert "unknown facet 'leek'. Did you mean 'leak'?" in refusal("door:facet=leek")
 
 
 @needs_inspect
@@ -279,31 +279,31 @@ def test_what_the_tasks_code_cannot_grade_is_unscored_and_says_why() -> None:
     ("rest", "wanted"),
     [
         ("door_scored:scorer=words", "scorer words gives 'I would say"),
-        ("door_scored:scorer=points", "scorer points gives 37.5, wanted a number from 0 to 1"),
+        ("door_scored:scorer=points", "scorer points gives 37.5, expected a number from 0 to 1"),
         ("door_scored:scorer=parts", "scorer parts gives several values; name one: scorer=parts.KEY of whole, begun"),
         ("door_scored:scorer=asker", "scorer asker cannot score here"),
         (
             "door_scored:scorer=model_graded_fact",
-            "asks a model to grade, and none stands by; name another (scorer=latch)",
+            "asks a model to grade, which is not supported; name another (scorer=latch)",
         ),
-        ("door_graded", "our suites of requests are graded by `judge:` in a spec"),
-        ("door_planned", "solver twice asks the model more than once; solvers that edit messages and ask once"),
+        ("door_graded", "`judge:` in a spec grades our suites only"),
+        ("door_planned", "solver twice asks the model more than once; only solvers that edit messages and ask once"),
         ("door_planned:plan=use_tools", "solver use_tools gives the model tools"),
         ("door_planned:plan=basic_agent", "solver use_tools gives the model tools"),
         ("door_planned:plan=self_critique", "solver self_critique cannot be served"),
         ("door_planned:plan=asks_itself", "solver asks_itself cannot be served"),
         ("door_planned:plan=begins", "begins the answer for the model"),
         ("door_planned:plan=mute", "mute never asks the model"),
-        ("door_planned:plan=dice", "asks otherwise each time"),
+        ("door_planned:plan=dice", "prompts change on every run"),
         ("door_limited", "sets time_limit"),
         ("door_limited:limit=token_limit", "sets token_limit"),
         ("door_boxed", "needs a sandbox"),
         ("door_wide", "sets top_k, which this sampler cannot do"),
         ("door_bare", "has no scorer"),
-        ("door_lost", "its data must be here, or the hub in reach"),
-        ("door_hub", "its data must be here, or the hub in reach"),
+        ("door_lost", "its data must be cached, or the hub reachable"),
+        ("door_hub", "its data must be cached, or the hub reachable"),
         ("door_none", "has no samples"),
-        ("door_ids:ids=some", "sample 2 has no id, others have"),
+        ("door_ids:ids=some", "sample 2 has no id, but others do"),
         ("door_ids:ids=twice", "two samples have the id '1'"),
         ("dor", "Did you mean 'door'?"),
         ("door:", "names no task; write inspect:PACKAGE/TASK"),

@@ -24,7 +24,7 @@ from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, che
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.suites.base import Suite
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 
 class Checkpoints:
@@ -91,7 +91,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record
     folder = run.checkpoint(record.arm, record.train_seed)
     if (folder / PROVENANCE).is_file():
         check_checkpoint(folder)
-    with files_read() as rows:
+    with collect_file_hashes() as rows:
         items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
     noted = run.provenance().get(INPUTS)
     if isinstance(noted, dict):  # a run of an earlier version noted none

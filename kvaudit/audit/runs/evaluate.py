@@ -321,7 +321,7 @@ class Evaluator:
             check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option has a row behind the prompt
-            lengths[item.item_id] = rows * (prompt + suite.most_tokens)  # padded tokens at the most
+            lengths[item.item_id] = rows * (prompt + suite.answer_tokens)  # padded tokens at the most
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         # an item takes a row for each sample
@@ -475,7 +475,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
         check_adapter(model.model, spec.train.adapter)
         for name in asked_in_training(spec.train):
             context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
-            number = suite.held("train", spec.train.prompts_per_step, seed)
+            number = suite.item_count("train", spec.train.prompts_per_step, seed)
             for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 _opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:

@@ -118,7 +118,7 @@ from kvaudit.core.spec_evaluate import Rounds
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 from kvaudit.core.text import inline, length_label
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 Pair = tuple[str, int]  # arm, seed
 BarPart = tuple[Hashable, float, float]  # name, answers in all, answers that are done
@@ -151,7 +151,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
         for seed in part.seeds:
             check_comparable(str(spec.external(arm, seed)), model)
     batches: Batches = {}
-    with files_read() as rows:
+    with collect_file_hashes() as rows:
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)

@@ -23,7 +23,7 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.catalogue import PublicRows
-from kvaudit.suites.endpoints import ENDPOINTS, Endpoint, absent_sources, is_at_hand
+from kvaudit.suites.endpoints import ENDPOINTS, Endpoint, absent_sources, has_public_rows
 from kvaudit.suites.sources import DATA_VARIABLE, data_folder
 
 MINUTES = 10.0
@@ -112,7 +112,7 @@ def planned(model: str, way: Way, *, minutes: float = MINUTES, seed: int = SEED,
     """
     kept, exact = kept_entries(way), exact_entries(way)
     length = _length(model, max(kept or 0, exact) or None)
-    at_hand = tuple(endpoint for endpoint in ENDPOINTS if is_at_hand(endpoint.name))
+    at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
     if not made_up and (named or model != EMBEDDED) and not any(one.name in _NEEDED for one in at_hand):
         raise DataError(_no_rows())

@@ -23,7 +23,7 @@ from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import Suite
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Items:
         key = (unit.suite, unit.context_tokens)
         if self._asked is None or self._asked[0] != key:
             suite = asked_suite(self._run.spec, unit.suite)
-            with files_read() as rows:
+            with collect_file_hashes() as rows:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
             noted = self._run.provenance().get(INPUTS)
             if noted is not None:  # a run of an earlier version noted none; the right answers stand in these rows

@@ -51,7 +51,7 @@ def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "it
         wanted = sum(1 for chosen, _ in order if chosen == index)
         # the arm is no part of the seed, here and below: arms are paired by what they are asked
         seed = derive_seed(draw, config.seed, suite.name) % 2**31
-        held = suite.held("train", wanted, seed)
+        held = suite.item_count("train", wanted, seed)
         items = suite.items("train", held, seed, config.context_tokens, count_tokens) if wanted else []
         pools.append([items[number % held] for number in range(wanted)])  # rows that have an end come again
         if any(map(suite.options, pools[-1])):

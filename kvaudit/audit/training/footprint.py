@@ -51,7 +51,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
-    answer = max(SUITES.get(name)().most_tokens for name in section.suites)
+    answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # items whose rollouts are in the cache at once
     questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)

@@ -27,7 +27,7 @@ from kvaudit.audit.serving.engine import OwnEngine
 from kvaudit.audit.serving.wire import ChatRequest
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
-from kvaudit.suites.inspect_plan import unserved
+from kvaudit.suites.inspect_plan import unsupported_settings
 
 _TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
 _NAME = "served"
@@ -93,7 +93,7 @@ def kvaudit() -> type[ModelAPI]:
 
 def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
     """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
-    if wrong := unserved(config):
+    if wrong := unsupported_settings(config):
         raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
     return ChatRequest(
         model=model,
