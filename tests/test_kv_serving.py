@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvaudit.audit.cache.attention
 import kvaudit.audit.cache.cached_layer
-import kvaudit.audit.cache.quantised.products
-import kvaudit.audit.cache.quantised.store
+import kvaudit.audit.cache.codes
+import kvaudit.audit.cache.quantised_store
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.cache.selection import RecordedChoices
@@ -83,8 +83,8 @@ def test_codes_are_attended_to_in_blocks_as_all_at_once(
 ) -> None:
     found = []
     for most in (1, 1 << 24):  # blocks as small as can be, and all at once
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_EXACT", most)
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.products, "HOST_BLOCK", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised_store, "HOST_EXACT", most)
+        monkeypatch.setattr(kvaudit.audit.cache.codes, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         answers = [answer for answer in episode.decode(Decoding(12)) if answer]
         found.append(list(zip(answers, episode.rollouts(), strict=True)))

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import Attends, AttentionCall
+from kvaudit.audit.cache.attention import KVHandler, AttentionCall
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.linear import LayerRun, States
+from kvaudit.audit.cache.layers import LayerRun, States
 from kvaudit.audit.cache.routing import RecordedRoutes
 from kvaudit.audit.policies import Mixture, Policy, evictor_of, quantiser_on_write
 
-FirstForward = Callable[[Attends], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
+FirstForward = Callable[[KVHandler], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
 
 
 class Prompts(NamedTuple):

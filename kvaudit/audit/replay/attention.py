@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
+from kvaudit.audit.cache.attention import (
+    AttentionCall,
+    causal_attention,
+    grouped_attention,
+    query_blocks,
+    require_single_call,
+)
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.linear import LayerRun, States, advance
-from kvaudit.audit.cache.quantised.codes import (
+from kvaudit.audit.cache.layers import LayerRun, States, run_state_layer
+from kvaudit.audit.cache.codes import (
     decode_keys,
     decode_tokens,
     encode_as,
@@ -21,10 +27,10 @@ from kvaudit.audit.cache.quantised.codes import (
     fit_groups,
     parameters_of,
 )
-from kvaudit.audit.cache.quantised.hints import HINTED, KEYS, VALUES, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, CodePlace, HintTable, Strays
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Quantiser, softmax
 from kvaudit.core.errors import RunError
 
@@ -65,8 +71,8 @@ class Replay:
         # before the first eviction a prompt needs no mask but the causal one
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         device = queries.device if device is None else device
-        self.queries, self._keys = uploaded(queries, device), uploaded(keys, device)
-        self._evicted_at = None if evicted_at is None else uploaded(evicted_at, device)
+        self.queries, self._keys = upload(queries, device), upload(keys, device)
+        self._evicted_at = None if evicted_at is None else upload(evicted_at, device)
         # read here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._has_gradients = prefix, group, torch.is_grad_enabled()
         # new keys and values [B, H, Q, D] and states of every layer; a later pass continues from them
@@ -77,7 +83,7 @@ class Replay:
 
     def settle(self) -> None:
         """End the forward; raise RunError if a layer did not attend through this replay."""
-        attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
+        attending, carrying = sum(p.has_entries for p in self._plans), sum(p.has_state for p in self._plans)
         if len(self.keys_values) != attending or len(self.states) != carrying:
             done = len(self.keys_values.keys() | self.states.keys())
             raise RunError(
@@ -92,7 +98,7 @@ class Replay:
         """Return the attention output [B, G*H, Q, D] over the prefix and the new keys."""
         layer = call.layer
         if not self._settled:  # a checkpointed layer runs again, but only after the forward has ended
-            require_once(layer, self.keys_values, len(self._plans))
+            require_single_call(layer, self.keys_values, len(self._plans))
         self.keys_values[layer] = (call.key, call.value)
         call = self._with_prefix(call)
         window = self._plans[layer].sliding_window
@@ -133,7 +139,7 @@ class Replay:
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Run a recurrent layer (see ``EvictingCache.carry``); a group continues from its prompt's states."""
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
-        out = advance(run, hidden, self._real, states, last=self._last)
+        out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 
@@ -179,7 +185,7 @@ class Replay:
 def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -> Tensor:
     """Run a model on ``ids`` [B, Q] under a replay; return the logits of all columns (0), or of the last ones."""
     options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
-    ids, positions = uploaded(ids, replay.queries.device), replay.queries.clamp(min=0)
+    ids, positions = upload(ids, replay.queries.device), replay.queries.clamp(min=0)
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay, **options).logits
     replay.settle()
     return logits
@@ -213,7 +219,7 @@ class QuantisationTimes(NamedTuple):
 
     def apply_hints(self, place: CodePlace, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
         """Replace replayed ``codes`` [B, H, K, D] of ``exact`` by the sampler's where it recorded a rounding hint."""
-        if self.hints is None or exact.dtype not in HINTED:
+        if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return codes
         return self.hints.take_over(place, exact, codes, parameters, self.codec)
 

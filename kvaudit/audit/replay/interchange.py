@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers
-from kvaudit.audit.cache.routing import NOBODY
-from kvaudit.audit.cache.selection import NONE, Selection, misfit
+from kvaudit.audit.cache.routing import NO_EXPERT
+from kvaudit.audit.cache.selection import NO_UNIT, Selection, selection_fault
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.rollout_checks import LOGPROB_ROUNDING, RecordedRollouts
 from kvaudit.core.errors import DataError
@@ -246,7 +246,7 @@ def _selection(form: ChosenForm) -> Selection:
             f"{len(form.queries)} choosing queries of up to {widest} units take more than {_MOST_CHOICES} numbers"
         )
     chosen = [
-        [[units + [NONE] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in form.queries
+        [[units + [NO_UNIT] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in form.queries
     ]
     queries = torch.tensor([row.query for row in form.queries], dtype=torch.int32)
     lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
@@ -260,7 +260,7 @@ def _experts(rows: list[list[list[int]]], tokens: int) -> Tensor:
     sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
     if len(sizes) != 1 or len(set(next(iter(sizes))[1:])) != 1:
         raise ValueError("a rollout has experts of uneven lengths")
-    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NOBODY)
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)
 
 
 def _from_tensors(path: Path, header: TensorFile, file: Any) -> RecordedRollouts:
@@ -326,7 +326,7 @@ def _rollout(
 
 def _checked(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
     if selection is not None:
-        fault = misfit(selection, rollout.evicted_at)
+        fault = selection_fault(selection, rollout.evicted_at)
         _require(fault is None, number, str(fault))
     return selection
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.cache.layers import LayerPlan, kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.rotary import require_steady
-from kvaudit.audit.cache.routing import NOBODY, check_experts
-from kvaudit.audit.cache.selection import Selection, choices_of
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.hints import Strays
+from kvaudit.audit.cache.rotary import require_rotary_length
+from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
+from kvaudit.audit.cache.selection import Selection, batch_choices
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay, position_columns, quantisation_times, run_forward
 from kvaudit.audit.replay.stored_pass import stored_logits
@@ -61,7 +61,7 @@ class LogitsHead:
         output = self._output_type(last_hidden_state=states[None])
         # the decoder that would read the ids is replaced, so any ids will do
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        decoder, calls = decoder_of(self._model), list[bool]()
+        decoder, calls = find_decoder(self._model), list[bool]()
 
         def return_states(*_: Any, **__: Any) -> Any:
             calls.append(True)
@@ -84,7 +84,7 @@ class LogitsHead:
 def capture_states(model: Any) -> Iterator[LogitsHead]:
     """Yield a head that records the hidden states of every forward inside."""
     head = LogitsHead(model)
-    handle = decoder_of(model).register_forward_hook(lambda _, __, output: head.record(output))
+    handle = find_decoder(model).register_forward_hook(lambda _, __, output: head.record(output))
     try:
         yield head
     finally:
@@ -151,22 +151,22 @@ def suffix_logits(
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token has all its queries in the second pass
         evicted_at = _ledger(leaders, early[::group], prompts.shape[1]) if shadow else None
-        at = uploaded(before, device)
+        at = upload(before, device)
         codes = quantisation_times(leaders, at) if shadow else None  # the second pass counts strays of these keys too
         if codes is not None and not codes.affects(at):  # most codes are made after the prefill
             codes = None
         experts = _experts(leaders, early[::group], device) if routed else None
-        choices = choices_of([r.selection for r in leaders], longest, device) if shadow else None
+        choices = batch_choices([r.selection for r in leaders], longest, device) if shadow else None
         record: dict[str, Any] = {"codes": codes, "experts": experts, "choices": choices}
         prefix = Replay(plans, before, before, evicted_at, **record, last=False, device=device)
         run_forward(model, prompts, prefix, 1)  # for its keys and states; transformers makes one column of logits
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
     evicted_at, codes, choices = None, None, None
     if shadow:
-        codes = quantisation_times(rollouts, uploaded(keys, device), strays)
+        codes = quantisation_times(rollouts, upload(keys, device), strays)
         parts = ((early, prompts.shape[1]), (late, suffixes.shape[1]))  # the columns of ``keys``
         evicted_at = torch.cat([_ledger(rollouts, slices, width) for slices, width in parts], 3)
-        choices = choices_of([r.selection for r in rollouts], longest, device)
+        choices = batch_choices([r.selection for r in rollouts], longest, device)
     experts = _experts(rollouts, late, device) if routed else None
     record = {"codes": codes, "experts": experts, "choices": choices}
     replay = Replay(plans, after, keys, evicted_at, **record, prefix=prefix, group=group, device=device)
@@ -187,12 +187,12 @@ def _ledger(rollouts: Sequence[Rollout], slices: Sequence[slice], width: int) ->
 def _experts(rollouts: Sequence[Rollout], slices: Sequence[slice], device: torch.device) -> Tensor:
     """Return the experts of a slice of every row, right-padded: [B, width, M, k]."""
     experts = [r.experts[cut] for r, cut in zip(rollouts, slices, strict=True) if r.experts is not None]
-    return pad_sequence(experts, batch_first=True, padding_value=NOBODY).to(device)
+    return pad_sequence(experts, batch_first=True, padding_value=NO_EXPERT).to(device)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
     assert len(rollouts) % group == 0, (len(rollouts), group)
-    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)  # the last token is not fed
+    require_rotary_length(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)  # the last token is not fed
     expected = (len(plans), kv_heads(model.config))
     for n, rollout in enumerate(rollouts):
         got = tuple(rollout.evicted_at.shape[:2])

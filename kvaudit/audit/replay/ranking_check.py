@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall
-from kvaudit.audit.cache.evict import attention_mass, retained
+from kvaudit.audit.cache.evict import attention_mass, keep_mask
 from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.rotary import Rotary, rotary_for
-from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.rotary import Rotary, find_rotary
+from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.policies import Evictor, Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.audit.replay.attention import QuantisationTimes, Replay, quantisation_times, run_forward
 from kvaudit.audit.replay.rollout_checks import ForwardStep, due_evictions, forward_steps
@@ -71,7 +71,7 @@ def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ra
         return f"pins change how {evictor.name} shares a budget among heads, and the record has no pins"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
-    rotary = rotary_for(model, policy)
+    rotary = find_rotary(model, policy)
     counts = [repeat_choices(model, rollout, policy, rotary) for rollout in rollouts]
     is_narrow = model.dtype.itemsize < torch.float32.itemsize
     allowed = _ALLOWED_FLIPS if is_narrow and not evictor.blind else 0  # a blind ranking reads no states to round
@@ -114,23 +114,23 @@ class Reranking(Replay):
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
         # one token more than was fed: the last one drawn
-        choices = choices_of([rollout.selection], tokens + 1, at.device)
+        choices = batch_choices([rollout.selection], tokens + 1, at.device)
         codes = quantisation_times([rollout], at)
         super().__init__(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
         self._rollout, self._steps, self._rotary = rollout, steps, rotary
         self._pending: list[list[_Ranking]] = []  # of layers that wait for the others to agree
-        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
+        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.is_governed)
         self.evicted = self.repeated = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Rank the layer's evictions, then attend (see ``Replay.attend``)."""
         plan, codes = self._plans[call.layer], self._codes
-        if plan.governed and plan.evictor.evicts:
+        if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
             decoded = None if codes is None else self._decoded(call, codes)
             recorded = RecordedLayer(call, self._keys, self._evicted_at[:, call.layer], decoded, codes)
             self._count_evictions(call.layer, list(self._rank(recorded, plan.evictor)), plan.evictor)
-        if plan.governed and plan.selector is not None and self._choices is not None:
+        if plan.is_governed and plan.selector is not None and self._choices is not None:
             self._count_selections(call, plan.selector)
         return super().attend(call)
 
@@ -182,7 +182,7 @@ class Reranking(Replay):
             agreed = policy.agreed([ranking.importance for ranking in same_evictions])
             for ranking, importance in zip(same_evictions, agreed, strict=True):
                 pinned = self._pinned(ranking.positions, policy)
-                kept = retained(importance, ranking.positions, ranking.seen, policy, pinned)  # [E, H, K]
+                kept = keep_mask(importance, ranking.positions, ranking.seen, policy, pinned)  # [E, H, K]
                 self.evicted += int(ranking.left.sum())
                 self.repeated += int((ranking.left & ~kept).sum())
         self._pending = []
@@ -196,7 +196,7 @@ class Reranking(Replay):
             for start, end in self._rollout.pinned:
                 table[start:end] = True
             return table.to(positions.device)[positions]
-        governed = [layer for layer, plan in enumerate(self._plans) if plan.governed]
+        governed = [layer for layer, plan in enumerate(self._plans) if plan.is_governed]
         stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)  # [T]
         return stays[positions]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.layers import LayerPlan, kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.selection import blind, misfit
+from kvaudit.audit.cache.selection import attends_to_nothing, selection_fault
 from kvaudit.audit.policies import Evictor, Policy, Quantiser, quantiser_of, selector_of
 from kvaudit.core.errors import DataError
 
@@ -95,14 +95,14 @@ def _choice_fault(rollout: Rollout, heads: int) -> str | None:
     selection = rollout.selection
     if selection is None:
         return None
-    if fault := misfit(selection, rollout.evicted_at):
+    if fault := selection_fault(selection, rollout.evicted_at):
         return fault
     # one list for all heads, one by KV head, or one by query head
     if (lists := selection.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
         return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
     if rollout.codec:
         return "has queries that choose among quantised keys, which cannot be replayed"
-    return "has a query that chose only evicted entries" if blind(selection, rollout.evicted_at) else None
+    return "has a query that chose only evicted entries" if attends_to_nothing(selection, rollout.evicted_at) else None
 
 
 def _expert_fault(experts: Tensor, tokens: int) -> str | None:
@@ -224,7 +224,7 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
         return None if selection is None else "queries chose what they attend to, the policy has them see everything"
-    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.selector is not None]
+    layers = [n for n, plan in enumerate(plans) if plan.is_governed and plan.selector is not None]
     due = [seen - 1 for seen, decoding in forward_steps(rollout, policy.chunk) if decoding] if layers else []
     if selection is None or not len(selection.queries):
         return f"query {due[0]} attends to everything; it was drawn, so it must choose" if due else None

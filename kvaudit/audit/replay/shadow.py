@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from kvaudit.audit.cache.attention import decoder_of, unwrapped
+from kvaudit.audit.cache.attention import find_decoder, inner_model
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Ledger
-from kvaudit.audit.cache.quantised.hints import HintTable
-from kvaudit.audit.cache.rotary import require_steady
-from kvaudit.audit.cache.routing import NOBODY, check_experts
-from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.hints import HintTable
+from kvaudit.audit.cache.rotary import require_rotary_length
+from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
+from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.cache.stock import (
-    by_name,
+    named_arguments,
     call_ids,
     call_mask,
-    prepare,
+    prepare_model,
     require_causal,
     require_no_padding_counted,
     require_positions,
@@ -40,8 +40,8 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     The ledger counts row positions; ``ids`` may be padded on either side if a 2-D mask shows it. With ``reroute`` a
     mixture-of-experts model chooses its experts again.
     """
-    model = unwrapped(model)
-    prepare(model)
+    model = inner_model(model)
+    prepare_model(model)
     plans = layer_plans(model.config, Dense())
     got, expected = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
     if got != expected:
@@ -49,7 +49,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     check_experts([ledger.experts], model, reroute=reroute)
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = by_name(model, args, kwargs)
+        call = named_arguments(model, args, kwargs)
         ids = call_ids(call)
         if call.get("past_key_values") is not None:
             raise RunError("shadow(...) takes the whole text without a cache; leave past_key_values out")
@@ -65,7 +65,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
                 "pass both whole"
             )
         require_positions(call.get("position_ids"), positions)
-        require_steady(model.config, int(positions.max()) + 1)
+        require_rotary_length(model.config, int(positions.max()) + 1)
         _require_no_noise(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
@@ -73,11 +73,11 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         codes = _quantisation_times(ledger, positions, ids.device)
         experts = None
         if ledger.experts is not None and not reroute:
-            experts = _take(ledger.experts, positions, NOBODY).to(ids.device)
+            experts = _take(ledger.experts, positions, NO_EXPERT).to(ids.device)
         times = _take(ledger.evicted_at.permute(0, 3, 1, 2), positions, NEVER)  # [B, columns, L, H]
         evicted_at = times.permute(0, 2, 3, 1).contiguous().to(ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
-        choices = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
+        choices = batch_choices(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
         context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
         options = {"kv": context, "attention_mask": None, "use_cache": False}
         # positional arguments are now passed by name
@@ -89,7 +89,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
     handles = [
         model.register_forward_pre_hook(replay, with_kwargs=True),
-        decoder_of(model).register_forward_pre_hook(require_replay, with_kwargs=True),
+        find_decoder(model).register_forward_pre_hook(require_replay, with_kwargs=True),
     ]
     try:
         yield

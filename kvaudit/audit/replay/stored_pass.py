@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_once
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_single_call
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Dense, softmax
 from kvaudit.audit.replay.attention import position_columns, run_forward
 from kvaudit.core.errors import DataError, RunError
@@ -105,10 +105,10 @@ class StoredReplay:
             suffix = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
             keys = torch.cat([prefix._host_queries.repeat_interleave(group, 0), suffix], 1)
         self._prompt_blocks = int(lengths.min()) // BLOCK  # first blocks that hold prompt entries only
-        self.queries, self._lengths = uploaded(queries, device), uploaded(lengths, device)
-        self._keys = uploaded(keys, device)
+        self.queries, self._lengths = upload(queries, device), upload(lengths, device)
+        self._keys = upload(keys, device)
         if isinstance(store.keys, ByChannel):
-            self._key_columns, self._has_key = (uploaded(x, device) for x in _columns_by_position(keys))
+            self._key_columns, self._has_key = (upload(x, device) for x in _columns_by_position(keys))
 
     def settle(self) -> None:
         """End the forward; raise RunError if a layer did not attend through this replay."""
@@ -122,7 +122,7 @@ class StoredReplay:
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output [B, G*H, Q, D] over the prompt and the new keys."""
         if not self._settled:  # a checkpointed layer runs again, but only after the forward has ended
-            require_once(call.layer, self.keys_values, self._layers)
+            require_single_call(call.layer, self.keys_values, self._layers)
         self.keys_values[call.layer] = (call.key, call.value)
         (key, value), (engine_key, engine_value) = self._learner_entries(call.layer), self._engine_entries(call.layer)
         values = self._as_read(self._store.values, value, engine_value)
@@ -133,7 +133,7 @@ class StoredReplay:
         visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self.queries[..., None])  # [B, Q, K]
         return _attention(call, keys, values, visible)
 
-    def _as_read(self, coding: Rounded | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
+    def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
         """Return entries [B, H, K, D] that are coded one by one, as queries read them."""
         if self._store.shown:  # the engine's value, the learner's gradient
             return _add_error(learner, engine, learner.detach())
@@ -177,7 +177,7 @@ class StoredReplay:
         if not self._has_suffix and self._prefix is None:
             return _attention(call, _add_error(exact, prefilled.flatten(2, 3), engine), values, visible)
         start = self._prompt_blocks
-        tail = coding.written_on(blocks[:, :, start:], prompt[:, start:], present[:, start:])
+        tail = coding.read_in_order(blocks[:, :, start:], prompt[:, start:], present[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([prefilled[:, :, :start], tail.later], 2).flatten(2, 3)
         near = self._block_of_query((_in_blocks(exact, 2), blocks), prefilled, tail.own, start)
@@ -261,7 +261,7 @@ def _written(
     both = []
     for part in (0, 1):
         rows = [pair[part][:, :, start:end] for pair, (start, end) in zip(written, spans, strict=True)]
-        both.append(uploaded(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
+        both.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
     return both[0], both[1]
 
 
@@ -277,7 +277,7 @@ def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 def _count_layers(model: Any) -> int:
     plans = layer_plans(model.config, Dense())
-    if not all(plan.attends and plan.sliding_window is None for plan in plans):
+    if not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise DataError(
             "some layers of the model have a sliding window or a recurrent state, and how the engine stores those is "
             "unknown; take an arm whose learner sees the dense view"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.cache.tensors import gather_entries
 from kvaudit.audit.policies import Quantiser
 from kvaudit.audit.policies.quantiser import working_dtype
 
