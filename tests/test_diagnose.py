@@ -22,8 +22,8 @@ from kvaudit.audit.again.diagnose import (
     diagnosis_of,
     read_back,
 )
-from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.attention import ATTENTION_NAME
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50
@@ -35,7 +35,7 @@ def tiny(loud: tuple[int, ...] = (), *, by: float = 4.0, outliers: bool = False)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
         num_key_value_heads=2, initializer_range=0.02, attention_bias=True, max_position_embeddings=256,
-        attn_implementation=NAME, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e9},
+        attn_implementation=ATTENTION_NAME, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e9},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.model.embed_tokens.weight.data.mul_(50.0)
@@ -131,7 +131,7 @@ def test_where_nothing_moves_nothing_is_advised() -> None:
     assert (found.mode, found.mending) == ("nothing", [])
 
 
-E4M3, E5M2 = (EngineStore(one, one) for one in (Rounded("float8_e4m3fn"), Rounded("float8_e5m2")))
+E4M3, E5M2 = (EngineStore(one, one) for one in (Cast("float8_e4m3fn"), Cast("float8_e5m2")))
 
 
 def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 import kvaudit.audit.cache.attention
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
@@ -173,7 +173,9 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself() -> None:
 )  # fmt: skip
 def test_other_routers_are_recorded_as_they_chose(config: Any) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=kvaudit.audit.cache.attention.ATTENTION_NAME
+    ).eval()
     said: list[Tensor] = []
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: said.append(args[1]))
@@ -187,13 +189,15 @@ def test_a_model_whose_experts_cannot_be_recorded_is_refused() -> None:
         config = PhimoeConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES)
     except StrictDataclassError as error:  # 5.4.0 wants a number where its own default is False
         pytest.skip(f"this transformers cannot make such a config: {type(error).__name__}")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=kvaudit.audit.cache.attention.ATTENTION_NAME
+    ).eval()
     with pytest.raises(RunError, match="wanted once: which experts it uses cannot be recorded"):
         feed(SimpleNamespace(model=model), new_cache(SimpleNamespace(model=model), parse_policy("none")), prompts(5))
 
 
 def test_dense_models_are_left_alone() -> None:
-    assert hooked_blocks(shared().model) == 0
+    assert hook_expert_blocks(shared().model) == 0
     assert two_turns(shared(), POLICY, only=2).rollouts[0].experts is None
 
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvaudit.audit.cache.attention
 import kvaudit.audit.cache.cached_layer
-import kvaudit.audit.cache.quantised.products
-import kvaudit.audit.cache.quantised.store
+import kvaudit.audit.cache.codes
+import kvaudit.audit.cache.quantised_store
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.cache.selection import RecordedChoices
@@ -54,7 +54,7 @@ def tiny(layers: int = 2) -> Any:
         max_position_embeddings=512,
         initializer_range=0.3,
     )
-    config._attn_implementation = kvaudit.audit.cache.attention.NAME
+    config._attn_implementation = kvaudit.audit.cache.attention.ATTENTION_NAME
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -83,8 +83,8 @@ def test_codes_are_attended_to_in_blocks_as_all_at_once(
 ) -> None:
     found = []
     for most in (1, 1 << 24):  # blocks as small as can be, and all at once
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_EXACT", most)
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.products, "HOST_BLOCK", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised_store, "HOST_EXACT", most)
+        monkeypatch.setattr(kvaudit.audit.cache.codes, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         answers = [answer for answer in episode.decode(Decoding(12)) if answer]
         found.append(list(zip(answers, episode.rollouts(), strict=True)))
@@ -578,10 +578,9 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = kvaudit.audit.cache.cached_layer.visibility
-    monkeypatch.setattr(
-        kvaudit.audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
-    )  # fmt: skip
+    cached_layer = kvaudit.audit.cache.cached_layer
+    plain = cached_layer.visibility_mask
+    monkeypatch.setattr(cached_layer, "visibility_mask", lambda *args: masks.append(args[0].shape[1]) or plain(*args))
     monkeypatch.setattr(kvaudit.audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)
     ids = torch.tensor([long, [0] * 80 + short])

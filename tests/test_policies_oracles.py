@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from scipy.linalg import hadamard
 
 from kvaudit.audit.cache import evict
-from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
-from kvaudit.audit.cache.quantised.codes import decode_tokens, encode_tokens
+from kvaudit.audit.cache.codes import decode_tokens, encode_tokens
+from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, keep_mask, victim_slots
 from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +58,7 @@ def naive_keep(scores: Array, at: Array, policy: Policy, seen: int = SEEN) -> se
 def kept_alike(text: str, v: View, scores: Array) -> None:
     """The product keeps what the naive ranking keeps; scores are rounded to float32, as the product ranks."""
     policy = parse_policy(text)
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     for b, h in np.ndindex(*v.positions.shape[:2]):
         at = v.positions[b, h].numpy()
         got = set(at[kept[b, h].numpy()].tolist())
@@ -181,7 +181,7 @@ def test_adakv(seed: int) -> None:
     v.positions[1, seed % 2, 5 + seed % 9 :] = -1  # one head of a row holds little
     policy = parse_policy(f"adakv:budget=11,window=4,kernel=3,alpha={float(alpha)}")
     enough = (v.positions >= 0).sum((1, 2)) > 22
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     scores = tied(snapkv_scores(v, "max"))
     for b in enough.nonzero()[:, 0].tolist():
         at = v.positions[b].numpy()
@@ -199,7 +199,7 @@ def test_pyramidkv(seed: int) -> None:
     most, least = 2 * 5 - 5 / 20, 5 / 20
     exact = [4 + most - n * (most - least) / (layers - 1) for n in range(layers)]
     assert abs(sum(whole.for_layer(n, layers).budget for n in range(layer + 1)) - sum(exact[: layer + 1])) <= 0.5 + 1e-9
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     scores = tied(snapkv_scores(v, "max"))
     for b, h in np.ndindex(2, 2):
         at = v.positions[b, h].numpy()
@@ -265,7 +265,7 @@ def test_one_entry_too_many_leaves_as_if_all_had_been_sorted(seed: int) -> None:
     shuffled = torch.stack([torch.randperm(14, generator=g) for _ in range(4)]).reshape(2, 2, 14).int() + SEEN - 14
     scores = torch.randint(3, (2, 2, 14), generator=g).float()
     policy = parse_policy(f"h2o:budget=13,sink={seed % 3},window={seed % 5}")
-    victims = only_victim(scores, shuffled, torch.tensor([SEEN] * 2), policy)
+    victims = victim_slots(scores, shuffled, torch.tensor([SEEN] * 2), policy)
     for b, h in np.ndindex(2, 2):
         at = shuffled[b, h].numpy()
         assert set(at.tolist()) - {int(at[victims[b, h]])} == naive_keep(scores[b, h].numpy(), at, policy)
@@ -302,7 +302,7 @@ def test_the_mass_of_a_row_is_the_same_beside_others(monkeypatch: pytest.MonkeyP
     whole = attention_mass(*asked)
     monkeypatch.setattr(evict, "HOST_MASS", 2 * 4 * 128 * 300)  # two rows at once, so that one is left over
     assert torch.equal(attention_mass(*asked), whole)
-    assert torch.equal(attention_mass(*asked, before=0, all_fed=True), whole)
+    assert torch.equal(attention_mass(*asked, before=0, no_padding=True), whole)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 200, MANY_QUERIES + 30])
@@ -316,7 +316,7 @@ def test_the_mass_is_the_same_where_the_host_knows_what_is_seen(before: int, que
     held = torch.stack([torch.randperm(before, generator=generator) for _ in range(4)]).view(2, 2, before)
     positions = torch.cat([held, at[:, None].expand(-1, 2, -1)], 2)
     wanted = attention_mass(query, at, keys, positions, 0.25)
-    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, all_fed=True), wanted)
+    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, no_padding=True), wanted)
     if queries > 1:
         assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), wanted)
 

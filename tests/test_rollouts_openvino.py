@@ -141,7 +141,7 @@ def test_the_cache_holds_what_the_store_says_to_the_last_bit(here: World, bits: 
         assert np.array_equal(values, ByToken(bits).read_back(wrote[1]).numpy())
         blocks = torch.nn.functional.pad(wrote[0], (0, 0, 0, -seen % BLOCK)).reshape(1, 1, -1, BLOCK, size)
         at = torch.arange(blocks.shape[2] * BLOCK).reshape(1, -1, BLOCK)
-        later = ByChannel(bits).written_on(blocks, at < prompt, at < seen).later
+        later = ByChannel(bits).read_in_order(blocks, at < prompt, at < seen).later
         assert np.array_equal(keys, later.reshape(-1, size)[:seen].numpy())
 
 

@@ -20,10 +20,10 @@ from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.cache.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
-from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
 from kvaudit.audit.policies.adakv import AdaKV
@@ -515,7 +515,7 @@ def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
 
 
 def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChosenAgain:
-    return rechosen(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
+    return rechosen(loaded.model, rollout, policy, find_rotary(loaded.model, policy))
 
 
 def share(made: ChosenAgain) -> float:

@@ -17,7 +17,7 @@ from conform.plays import SHARED_FIELDS, Conversation, Part, Play, plays
 from conform.policies import pytest_generate_tests
 from conform.rules import RULES, Undetermined
 from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.schedule import Schedule
+from kvaudit.audit.cache.rows import Schedule
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.policies.adakv import AdaKV
 
@@ -195,7 +195,7 @@ def test_a_head_that_keeps_one_entry_of_another_s_beside_its_pins_is_caught(monk
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: dict[Schedule, list[bool]] = {}
-    is_due = Schedule.due
+    is_due = Schedule.are_due
 
     def late(schedule: Schedule, *more: Any, **asked: Any) -> list[bool]:
         now = is_due(schedule, *more, **asked)
@@ -206,7 +206,7 @@ def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return [False] * len(now)
 
     play = conversation()
-    monkeypatch.setattr(Schedule, "due", late)
+    monkeypatch.setattr(Schedule, "are_due", late)
     assert gap_alone(play, monkeypatch) > 1e-6
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
 from kvaudit.audit.again.measure import Measure
+from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
 from kvaudit.audit.replay.ranking_check import RankingAgreement, ranked
@@ -187,7 +187,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
             worst=_worst(piece.rollouts, recorded, shadow),
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
             breach=broken or _stray(rows),
-            rerouted=_reroutes(piece) and hooked_blocks(net) > 0,
+            rerouted=_reroutes(piece) and hook_expert_blocks(net) > 0,
             ranked=_ranked(net, piece.rollouts, policy, broken),
         )
 

@@ -137,11 +137,11 @@ class OpenVino(Engine):
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
         """See ``Engine.store``: keys by channel in blocks, values by token, as its CPU plugin codes them."""
-        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Rounded
+        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
         whole = settings.get("KV_CACHE_PRECISION", "")
         keys, values = (settings.get(name, whole) for name in _APART)
-        exact = {"f32": None, "f16": Rounded("float16")}
+        exact = {"f32": None, "f16": Cast("float16")}
         group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
         known = {keys, values} <= {*_CODED, *exact} and group.isdigit()
         if not known or any(name in settings for name in _UNKNOWN_STORE):

@@ -96,7 +96,7 @@ class Vllm(ServedEngine):
         """See ``Engine.store``: cast on write with the scale 1.0, which a checkpoint's own scales would change."""
         import torch
 
-        from kvaudit.audit.cache.engine_store import EngineStore, Rounded
+        from kvaudit.audit.cache.engine_store import Cast, EngineStore
 
         word = _ROUNDED.get(settings.get("kv_cache_dtype", "auto"), "")
         if word is None:
@@ -105,7 +105,7 @@ class Vllm(ServedEngine):
             return None
         # its kernels for a processor cut the bits off, those for a GPU round
         cut = word.startswith("float8") and not torch.cuda.is_available()
-        return EngineStore(Rounded(word, toward_zero=cut), Rounded(word, toward_zero=cut))
+        return EngineStore(Cast(word, toward_zero=cut), Cast(word, toward_zero=cut))
 
 
 class _VllmSession(ServedSession):

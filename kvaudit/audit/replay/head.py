@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.core.errors import RunError
 
 
@@ -42,7 +42,7 @@ class Head:
         answer = self._kind(last_hidden_state=states[None])
         # any ids will do: the decoder does not read them
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        decoder, asked = decoder_of(self._model), list[bool]()
+        decoder, asked = find_decoder(self._model), list[bool]()
 
         def stand(*_: Any, **__: Any) -> Any:
             asked.append(True)
@@ -65,7 +65,7 @@ class Head:
 def watched(model: Any) -> Iterator[Head]:
     """Inside, the states of the last forward are those of the head that is given."""
     head = Head(model)
-    handle = decoder_of(model).register_forward_hook(lambda _, __, output: head.take(output))
+    handle = find_decoder(model).register_forward_hook(lambda _, __, output: head.take(output))
     try:
         yield head
     finally:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers
-from kvaudit.audit.cache.selection import Selection, misfit
+from kvaudit.audit.cache.selection import Selection, selection_fault
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange_form import (
     ChosenForm,
@@ -133,7 +133,7 @@ def _fitting(number: int, made: Selection | ChosenForm | None, rollout: Rollout)
     if isinstance(made, ChosenForm):
         made = selection_of(made)
     if made is not None:
-        fault = misfit(made, rollout.evicted_at)
+        fault = selection_fault(made, rollout.evicted_at)
         _require(fault is None, number, str(fault))
     return made
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall
-from kvaudit.audit.cache.evict import attention_mass, retained
+from kvaudit.audit.cache.evict import attention_mass, keep_mask
 from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.rotary import Rotary, rotary_for
-from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.rotary import Rotary, find_rotary
+from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.policies import (
     Centres,
     Evictor,
@@ -82,7 +82,7 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAg
         return f"pins move what heads share under {evictor.name}, and the record does not hold them"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
-    rotary = rotary_for(model, policy)
+    rotary = find_rotary(model, policy)
     made = [rechosen(model, rollout, policy, rotary) for rollout in rollouts]
     narrow = model.dtype.itemsize < torch.float32.itemsize
     forgiven = FLIPS if narrow and not evictor.blind else 0  # a blind ranking reads no states, so nothing rounds
@@ -126,22 +126,22 @@ class Reranking(Replay):
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
         # a token more than was fed: the last one drawn
-        choices = choices_of([rollout.selection], tokens + 1, at.device)
+        choices = batch_choices([rollout.selection], tokens + 1, at.device)
         super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts, choices=choices)
         self._rollout, self._fed, self._rotary = rollout, fed, rotary
         self._waiting: list[list[_Ranks]] = []  # of layers whose choice is not made yet
-        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
+        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.is_governed)
         self.evicted = self.again = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See ``Replay.attend``."""
         plan, codes = self._plans[call.layer], self._codes
-        if plan.governed and plan.evictor.evicts:
+        if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
             stored = None if codes is None else self._stored(call, codes)
             passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
             self._choose(call.layer, list(self._ranks(passed, plan.evictor)), plan.evictor)
-        if plan.governed and plan.selector is not None and self._choices is not None:
+        if plan.is_governed and plan.selector is not None and self._choices is not None:
             self._select(call, plan.selector)
         return super().attend(call)
 
@@ -192,7 +192,7 @@ class Reranking(Replay):
         for alike in zip(*self._waiting, strict=True):
             for one, agreed in zip(alike, policy.agreed([one.importance for one in alike]), strict=True):
                 pinned = self._pinned(one.positions, policy)
-                kept = retained(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
+                kept = keep_mask(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
                 self.evicted += int(one.left.sum())
                 self.again += int((one.left & ~kept).sum())
         self._waiting = []
@@ -206,7 +206,7 @@ class Reranking(Replay):
             for start, end in self._rollout.pinned:
                 table[start:end] = True
             return table.to(positions.device)[positions]
-        governed = [layer for layer, plan in enumerate(self._plans) if plan.governed]
+        governed = [layer for layer, plan in enumerate(self._plans) if plan.is_governed]
         stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)  # [T]
         return stays[positions]
 

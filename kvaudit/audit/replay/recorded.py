@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.selection import blind, misfit
+from kvaudit.audit.cache.selection import attends_to_nothing, selection_fault
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
 
@@ -90,14 +90,14 @@ def _chosen(rollout: Rollout, heads: int) -> str | None:
     made = rollout.selection
     if made is None:
         return None
-    if fault := misfit(made, rollout.evicted_at):
+    if fault := selection_fault(made, rollout.evicted_at):
         return fault
     # one list for all heads, one by KV head, or one by query head
     if (lists := made.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
         return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
     if rollout.codec:
         return "lets queries choose among codes, which cannot be replayed"
-    return "lets a query choose only what had left" if blind(made, rollout.evicted_at) else None
+    return "lets a query choose only what had left" if attends_to_nothing(made, rollout.evicted_at) else None
 
 
 def _misrouted(experts: Tensor, tokens: int) -> str | None:

@@ -110,7 +110,7 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
     selector, made = selector_of(policy), rollout.selection
     if selector is None:
         return None if made is None else "queries chose what they attend to, the policy has them see everything"
-    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.selector is not None]
+    layers = [n for n, plan in enumerate(plans) if plan.is_governed and plan.selector is not None]
     steps = [seen - 1 for seen, decoding in forwards(rollout, policy.chunk) if decoding] if layers else []
     if made is None or not len(made.queries):
         return f"query {steps[0]} attends to everything, it was drawn and chooses" if steps else None

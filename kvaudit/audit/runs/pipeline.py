@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from kvaudit.audit.cache.layers import governed_text
+from kvaudit.audit.cache.layers import describe_governed_layers
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.runs.claims import Claim, Claims, HeldUnits, work_through, work_through_groups
@@ -778,7 +778,7 @@ class Pipeline:
             threads, workers = torch.get_num_threads(), self._processes
             sharing = f"{workers} process{'es' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
             self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
-            if text := governed_text(model.model.config):
+            if text := describe_governed_layers(model.model.config):
                 self._say(f"cache: {text}")
             for text in model.chat.moved():
                 self._say(f"chat: {text}")

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import Attends
+from kvaudit.audit.cache.attention import KVHandler
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.rotary import find_rotary
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
 from kvaudit.core.errors import SpecError
@@ -78,8 +78,8 @@ class Episode:
     ) -> None:
         self._model, self._recorded = model, recorded
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
-        rotary = rotary_for(model.model, policy)
-        blocks = hooked_blocks(model.model)
+        rotary = find_rotary(model.model, policy)
+        blocks = hook_expert_blocks(model.model)
         # one row for each prompt until the cache is expanded to its group
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
@@ -135,7 +135,7 @@ class Episode:
             # draws are numbered by row position: turns, and whatever shares the batch, change none
             # [b] position of the token that is drawn
             index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
-            return draw(logits, self._seeds, uploaded(torch.tensor(index), logits.device), decoding)
+            return draw(logits, self._seeds, upload(torch.tensor(index), logits.device), decoding)
 
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             stopped = ids[-1] in self._model.chat.stop_ids or (ended is not None and ended(n, ids))
@@ -407,13 +407,13 @@ class Episode:
 
     @torch.no_grad()
     def _forward(
-        self, ids: Tensor, positions: Tensor, through: Attends | None = None, *, columns: Tensor | None
+        self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
         """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
-            input_ids=uploaded(ids, device),
-            position_ids=uploaded(positions.clamp(min=0), device),
+            input_ids=upload(ids, device),
+            position_ids=upload(positions.clamp(min=0), device),
             use_cache=False,
             kv=kv,
             logits_to_keep=1 if columns is None else columns.to(device),

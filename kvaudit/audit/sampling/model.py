@@ -20,10 +20,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvaudit.audit.cache.attention import NAME as ATTENTION
-from kvaudit.audit.cache.attention import choose_kernels, require_interface
-from kvaudit.audit.cache.layers import GOVERNED, layer_kinds
-from kvaudit.audit.cache.linear import carry_states
+from kvaudit.audit.cache.attention import ATTENTION_NAME as ATTENTION
+from kvaudit.audit.cache.attention import disable_cudnn_attention, require_interface
+from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds, patch_state_layers
 from kvaudit.audit.sampling.chat import Chat, ChatOption
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.audit.sampling.weights import (
@@ -102,8 +101,8 @@ def load_model(
         talk = Chat(tokenizer, _generation_stops(name_or_path, model), chat)
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
-    carry_states(model)  # layers of linear attention have a state in place of entries
-    choose_kernels(place)
+    patch_state_layers(model)  # layers of linear attention have a state in place of entries
+    disable_cudnn_attention(place)
     return LoadedModel(
         model=model.to(place).eval(),
         chat=talk,
@@ -352,7 +351,7 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
 
 def _require_full_attention(name: str, config: Any) -> None:
     kinds = layer_kinds(config)
-    if not GOVERNED & set(kinds):
+    if not GOVERNED_KINDS & set(kinds):
         found = ", ".join(sorted(set(kinds))) or "none with attention"
         raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
 

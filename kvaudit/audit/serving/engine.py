@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvaudit.audit.cache.rotary import steady_positions
+from kvaudit.audit.cache.rotary import rotary_length_limit
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Rendered
@@ -125,7 +125,7 @@ class OwnEngine:
         served = self.served(asked.model)
         self._check_length(asked)
         prompt = served.model.chat.opening(asked.messages)
-        steady = steady_positions(served.model.model.config)  # beyond it a row would depend on its batch
+        steady = rotary_length_limit(served.model.model.config)  # beyond it a row would depend on its batch
         positions = min(served.model.max_positions, steady or served.model.max_positions)
         room = positions - len(prompt.ids)
         limit = min(asked.max_tokens or DEFAULT_TOKENS, room)

@@ -21,7 +21,7 @@ from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.engines.drawing import each_once
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
@@ -88,7 +88,7 @@ def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, shard
 
 def checkpoint_layers(model: Any) -> None:
     """Checkpoint the decoder's layers in evaluation mode too, which transformers' own switch does in training only."""
-    layers = [part for part in decoder_of(model).modules() if isinstance(part, GradientCheckpointingLayer)]
+    layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise RunError(
             f"gradient checkpointing is not prepared in {type(model).__name__}; set gradient_checkpointing: false"
@@ -190,7 +190,7 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
 
 def linear_layers(model: Any) -> list[str]:
     """Last parts of the names of the decoder's linear layers; the head, often tied to the embeddings, is none."""
-    named = decoder_of(model).named_modules()
+    named = find_decoder(model).named_modules()
     return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
 
 

@@ -104,7 +104,7 @@ class EngineQuestioner(Questioner):
 
         Only where what the engine wrote is known, or the bound would have to be as wide as the codes are coarse.
         """
-        if any(turn.stored is None or turn.written is None for turn in rollout.as_read):
+        if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
         with torch.no_grad():
             read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
@@ -256,7 +256,7 @@ def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> Non
     ENGINES.get(condition.engine).check(dict(condition.settings), part)
     shadows = [arm.name for arm in section.trained if get_arm(arm.recipe).learner == "shadow"]
     plans = layer_plans(model.model.config, Dense())
-    if shadows and not all(plan.attends and plan.sliding_window is None for plan in plans):
+    if shadows and not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise SpecError(
             f"arm {shadows[0]}: some layers of the model attend to a window or carry a state, and how an engine stores "
             "those is not known; take naive, tis or mis"
