@@ -128,12 +128,7 @@ def attention(
 
 
 def grouped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-    sink_logits: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
 ) -> Tensor:
     """Compute softmax attention with grouped queries, without repeating keys: [B, G*H, Q, D].
 

@@ -21,15 +21,7 @@ from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_rotary_length, rotary_length_limit
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.cache.rows import (
-    Eviction,
-    Pins,
-    QuantisationTimes,
-    RowKeys,
-    Schedule,
-    TailLayout,
-    read_new_tokens,
-)
+from kvaudit.audit.cache.rows import Eviction, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.cache.store import peak_live_bytes
 from kvaudit.audit.cache.tensors import gather_columns, upload
@@ -206,7 +198,6 @@ class EvictingCache:
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
         # if positions alone rank, the host can tell what leaves and need not wait for the device
         if schedule.victims is None and by_position:
-            layers[0].read_slot_positions(self._now, self._pins)
             schedule.victims = layers[0].victims_on_host(self._now, self._pins)
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
             layers[0].replace(schedule.victims, eviction, self._now)

@@ -90,7 +90,6 @@ class CachedLayer:
     # --- what a forward brings ----------------------------------------------------------------------------------------
 
     def append(self, call: AttentionCall, now: Forward) -> None:
-        """Add the call's keys and values."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         max_slots = self.schedule.max_slots
         self.store.append(call.key, call.value, now.positions_by_head, now.first_position, max_slots=max_slots)
@@ -126,7 +125,6 @@ class CachedLayer:
                 statistics.add(query, now.positions)
 
     def update_bytes(self) -> None:
-        """Count the allocated bytes."""
         total = self.store.bytes + sum(state.bytes for state in self._joinable)
         self.bytes = total + sum(state.bytes for state in (self._sinks, self.states) if state)
 
@@ -191,8 +189,8 @@ class CachedLayer:
             # a row that is fed nothing sees everything: its output is never used, but must stay finite
             is_padding = (positions < 0)[:, None, None]
             visible = (visibility_mask(positions, store.positions[:, :1], None) & selected) | is_padding
-        out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
-        return out, units
+        keys, values = store.entries(slice(None))
+        return grouped_attention(call.query, keys, values, visible, call.scaling, call.sink_logits), units
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +205,8 @@ class CachedLayer:
         # that share a budget, one may lose two entries
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
             return False
-        return eviction.has_all_rows and self._is_full and eviction.budgets.all_equal(self.store.length - 1)
+        every_row = isinstance(eviction.rows, slice)
+        return every_row and self._is_full and eviction.budgets.all_equal(self.store.length - 1)
 
     def view(self, rows: Tensor | slice, now: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return what the policy sees of some rows."""
@@ -255,13 +254,19 @@ class CachedLayer:
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, now: Forward, pins: Pins | None) -> Victims | None:
-        """Return ``victims`` without asking the device, if all rows and heads hold alike and positions alone rank.
+        """Return ``victims`` without asking the device, for a policy by position; None if rows or heads differ.
 
-        None if the host does not know what is in the cache (``Schedule.slot_positions``).
+        The positions by slot are read from the device once, and then updated in the schedule.
         """
-        order, newest = self.schedule.slot_positions, now.first_position
-        if order is None or newest is None or pins is not None or len(order) + 1 != self.store.length:
+        schedule, newest, length = self.schedule, now.first_position, self.store.length
+        if newest is None or pins is not None:
             return None
+        if schedule.slot_positions is None or len(schedule.slot_positions) + 1 != length:
+            positions = self.store.positions
+            if not bool((positions == positions[:1, :1]).all()):
+                return None
+            schedule.slot_positions = positions[0, 0, :-1].tolist()
+        order = schedule.slot_positions
         order.append(newest)
         positions, seen = torch.tensor([[order]], dtype=torch.int32), torch.tensor([newest + 1])
         # one row and one head represent all: [1, 1, K]
@@ -286,17 +291,6 @@ class CachedLayer:
             order[slot] = newest
         return Victims(slot, victim)
 
-    def read_slot_positions(self, now: Forward, pins: Pins | None) -> None:
-        """Tell the schedule the positions by slot before this forward, if all rows and heads hold alike.
-
-        Reads the device twice, once per cache.
-        """
-        order, positions = self.schedule.slot_positions, self.store.positions
-        is_known = order is not None and len(order) + 1 == self.store.length
-        can_know = not is_known and now.first_position is not None and pins is None
-        if can_know and bool((positions == positions[:1, :1]).all()):
-            self.schedule.slot_positions = positions[0, 0, :-1].tolist()
-
     def replace(self, victims: Victims, eviction: Eviction, now: Forward) -> None:
         """Move the newest entry into the slot of the victim."""
         self.counts = self.schedule.remaining
@@ -317,7 +311,6 @@ class CachedLayer:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows [n], in this order, after ``schedule`` has; a row may occur several times."""
         self.store.reindex(rows)
         for state in self._joinable:
             state.reindex(rows)
@@ -329,7 +322,6 @@ class CachedLayer:
         self.update_bytes()
 
     def join(self, other: CachedLayer) -> None:
-        """Append the rows of another cache's layer, after ``schedule`` has."""
         self.store.close_gaps()
         other.store.close_gaps()
         if self._sinks and other._sinks:

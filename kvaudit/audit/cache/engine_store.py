@@ -53,7 +53,7 @@ class ByToken:
         """Return the numbers that queries read for entries [..., D]."""
         groups = x.float().reshape(*x.shape[:-1], -1, self.group or x.shape[-1])  # [..., D / group, group]
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)  # [..., D / group, 1]
-        scale = (high - low) / _largest_code(self.bits)
+        scale = (high - low) / (2**self.bits - 1)
         return _round_trip(groups, low, scale, self.bits).flatten(-2).to(x.dtype)
 
 
@@ -70,7 +70,7 @@ class ByChannel:
         high = x.masked_fill(~mask, -torch.inf).amax(-2, keepdim=True)
         has_entries = mask.any(-2, keepdim=True)  # nothing is read from an empty block
         # multiplied by the inverse where ``ByToken`` divides: the two round differently
-        scale = torch.where(has_entries, high - low, 0.0) * (1.0 / _largest_code(self.bits))
+        scale = torch.where(has_entries, high - low, 0.0) * (1.0 / (2**self.bits - 1))
         numbers = _round_trip(x, torch.where(has_entries, low, 0.0), scale, self.bits)
         return torch.where(mask, numbers, 0.0).to(blocks.dtype)
 
@@ -115,15 +115,11 @@ class EngineStore:
     shown: bool = False
 
 
-def _largest_code(bits: int) -> float:
-    return float(2**bits - 1)
-
-
 def _round_trip(x: Tensor, low: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Code ``x`` (float32) from ``low`` in steps of ``scale``, and decode it."""
     # equal numbers are given back under any scale but 0
     scale = torch.where(scale == 0, _CONSTANT_SCALE, scale)
     zero = -low / scale
     # multiplied and added in one rounding, as the processor does; halves go to even
-    codes = (x.double() * (1.0 / scale).double() + zero.double()).float().round().clamp(0, _largest_code(bits))
+    codes = (x.double() * (1.0 / scale).double() + zero.double()).float().round().clamp(0, 2**bits - 1)
     return (codes - zero) * scale

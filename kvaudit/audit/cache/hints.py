@@ -146,7 +146,6 @@ class HintRecorder:
         self._batches, self._slots = [], 0
 
     def _examine(self, batches: Sequence[_Batch]) -> None:
-        """Examine batches of one part, concatenated."""
         tensors = zip(*((batch.x, batch.codes, batch.parameters) for batch in batches), strict=True)
         joined = [*map(_concat_slots, tensors), _concat_positions(batches), _concat_leaving(batches)]
         for first_row, piece in _pieces(joined):
@@ -162,7 +161,6 @@ class HintRecorder:
         positions: Tensor,
         leaving: Tensor,
     ) -> None:
-        """Record the hints of the rows from ``first_row`` on."""
         ranked = ranks(self._codec, x.device)
         band = BAND * x.abs().amax(-1, keepdim=True)
         below, above = (encode_as(moved, parameters, self._codec) for moved in (x - band, x + band))
@@ -186,12 +184,10 @@ class HintRecorder:
         return (((token * layers + layer) * 2 + part) * heads + head) * width + channel, rank % _LOW
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows with their hints so far, in this order; a row may occur several times."""
         self._examine_all()
         self._hints = [list(self._hints[row]) for row in rows.tolist()]
 
     def join(self, other: HintRecorder) -> None:
-        """Append the rows of another recorder."""
         self._examine_all()
         other._examine_all()
         self._hints += other._hints
@@ -202,7 +198,6 @@ def _concat_slots(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _concat_positions(batches: Sequence[_Batch]) -> Tensor:
-    """Return the positions [B, H, K] of all batches."""
     x = batches[0].x
     ranges = [range(b.positions, b.positions + b.x.shape[2]) for b in batches if isinstance(b.positions, int)]
     if len(batches) > 1 and len(ranges) == len(batches):  # decode steps: one upload for all
@@ -219,7 +214,6 @@ def _concat_positions(batches: Sequence[_Batch]) -> Tensor:
 
 
 def _concat_leaving(batches: Sequence[_Batch]) -> Tensor:
-    """Return the masks [B, H, K] of all batches."""
     if all(batch.leaving is None for batch in batches):
         slots = sum(batch.x.shape[2] for batch in batches)
         return torch.ones(*batches[0].x.shape[:2], slots, dtype=torch.bool, device=batches[0].x.device)

@@ -23,20 +23,17 @@ class LayerState:
     _tensors: ClassVar[tuple[str, ...]]  # their attributes
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         for name in self._tensors:
             tensor = getattr(self, name)
             if len(tensor):
                 setattr(self, name, tensor.index_select(0, rows))
 
     def join(self, other: LayerState) -> None:
-        """Append the rows of another cache's state of the same kind."""
         for name in self._tensors:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes."""
         return sum(getattr(self, name).nbytes for name in self._tensors)
 
 

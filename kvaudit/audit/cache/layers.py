@@ -139,9 +139,6 @@ def layer_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if slides else "full_attention"] * text.num_hidden_layers
 
 
-# --- layers with a state ----------------------------------------------------------------------------------------------
-
-
 class States:
     """The states of one layer for some rows, with the methods that transformers' linear layers call on a cache."""
 
@@ -149,11 +146,9 @@ class States:
         self.tensors = {} if tensors is None else tensors  # [B, ...] each; absent before the first token
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
-        """Return the last inputs of the layer's convolution."""
         return self.tensors.get((_CONVOLUTION, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:  # noqa: ARG002
-        """Return the recurrent state."""
         return self.tensors.get((_RECURRENT, state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
@@ -177,7 +172,6 @@ class States:
         return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:  # noqa: ARG002
-        """Replace the recurrent state."""
         self.tensors[_RECURRENT, state_idx] = recurrent_states
         return recurrent_states
 
@@ -194,7 +188,6 @@ class States:
             self.tensors[name] = self.tensors[name].index_copy(0, rows, tensor)
 
     def repeated(self, group: int) -> States:
-        """Return a copy with every row repeated ``group`` times."""
         return States({name: tensor.repeat_interleave(group, 0) for name, tensor in self.tensors.items()})
 
     def concat(self, other: States) -> States:
@@ -203,7 +196,6 @@ class States:
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

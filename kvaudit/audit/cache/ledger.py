@@ -254,9 +254,6 @@ def _signed(stored: Tensor) -> Tensor:
     return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)
 
 
-# --- checks; a TypeError means that the header is damaged -------------------------------------------------------------
-
-
 def _parse_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     whole = [name for name in _SCALARS if name != "retention"]
     # ``type`` and not isinstance, for which JSON's true is an int

@@ -86,30 +86,22 @@ class QuantisedStore(Store):
         self._numbers = codec.fit(sample, sample).shape[-1]
         scales = (codec.fixed_scales(self._layer, part, heads) for part in range(len(PARTS)))
         self._fixed = tuple(None if fixed is None else fixed.to(key) for fixed in scales)
+        coded_bytes = []  # of the code of an entry, with its share of the parameters
         for name, tensor in zip(PARTS, (key, value), strict=True):
-            width = tensor.shape[3]
+            width, entry_bytes = tensor.shape[3], tensor.shape[3] * bits / 8
             self._slots[f"{name}_codes"] = tensor.new_zeros(batch, heads, 0, width * bits // 8, dtype=torch.uint8)
-            if self._fixed[0] is None and (name == "value" or not codec.key_group):
+            if name == "key" and codec.key_group:
+                entry_bytes += width * self._numbers * tensor.element_size() / codec.key_group
+            elif self._fixed[0] is None:
                 count = width // codec.channels(width) * self._numbers
                 self._slots[f"{name}_parameters"] = tensor.new_zeros(batch, heads, 0, count)
-        self.entry_bytes = EntryBytes(self.entry_bytes.exact, self._coded_bytes(key, value))
+                entry_bytes += count * tensor.element_size()
+            coded_bytes.append(entry_bytes)
+        self.entry_bytes = EntryBytes(self.entry_bytes.exact, (coded_bytes[0], coded_bytes[1]))
         if codec.key_group:
             self._blank["key_group"] = -1
             self._slots["key_group"] = key.new_zeros(batch, heads, 0, dtype=torch.int16)
             self._table = key.new_zeros(batch, heads, 0, size * self._numbers)
-
-    def _coded_bytes(self, key: Tensor, value: Tensor) -> tuple[float, float]:
-        """Return the bytes of the key and value codes of an entry, with its share of their parameters."""
-        codec, sizes = self._codec, []
-        for name, tensor in zip(PARTS, (key, value), strict=True):
-            width, group_bytes = tensor.shape[3], self._numbers * tensor.element_size()
-            codes, parameters = width * codec.bits / 8, 0.0
-            if name == "key" and codec.key_group:
-                parameters = width * group_bytes / codec.key_group
-            elif self._fixed[0] is None:
-                parameters = float(width // codec.channels(width) * group_bytes)
-            sizes.append(codes + parameters)
-        return sizes[0], sizes[1]
 
     def _fill(self, start: int, key: Tensor, value: Tensor, first_position: int | None) -> None:
         if start == self._start:
@@ -117,8 +109,6 @@ class QuantisedStore(Store):
         else:
             self._tail = (torch.cat([self._tail[0], key], 2), torch.cat([self._tail[1], value], 2))
         self._aligned = self._aligned and first_position == start
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self) -> Iterator[Entries]:
         """Yield blocks of rows of bounded size, decoded one after the other."""
@@ -176,7 +166,6 @@ class QuantisedStore(Store):
         return split_last(self._used(f"{PARTS[part]}_parameters", rows, until), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
-        """Return which entries of the tail are not codes yet: bool [b, H, tail]."""
         done = self._done[part].to(self.positions.device)[rows]
         return self.positions[rows, :, self._start :] >= done[:, None, None]
 
@@ -190,8 +179,6 @@ class QuantisedStore(Store):
             is_exact, tail = self._is_exact(part, rows), self._tail[part][rows]
             decoded[:, :, self._start :] = torch.where(is_exact[..., None], tail, decoded[:, :, self._start :])
         return decoded
-
-    # --- attention on codes -------------------------------------------------------------------------------------------
 
     @property
     def attends_codes(self) -> bool:
@@ -253,12 +240,9 @@ class QuantisedStore(Store):
         return torch.cat(logits).flatten(0, 1)
 
     def _mix_codes(self, shares: Tensor) -> Tensor:
-        """Return the first values, by their codes, weighted by shares [N, X, n]: [N, X, D]."""
         until = shares.shape[2]
         codes, parameters = self._used("value_codes", _ALL, until), self._parameters(VALUES, _ALL, until)
         return self._codec.turned(token_mix(shares, codes, parameters, self._products), VALUES)
-
-    # --- turning entries into codes -----------------------------------------------------------------------------------
 
     @property
     def on_write(self) -> bool:
@@ -274,8 +258,10 @@ class QuantisedStore(Store):
             if values:
                 self._code_tokens(VALUES, values)
             keys = self._leaving(KEYS, keys_until)
-            if keys:
-                self._code_keys(keys)
+            if keys and self._table is None:
+                self._code_tokens(KEYS, keys)
+            elif keys and self._table is not None:
+                self._code_groups(self._table, keys)
         self._done = (keys_until, values_until)
         self._shorten_tail()
 
@@ -329,7 +315,6 @@ class QuantisedStore(Store):
             self._tail = self._copy_tail(slots)
 
     def _copy_tail(self, first: int) -> tuple[Tensor, Tensor]:
-        """Return a copy of the tail from slot ``first`` on."""
         keys, values = self._tail
         if first < keys.shape[2]:
             return keys[:, :, first:].clone(), values[:, :, first:].clone()
@@ -340,14 +325,6 @@ class QuantisedStore(Store):
     def _exact(self, part: int, slots: slice) -> Tensor:
         tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start
         return tail if (first, end) == (0, tail.shape[2]) else tail[:, :, first:end]
-
-    def _code_keys(self, leaving: LeavingEntries) -> None:
-        if self._table is None:
-            self._code_tokens(KEYS, leaving)
-        elif leaving.mask is None:
-            self._code_runs(self._table, leaving)
-        else:
-            self._code_groups(self._table, leaving, leaving.mask)
 
     def _code_tokens(self, part: int, leaving: LeavingEntries) -> None:
         exact = self._codec.turned(self._exact(part, leaving.slots), part)
@@ -379,34 +356,29 @@ class QuantisedStore(Store):
             self._write(f"{PARTS[part]}_codes", pack(part_codes, self._codec.bits), leaving)
             self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), leaving)
 
-    def _code_runs(self, table: Tensor, leaving: LeavingEntries) -> None:
-        """Code the next keys of every row, where slots are positions."""
-        exact = self._exact(KEYS, leaving.slots)
-        codes, group, parameters = encode_runs(exact, self._codec)
-        self._record_hints(KEYS, exact, codes, parameters.repeat_interleave(self._codec.key_group, 2), leaving)
-        self._add_groups(table, parameters)
-        self._write("key_codes", pack(codes, self._codec.bits), leaving)
-        self._write("key_group", group + table.shape[2], leaving)
-
-    def _code_groups(self, table: Tensor, leaving: LeavingEntries, mask: Tensor) -> None:
-        """Code the leaving keys by position, per head."""
+    def _code_groups(self, table: Tensor, leaving: LeavingEntries) -> None:
+        """Code the leaving keys per channel, in runs of slots or else in groups by position, per head."""
         exact = self._exact(KEYS, leaving.slots)
         new_groups, all_groups = leaving.groups or (None, None)
-        codes, group, parameters = encode_groups(exact, mask, self._codec, new_groups)
-        self._record_hints(KEYS, exact, codes, parameters_of(group, parameters), leaving)
-        self._add_groups(table, parameters)
-        self._write("key_codes", pack(codes, self._codec.bits), leaving)
-        self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
-        assert self._table is not None
-        used = self._slots["key_group"][:, :, : self.length]
-        group, self._table = drop_empty_groups(used.long(), self._table, all_groups)
-        used.copy_(group)
-
-    def _add_groups(self, table: Tensor, parameters: Tensor) -> None:
+        if leaving.mask is None:
+            codes, group, parameters = encode_runs(exact, self._codec)
+            by_key = parameters.repeat_interleave(self._codec.key_group, 2)
+        else:
+            codes, group, parameters = encode_groups(exact, leaving.mask, self._codec, new_groups)
+            by_key = parameters_of(group, parameters)
+        self._record_hints(KEYS, exact, codes, by_key, leaving)
         # detached: decoded numbers are written into scratch memory, which has no gradient
         self._table = torch.cat([table, parameters.detach().transpose(-1, -2).flatten(-2)], 2)
         if self._table.shape[2] > MAX_INT16_GROUPS:
             self._slots["key_group"] = self._slots["key_group"].int()
+        self._write("key_codes", pack(codes, self._codec.bits), leaving)
+        if leaving.mask is None:
+            self._write("key_group", group + table.shape[2], leaving)
+        else:
+            self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
+            used = self._slots["key_group"][:, :, : self.length]
+            group, self._table = drop_empty_groups(used.long(), self._table, all_groups)
+            used.copy_(group)
 
     def _write(self, name: str, new: Tensor, leaving: LeavingEntries) -> None:
         slots = self._slots[name][:, :, leaving.slots]
@@ -415,8 +387,6 @@ class QuantisedStore(Store):
         else:
             mask = leaving.mask if slots.dim() == 3 else leaving.mask[..., None]
             slots.copy_(torch.where(mask, new, slots))
-
-    # --- hints --------------------------------------------------------------------------------------------------------
 
     def _record_hints(
         self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries
@@ -434,8 +404,6 @@ class QuantisedStore(Store):
         assert self._hints is not None
         keys, values = self._tail
         return self._hints.row_hints(row, layer, layers, keys.shape[1], max(keys.shape[3], values.shape[3]))
-
-    # --- rows and memory ----------------------------------------------------------------------------------------------
 
     def _pack(self, order: Tensor) -> None:
         in_front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
@@ -485,7 +453,6 @@ class QuantisedStore(Store):
 
 
 def _tail_from(tail: Tensor, first: int) -> Tensor:
-    """Return the tail [N, tail, D] from a slot on; all of it costs no operator."""
     return tail[:, first:] if first else tail
 
 

@@ -76,12 +76,10 @@ class RecordedRoutes:
         return _pad_tokens(recorded, tokens)
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         assert self._table is not None
         self._rows, self._table = len(rows), self._table[rows]
 
     def join(self, other: RecordedRoutes) -> None:
-        """Append the rows of another record."""
         assert self._table is not None
         assert other._table is not None
         width = max(self._table.shape[1], other._table.shape[1])
@@ -91,7 +89,6 @@ class RecordedRoutes:
 
 
 def _pad_tokens(experts: Tensor, tokens: int) -> Tensor:
-    """Pad experts [B, T, M, k] with NO_EXPERT to ``tokens`` tokens."""
     return pad(experts, (0, 0, 0, 0, 0, tokens - experts.shape[1]), value=NO_EXPERT)
 
 
@@ -123,9 +120,6 @@ def _require_every(calls: int, blocks: int) -> None:
             f"{calls} of the model's {blocks} mixture-of-experts blocks reported which experts they chose; which it "
             "uses cannot be recorded; use another model"
         )
-
-
-# --- hooks that intercept the routers of a model ----------------------------------------------------------------------
 
 
 class _TopkInterceptor(TorchFunctionMode):
@@ -172,9 +166,11 @@ class _BlockHooks:
         """Run before the block."""
         if self._routes is None:
             return
-        if not self._from_attention and _is_recomputed(self._layer):
+        layer = self._layer
+        may_recompute = not self._from_attention and isinstance(layer, GradientCheckpointingLayer) and layer.training
+        if may_recompute and layer.gradient_checkpointing:
             raise RunError(
-                f"a {type(self._layer).__name__} recomputed for its gradient would choose other experts; "
+                f"a {type(layer).__name__} recomputed for its gradient would choose other experts; "
                 "switch gradient checkpointing off for this model"
             )
         self._interceptor = _TopkInterceptor(self._routes, self._block, self._experts)
@@ -193,10 +189,6 @@ class _BlockHooks:
                 f"a {type(block).__name__} chose experts {interceptor.calls} times by a top-k over all "
                 f"{self._experts}, wanted once: which experts it uses cannot be recorded; use another model"
             )
-
-
-def _is_recomputed(layer: Any) -> bool:
-    return isinstance(layer, GradientCheckpointingLayer) and layer.training and layer.gradient_checkpointing
 
 
 def hook_expert_blocks(model: Any) -> int:

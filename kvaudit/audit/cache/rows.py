@@ -32,15 +32,12 @@ class Counts:
         return self._on_device
 
     def all_equal(self, number: int) -> bool:
-        """Whether every row has this number."""
         return self.smallest == self.largest == number
 
     def select(self, rows: Tensor) -> Counts:
-        """Return the numbers of these rows [n]."""
         return Counts([self.numbers[row] for row in rows.tolist()])
 
     def concat(self, other: Counts) -> Counts:
-        """Return the numbers of these rows followed by those of others."""
         return Counts(self.numbers + other.numbers)
 
 
@@ -77,15 +74,10 @@ def read_new_tokens(positions: Tensor) -> NewTokens:
 
 
 class Eviction(NamedTuple):
-    """The rows that compress now, and the ``budgets`` that they compress to; ``rows`` is an index on the device."""
+    """The ``rows`` that compress now (a slice for all, or an index on the device), and the ``budgets`` of all rows."""
 
     rows: Tensor | slice
     budgets: Counts
-
-    @property
-    def has_all_rows(self) -> bool:
-        """Whether every row compresses."""
-        return isinstance(self.rows, slice)
 
 
 class Victims(NamedTuple):
@@ -164,12 +156,10 @@ class Schedule:
         return [a and b and self.evictor.phase != "prefill" for a, b in zip(over, waited, strict=True)]
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows [n] (an index on the CPU), in this order; a row may occur several times."""
         self._since_eviction, self.slot_positions = [self._since_eviction[row] for row in rows.tolist()], None
         self.arrived = self.remaining = self.remaining.select(rows)
 
     def join(self, other: Schedule) -> None:
-        """Append the rows of another schedule."""
         self._since_eviction, self.slot_positions = self._since_eviction + other._since_eviction, None
         self.arrived = self.remaining = self.remaining.concat(other.remaining)
 
@@ -193,14 +183,12 @@ class RowKeys:
         return torch.where(positions < lengths, prompt_keys, keys)
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         self._keys = self._keys[rows]
         if self._prompts is not None:
             keys, lengths = self._prompts
             self._prompts = (keys[rows], lengths[rows])
 
     def join(self, other: RowKeys) -> None:
-        """Append the rows of another batch."""
         if self._prompts is not None or other._prompts is not None:
             pairs = zip(self._prompts_or_none(), other._prompts_or_none(), strict=True)
             keys, lengths = (torch.cat(pair) for pair in pairs)
@@ -265,11 +253,9 @@ class Pins:
         ]
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows (an index on the CPU), in this order; a row may occur several times."""
         self._pinned, self._on_device = self._pinned[rows], None
 
     def join(self, other: Pins) -> None:
-        """Append the rows of another batch."""
         width = max(self._pinned.shape[1], other._pinned.shape[1])
         tables = (torch.nn.functional.pad(pins, (0, width - pins.shape[1])) for pins in (self._pinned, other._pinned))
         self._pinned, self._on_device = torch.cat(list(tables)), None
@@ -308,11 +294,9 @@ class QuantisationTimes:
         return keys, values
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         self._keys, self._values = ([list(times[row]) for row in rows.tolist()] for times in (self._keys, self._values))
 
     def join(self, other: QuantisationTimes) -> None:
-        """Append the rows of another batch."""
         self._keys += other._keys
         self._values += other._values
 
@@ -366,7 +350,6 @@ class TailLayout:
         return self._spans[done, until]
 
     def set_freed(self, slots: int) -> None:
-        """Set how many first slots of the tail were freed."""
         self._freed = slots
 
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
@@ -379,10 +362,9 @@ class TailLayout:
         return self._freed
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows (an index on the CPU), in this order; a row may occur several times."""
         if self._positions is not None:
             self._positions = self._positions[rows]
 
     def join(self, other: TailLayout) -> None:  # noqa: ARG002
-        """Forget the positions: the rows of another batch may move into other slots."""
+        # the rows of another batch may move into other slots
         self._positions, self._freed = None, None

@@ -83,11 +83,9 @@ class RecordedChoices:
         self._steps: list[_Step] = []
 
     def begin(self, positions: Tensor) -> None:
-        """Begin a decode step with queries at positions [B], -1 = none."""
         self._steps.append((positions, {}))
 
     def add(self, layer: int, units: Tensor) -> None:
-        """Add a layer's lists [B, A, k], in any order."""
         self._steps[-1][1][layer] = units.to(torch.int32)
 
     def rows(self) -> list[Selection | None]:
@@ -97,8 +95,16 @@ class RecordedChoices:
         layers = tuple(self._steps[0][1])
         width = max(units.shape[-1] for _, step in self._steps for units in step.values())
         positions = torch.stack([positions for positions, _ in self._steps], 1).cpu()  # [B, N]
-        by_layer = [torch.stack([_widen(step[layer], width) for _, step in self._steps], 2) for layer in layers]
-        chosen = torch.stack([_sort_units(units) for units in by_layer], 1).cpu()  # [B, S, A, N, k]
+        padded = [
+            {layer: pad(units, (0, width - units.shape[-1]), value=NO_UNIT) for layer, units in step.items()}
+            for _, step in self._steps
+        ]
+        units = torch.stack(
+            [torch.stack([step[layer] for step in padded], 2) for layer in layers], 1
+        )  # [B, S, A, N, k]
+        # in order, with NO_UNIT at the end
+        ordered = torch.where(units < 0, _LATEST, units).sort(-1).values
+        chosen = torch.where(ordered == _LATEST, NO_UNIT, ordered).cpu()
         return [
             Selection(self._unit, layers, queries[queries >= 0].to(torch.int32), lists[:, :, queries >= 0])
             if bool((queries >= 0).any())
@@ -107,7 +113,6 @@ class RecordedChoices:
         ]
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         self._rows = len(rows)
         steps = ((positions[rows], units) for positions, units in self._steps)
         # steps of removed rows are dropped: a batch that rows join and leave may go on for long
@@ -118,7 +123,6 @@ class RecordedChoices:
         ]
 
     def join(self, other: RecordedChoices) -> None:
-        """Append the rows of another record."""
         self._steps = [_pad_rows(step, 0, other._rows) for step in self._steps] + [
             _pad_rows(step, self._rows, 0) for step in other._steps
         ]
@@ -126,7 +130,6 @@ class RecordedChoices:
 
 
 def _pad_rows(step: _Step, before: int, after: int) -> _Step:
-    """Add rows that took no part in a step."""
     positions, chosen = step
     rows = (before, after)
     return pad(positions, rows, value=NO_UNIT), {
@@ -221,13 +224,3 @@ def attends_to_nothing(selection: Selection, evicted_at: Tensor) -> bool:
         if not bool((in_cache.repeat_interleave(groups, 0) & chosen).any(-1).all()):
             return True
     return False
-
-
-def _sort_units(units: Tensor) -> Tensor:
-    """Sort lists [..., k], with NO_UNIT at the end."""
-    ordered = torch.where(units < 0, _LATEST, units).sort(-1).values
-    return torch.where(ordered == _LATEST, NO_UNIT, ordered)
-
-
-def _widen(units: Tensor, width: int) -> Tensor:
-    return pad(units, (0, width - units.shape[-1]), value=NO_UNIT)

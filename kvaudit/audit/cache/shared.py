@@ -31,16 +31,10 @@ class Prompts(NamedTuple):
     ids: Tensor
     positions: Tensor
 
-    def equals(self, other: Prompts) -> bool:
-        """Whether these are the same tokens at the same positions."""
-        return torch.equal(self.ids, other.ids) and torch.equal(self.positions, other.positions)
 
-
-class _LayerStates(NamedTuple):
-    """The states of a layer of linear attention after the chunk."""
-
-    layer: int
-    states: States
+_Recorded = (
+    AttentionCall | tuple[int, States]
+)  # or the number of a layer of linear attention, and its states afterwards
 
 
 @dataclass
@@ -49,7 +43,7 @@ class _Recorder:
 
     cache: EvictingCache
     queries: bool
-    calls: list[AttentionCall | _LayerStates] = field(default_factory=list)
+    calls: list[_Recorded] = field(default_factory=list)
 
     @property
     def routes(self) -> RecordedRoutes | None:
@@ -66,7 +60,7 @@ class _Recorder:
         out = self.cache.carry(layer, hidden, run)
         states = self.cache.layers[layer].states
         assert states is not None
-        self.calls.append(_LayerStates(layer, states.repeated(1)))  # a copy: the cache changes its own
+        self.calls.append((layer, states.repeated(1)))  # a copy: the cache changes its own
         return out
 
     def settle(self) -> None:
@@ -79,7 +73,7 @@ class _Prefill:
 
     prompts: Prompts
     policy: Policy
-    calls: list[AttentionCall | _LayerStates]
+    calls: list[_Recorded]
     experts: Tensor | None  # of ``RecordedRoutes.copy_table``
     logits: Tensor
     waiting: int
@@ -101,7 +95,8 @@ class SharedPrefill:
     def logits(self, cache: EvictingCache, prompts: Prompts, forward: FirstForward) -> Tensor:
         """Feed the first chunk of ``prompts`` to ``cache``, which has begun it; return the logits of ``forward``."""
         for prefill in self.prefills:
-            if prefill.prompts.equals(prompts) and _can_share(prefill.policy, cache.policy, prompts):
+            same_prompts = all(map(torch.equal, prefill.prompts, prompts))
+            if same_prompts and _can_share(prefill.policy, cache.policy, prompts):
                 return self._reuse(prefill, cache)
         later = self._policies[self._policies.index(cache.policy) + 1 :]
         others = [policy for policy in later if _can_share(policy, cache.policy, prompts)]
@@ -115,12 +110,11 @@ class SharedPrefill:
 
     @torch.no_grad()
     def _reuse(self, prefill: _Prefill, cache: EvictingCache) -> Tensor:
-        """Give ``cache`` the recorded calls of another cache."""
         for call in prefill.calls:
-            if isinstance(call, _LayerStates):
-                cache.take_states(call.layer, call.states)
-            else:
+            if isinstance(call, AttentionCall):
                 cache.take(call)
+            else:
+                cache.take_states(*call)
         if cache.routes and prefill.experts is not None:
             cache.routes.set_first(prefill.experts)
         cache.settle()

@@ -6,7 +6,7 @@ hook changes nothing. Padding, on either side, is read from the attention mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -28,7 +28,14 @@ _NOT_BEGUN = (
     "this CompressedCache was not made for this model, or a part of the model is called on its own; call the model "
     "that for_model was given"
 )
-_KEEPS_ROWS = "a CompressedCache keeps its rows; give every row its own prompt"
+
+
+def _refuse(message: str) -> Callable[..., None]:
+
+    def refuse(*_: Any) -> None:
+        raise RunError(message)
+
+    return refuse
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -56,26 +63,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self.seen
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_max_cache_shape(self) -> int:
         return -1
 
-    def reorder_cache(self, *_: Any) -> None:
-        raise RunError("a CompressedCache does not support beam search; use num_beams=1")
-
-    def crop(self, *_: Any) -> None:
-        raise RunError("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
-
-    def reset(self) -> None:
-        raise RunError("a CompressedCache serves one conversation; make a new one")
-
-    def batch_repeat_interleave(self, *_: Any) -> None:
-        raise RunError(_KEEPS_ROWS)
-
-    def batch_select_indices(self, *_: Any) -> None:
-        raise RunError(_KEEPS_ROWS)
+    get_max_length = get_max_cache_shape
+    reorder_cache = _refuse("a CompressedCache does not support beam search; use num_beams=1")
+    crop = _refuse("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
+    reset = _refuse("a CompressedCache serves one conversation; make a new one")
+    batch_repeat_interleave = _refuse("a CompressedCache keeps its rows; give every row its own prompt")
+    batch_select_indices = batch_repeat_interleave
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
@@ -117,18 +113,15 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
         tokens = int(cache.seen.max())
-        evicted_at, experts, ids = cache.ledger(tokens), cache.experts(tokens), self._row_ids(tokens)
+        evicted_at, experts = cache.ledger(tokens), cache.experts(tokens)
+        assert self._real is not None
+        # ids of the real tokens first, in their order: [B, tokens], -1 after a row's end
+        order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
+        ids = torch.cat(self._ids, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
         codec, times = quantiser_of(cache.policy), cache.quantised_at(tokens)
         if codec is None or times is None:
             return Ledger(evicted_at, ids=ids, experts=experts, selections=cache.selections())
         return Ledger(evicted_at, codec, *times, experts, ids, tuple(cache.hints()))
-
-    def _row_ids(self, tokens: int) -> Tensor:
-        """Return the ids of every row by row position: int64 [B, tokens], -1 after its end."""
-        assert self._real is not None
-        # real tokens first, in their order
-        order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
-        return torch.cat(self._ids, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
 
     @property
     def bytes(self) -> int:
@@ -227,17 +220,16 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
         A mask that grew by ``new`` columns is compared with the last one on the device, and only the new ones are read.
         """
-        last, self._mask = self._mask, None if mask is None or mask.device.type == "cpu" else mask
-        if self._mask is None or last is None or self._mask.dim() != 2 or self._real is None:
+        last, real = self._mask, self._real
+        self._mask = None if mask is None or mask.device.type == "cpu" else mask
+        shapes = None if real is None else (real.shape, (len(real), real.shape[1] + new))
+        if last is None or self._mask is None or real is None or (last.shape, self._mask.shape) != shapes:
             return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
-        # not the same rows with ``new`` more columns: read all of it
-        if last.shape != self._real.shape or self._mask.shape != (len(last), last.shape[1] + new):
-            return self._mask.cpu(), None if position_ids is None else position_ids.cpu()
         reads = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == last.bool()).all()]
         if position_ids is not None:
             reads.append(position_ids.to(last.device))
-        real, is_same, *positions = _copy_to_host(reads)
-        on_host = torch.cat([self._real, real.bool()], 1) if bool(is_same) else self._mask.cpu()
+        new_columns, is_same, *positions = _copy_to_host(reads)
+        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else self._mask.cpu()
         return on_host, positions[0] if positions else None
 
     def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
@@ -307,9 +299,6 @@ def _is_expected_step(position_ids: Tensor, expected: Tensor) -> bool:
     return bool(position_ids.flatten().tolist() == [position for (position,) in expected.tolist()])
 
 
-# --- preparing a model ------------------------------------------------------------------------------------------------
-
-
 def prepare_model(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and hook it, so that it accepts a CompressedCache."""
     require_interface(model)
@@ -375,9 +364,6 @@ def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> No
     kv = kwargs.get("kv")
     if kv is not None:
         kv.settle()
-
-
-# --- the arguments of a forward call ----------------------------------------------------------------------------------
 
 
 def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

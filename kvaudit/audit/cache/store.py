@@ -61,16 +61,6 @@ class Store:
         return self._in_use("positions")
 
     @property
-    def keys(self) -> Tensor:
-        """[B, H, length, D]."""
-        return self.entries(slice(None))[0]
-
-    @property
-    def values(self) -> Tensor:
-        """[B, H, length, D]."""
-        return self.entries(slice(None))[1]
-
-    @property
     def mass(self) -> Tensor | None:
         """Accumulated attention [B, H, length] float32, if the policy asks for it."""
         return self._in_use("mass") if self._accumulates else None
@@ -218,7 +208,6 @@ class Store:
         self._slots["keys"][rows, :, :slots] = keys
 
     def reindex(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur several times."""
         if not self._slots:  # a layer without entries
             return
         for name in self._slots:  # one after the other, so that each old tensor is freed before the next copy
@@ -234,7 +223,6 @@ class Store:
                 self._move_to_front(used, widest)
 
     def join(self, other: Store) -> None:
-        """Append the rows of another store."""
         if not self._slots:
             return
         length = max(self.length, other.length)
