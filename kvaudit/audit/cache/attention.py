@@ -51,7 +51,6 @@ class ExpertRoutes(Protocol):
 
     def route(self, block: int, experts: Tensor) -> Tensor:
         """Return the experts [N, k] that block number ``block`` shall use, given those its router selected."""
-        ...
 
 
 class AttentionCall(NamedTuple):
@@ -79,11 +78,9 @@ class KVHandler(Protocol):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output [B, G*H, Q, D]."""
-        ...
 
     def settle(self) -> None:
         """Finish a forward of the model: raise RunError if some layer did not call this object."""
-        ...
 
 
 def attention(

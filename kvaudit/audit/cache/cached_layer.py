@@ -35,7 +35,8 @@ class Forward(NamedTuple):
     right, where causal attention never lets a real token see it. ``coded``: how many keys and values of each row are
     codes by now, if the policy quantises. ``first_position``: that of the first query, if it is the same in all rows
     and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and ``next_query`` int32 [B, 1, 1] is
-    ``seen``, as all layers use them. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: nowhere.
+    ``seen``, as all layers use them. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: there is
+    none.
     """
 
     positions: Tensor
@@ -79,8 +80,9 @@ class CachedLayer:
         self._centres = QueryCentres(rotary) if rotary and evictor.centres else None
         self._extremes = UnitExtremes(selector.unit) if selector and selector.extremes else None
         self._sinks = MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None
+        # all but the sinks, which need the stores to join
         optional = (self._last, self._moments, self._centres, self._extremes)
-        self._joinable: list[LayerState] = [state for state in optional if state]
+        self._independent: list[LayerState] = [state for state in optional if state]
         self.states = States() if plan.has_state else None
         self.counts = schedule.remaining
         self._scaling = 1.0  # of the last call
@@ -125,8 +127,10 @@ class CachedLayer:
                 statistics.add(query, now.positions)
 
     def update_bytes(self) -> None:
-        total = self.store.bytes + sum(state.bytes for state in self._joinable)
-        self.bytes = total + sum(state.bytes for state in (self._sinks, self.states) if state)
+        self.bytes = self.store.bytes
+        for state in (*self._independent, self._sinks, self.states):
+            if state is not None:
+                self.bytes += state.bytes
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -162,11 +166,9 @@ class CachedLayer:
         outputs = []
         for block in query_blocks(query.shape[2], elements):
             visible = visibility_mask(query_positions[:, block], positions, self.plan.sliding_window)
-            outputs.append(
-                grouped_attention(
-                    query[:, :, block], entries.keys, entries.values, visible, call.scaling, call.sink_logits
-                )
-            )
+            queries = query[:, :, block]
+            out = grouped_attention(queries, entries.keys, entries.values, visible, call.scaling, call.sink_logits)
+            outputs.append(out)
         return torch.cat(outputs, 2)
 
     def selected_attention(
@@ -312,7 +314,7 @@ class CachedLayer:
 
     def reindex(self, rows: Tensor) -> None:
         self.store.reindex(rows)
-        for state in self._joinable:
+        for state in self._independent:
             state.reindex(rows)
         if self._sinks is not None:
             self._sinks.reindex(rows)
@@ -327,7 +329,7 @@ class CachedLayer:
         if self._sinks and other._sinks:
             self._sinks.join_stores(other._sinks, (self.store, other.store))
         self.store.join(other.store)
-        for state, other_state in zip(self._joinable, other._joinable, strict=True):
+        for state, other_state in zip(self._independent, other._independent, strict=True):
             state.join(other_state)
         if self.states is not None and other.states is not None:
             self.states = self.states.concat(other.states)

@@ -163,9 +163,9 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 def encode_groups(
     keys: Tensor, leaving: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same, per head, for the keys that are ``leaving`` [B, H, K]; group numbers [B, H, K] are -1 for others.
+    """Code, like ``encode_runs`` but per head, the keys that are ``leaving`` [B, H, K].
 
-    ``groups`` is G if known; otherwise it is read from the device.
+    Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
     """
     rank = leaving.int().cumsum(2) - 1  # [B, H, K], number among the leaving keys
     group = torch.where(leaving, rank // codec.key_group, -1)

@@ -95,20 +95,17 @@ class ByChannel:
 class BlockReads(NamedTuple):
     """Keys of blocks as queries read them.
 
-    ``own`` [B, H, n, BLOCK, BLOCK, D]: as read by the query at each slot of the same block. ``later``
+    ``same_block`` [B, H, n, BLOCK, BLOCK, D]: as read by the query at each slot of the same block. ``later``
     [B, H, n, BLOCK, D]: as read by queries of later blocks.
     """
 
-    own: Tensor
+    same_block: Tensor
     later: Tensor
 
 
 @dataclass(frozen=True)
 class EngineStore:
-    """How an engine stores keys and values; None stores them unchanged.
-
-    ``shown``: the engine returns the numbers that its queries read, not the exact ones before coding.
-    """
+    """How an engine stores keys and values, None: unchanged. ``shown``: it returns the numbers that queries read."""
 
     keys: Cast | ByToken | ByChannel | None
     values: Cast | ByToken | None

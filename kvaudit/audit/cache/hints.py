@@ -130,9 +130,8 @@ class HintRecorder:
             self._examine([batch])
             return
         if not is_copy:  # a view would keep all exact entries in memory until it is examined
-            batch = batch._replace(
-                x=x.clone(), positions=positions if isinstance(positions, int) else positions.clone()
-            )
+            positions = positions if isinstance(positions, int) else positions.clone()
+            batch = batch._replace(x=x.clone(), positions=positions)
         self._batches.append(batch)
         self._slots += x.shape[2]
         if self._slots >= HINT_BATCH:

@@ -86,17 +86,13 @@ class LastQueries(LayerState):
         """Return queries [b, N, W, D] and positions [b, W] of some rows, oldest first, absent ones before them."""
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
-        order = (self._next_positions()[rows][:, None] + torch.arange(self._window, device=positions.device)) % (
-            self._window
-        )
+        steps = torch.arange(self._window, device=positions.device)
+        order = (self._next_positions()[rows][:, None] + steps) % self._window
         return gather_columns(queries, order), positions.gather(1, order)
 
 
 class QueryMoments(LayerState):
-    """Sums for the mean and covariance of a layer's queries, without those below position ``sink``.
-
-    Sums are float32, or float64 for a float64 model.
-    """
+    """Sums (float32, for a float64 model float64) for mean and covariance of queries from position ``sink`` on."""
 
     _tensors = ("_count", "_sum", "_outer")
 
@@ -133,10 +129,7 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums over a layer's queries, and over the lengths of their rotating pairs.
-
-    Sums are float32, or float64 for a float64 model.
-    """
+    """Sums (float32, for a float64 model float64) over queries, and over the lengths of their rotating pairs."""
 
     _tensors = ("_count", "_sum", "_lengths")
 

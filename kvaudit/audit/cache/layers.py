@@ -226,10 +226,7 @@ def run_state_layer(run: LayerRun, hidden: Tensor, real: Tensor, states: States,
 
 
 def patch_state_layers(model: Any) -> None:
-    """Patch the layers with a state to use that of ``kv``, if a forward passes one; without ``kv`` nothing changes.
-
-    Raises RunError for a layer that does not take its state from a cache.
-    """
+    """Patch layers with a state to use that of ``kv``, if passed; raise RunError for layers that take no state."""
     model, patched = inner_model(model), 0
     expected = sum(kind in STATE_KINDS for kind in layer_kinds(model.config))
     if expected and not hasattr(Cache, "get_conv_state"):
@@ -239,9 +236,8 @@ def patch_state_layers(model: Any) -> None:
         )
     for module in model.modules():
         if "layer_idx" in vars(module) and "cache_params" in signature(type(module).forward).parameters:
-            module.forward = MethodType(
-                _forward_with_kv, module
-            )  # bound to the module, so a copy's is bound to the copy
+            # bound to the module, so that a copy's is bound to the copy
+            module.forward = MethodType(_forward_with_kv, module)
             patched += 1
     if patched < expected:
         raise RunError(

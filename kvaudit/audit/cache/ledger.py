@@ -110,10 +110,7 @@ class Rollout:
 
 
 def batch_ledger(rollouts: Sequence[Rollout]) -> Ledger:
-    """Combine rollouts into the ledger of one batch, padded to the longest.
-
-    Raises DataError if they were stored by different codecs.
-    """
+    """Combine rollouts into one padded batch; raise DataError if they were stored by different codecs."""
     first, longest = rollouts[0], max(len(rollout.ids) for rollout in rollouts)
     if any(rollout.codec != first.codec for rollout in rollouts):
         raise DataError("rollouts of one batch were stored by different quantisers; replay them separately")

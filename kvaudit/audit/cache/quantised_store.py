@@ -188,10 +188,7 @@ class QuantisedStore(Store):
     def attend_one(
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """Return the attention output [B, G*H, 1, D] of one query per row, computed on the codes.
-
-        ``visible`` bool [B, H, 1, length], or None for all.
-        """
+        """Return the output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length], None for all."""
         batch, heads, length, size = len(query), self._tail[0].shape[1], self.length, query.shape[3]
         scaled = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D], N = B * H
         logits = self._all_logits(scaled)
@@ -269,9 +266,8 @@ class QuantisedStore(Store):
         """Return the entries of the tail that become codes if those below ``until`` do; None for none."""
         done = self._done[part]
         if self._aligned:  # slots are positions, and all rows and heads are equally far
-            return (
-                LeavingEntries(slice(done.smallest, until.smallest), None) if done.smallest < until.smallest else None
-            )
+            first, end = done.smallest, until.smallest
+            return LeavingEntries(slice(first, end), None) if first < end else None
         positions = self.positions[:, :, self._start :]
         if self._layout is not None:
             self._layout.set_if_unknown(positions[:, 0])
@@ -388,12 +384,10 @@ class QuantisedStore(Store):
             mask = leaving.mask if slots.dim() == 3 else leaving.mask[..., None]
             slots.copy_(torch.where(mask, new, slots))
 
-    def _record_hints(
-        self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries
-    ) -> None:
+    def _record_hints(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
         assert self._hints is not None
         positions = self._leaving_positions(leaving)
-        self._hints.add(part, exact, codes, parameters, leaving.mask, positions, leaving.places)
+        self._hints.add(part, x, codes, parameters, leaving.mask, positions, leaving.places)
 
     def _leaving_positions(self, leaving: LeavingEntries) -> Tensor | int:
         """Return the positions [B, H, slots] of leaving entries, or the first one's if slots are positions."""

@@ -105,10 +105,7 @@ _ROTARIES: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDi
 
 
 def find_rotary(model: Any, policy: Policy) -> Rotary | None:
-    """Return the rotation of a model's full-attention layers, or None if the policy does not need it.
-
-    Raises RunError if the model has none, or if a governed layer rotates its queries in another way.
-    """
+    """Return the rotation of a model's layers, None if not needed; raise RunError if they do not rotate like that."""
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:
         return None

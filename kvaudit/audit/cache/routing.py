@@ -192,10 +192,7 @@ class _BlockHooks:
 
 
 def hook_expert_blocks(model: Any) -> int:
-    """Hook the mixture-of-experts blocks of a model and return how many it has; 0 for a dense model.
-
-    Raises RunError for experts that are not chosen inside a block of a known form.
-    """
+    """Hook the expert blocks of a model and return their number; raise RunError for experts of an unknown form."""
     model = inner_model(model)
     blocks = [
         (layer, block)

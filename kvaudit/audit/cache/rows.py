@@ -45,10 +45,7 @@ class Counts:
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a forward of ``width`` columns brings to every row.
-
-    ``first`` is the position of a row's first new token, -1 for a row that gets none.
-    """
+    """The tokens that a forward of ``width`` columns brings to each row, from position ``first`` on (-1 for none)."""
 
     width: int
     counts: tuple[int, ...]
@@ -122,7 +119,11 @@ class Schedule:
         if tokens.width > 1 or not tokens.is_aligned:
             self.slot_positions = None
         if tokens.width == 1 and evictor.observed_queries:
-            self.ring_places = self._ring_places(tokens, device)
+            rows = [row for row, count in enumerate(counts) if count]
+            places = [tokens.first[row] % evictor.observed_queries for row in rows]
+            # both in one copy
+            fed_rows, ring_places = upload(torch.tensor([rows, places], dtype=torch.int64), device).unbind(0)
+            self.ring_places = fed_rows, ring_places
         if not evictor.evicts:
             return
         budgets = Counts(evictor.budget_at(seen).tolist())
@@ -134,15 +135,8 @@ class Schedule:
             self._since_eviction = [0 if now else n for now, n in zip(due, self._since_eviction, strict=True)]
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
             self.remaining = Counts([budget if now else held for now, budget, held in numbers])
-            rows = torch.tensor([row for row, now in enumerate(due) if now])
-            self.eviction = Eviction(slice(None) if all(due) else upload(rows, device), budgets)
-
-    def _ring_places(self, tokens: NewTokens, device: torch.device) -> tuple[Tensor, Tensor]:
-        rows = [row for row, count in enumerate(tokens.counts) if count]
-        places = [tokens.first[row] % self.evictor.observed_queries for row in rows]
-        # both in one copy
-        rows_there, places_there = upload(torch.tensor([rows, places], dtype=torch.int64), device).unbind(0)
-        return rows_there, places_there
+            due_rows = torch.tensor([row for row, now in enumerate(due) if now])
+            self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
         """Return which rows compress to ``budgets`` after their ``new`` tokens have arrived."""
@@ -213,10 +207,7 @@ class Pins:
         self._on_device: Tensor | None = None
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
-        """Add new tokens by their CPU positions [B, Q] (-1 = padding) and whether each is pinned.
-
-        Raises SpecError if the pins exceed the budget.
-        """
+        """Add tokens by CPU position [B, Q] (-1 = padding); raise SpecError if the pins exceed the budget."""
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)  # [n] each
         if not len(rows):
             return

@@ -99,9 +99,8 @@ class RecordedChoices:
             {layer: pad(units, (0, width - units.shape[-1]), value=NO_UNIT) for layer, units in step.items()}
             for _, step in self._steps
         ]
-        units = torch.stack(
-            [torch.stack([step[layer] for step in padded], 2) for layer in layers], 1
-        )  # [B, S, A, N, k]
+        # [B, S, A, N, k]
+        units = torch.stack([torch.stack([step[layer] for step in padded], 2) for layer in layers], 1)
         # in order, with NO_UNIT at the end
         ordered = torch.where(units < 0, _LATEST, units).sort(-1).values
         chosen = torch.where(ordered == _LATEST, NO_UNIT, ordered).cpu()
@@ -123,18 +122,16 @@ class RecordedChoices:
         ]
 
     def join(self, other: RecordedChoices) -> None:
-        self._steps = [_pad_rows(step, 0, other._rows) for step in self._steps] + [
-            _pad_rows(step, self._rows, 0) for step in other._steps
-        ]
+        later = [_pad_rows(step, self._rows, 0) for step in other._steps]
+        self._steps = [_pad_rows(step, 0, other._rows) for step in self._steps] + later
         self._rows += other._rows
 
 
 def _pad_rows(step: _Step, before: int, after: int) -> _Step:
     positions, chosen = step
     rows = (before, after)
-    return pad(positions, rows, value=NO_UNIT), {
-        layer: pad(units, (0, 0, 0, 0, *rows), value=NO_UNIT) for layer, units in chosen.items()
-    }
+    padded = {layer: pad(units, (0, 0, 0, 0, *rows), value=NO_UNIT) for layer, units in chosen.items()}
+    return pad(positions, rows, value=NO_UNIT), padded
 
 
 class Choices(NamedTuple):
@@ -161,10 +158,7 @@ class Choices(NamedTuple):
 
 
 def batch_choices(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
-    """Combine the selections of rows of at most ``tokens`` tokens; None if no query selected.
-
-    Raises DataError if rows have different units, layers or heads.
-    """
+    """Combine rows of at most ``tokens`` tokens, None if none selected; raise DataError if their forms differ."""
     used = [selection for selection in selections if selection is not None and len(selection.queries)]
     if not used:
         return None

@@ -32,9 +32,7 @@ class Prompts(NamedTuple):
     positions: Tensor
 
 
-_Recorded = (
-    AttentionCall | tuple[int, States]
-)  # or the number of a layer of linear attention, and its states afterwards
+_Recorded = AttentionCall | tuple[int, States]  # number and new states of a layer of linear attention
 
 
 @dataclass

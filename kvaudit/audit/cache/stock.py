@@ -145,7 +145,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         if self._evicting is None or self._evicting.is_settled:
             raise RunError(_NOT_BEGUN)
-        raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
+        raise RunError("a layer of linear attention was not passed kv=, so its state is lost; use another model")
 
     def require_made_for(self, model: Any) -> None:
         """Raise RunError if ``model`` has other layers, heads or positions than the cache was made for."""
@@ -169,10 +169,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if self._evicting is not None and not self._evicting.is_settled:
             raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
         if self._evicting is None:
-            row_keys = torch.arange(batch, device=ids.device) + self._seed
-            self._evicting = EvictingCache(
-                self._config, self._policy, row_keys, rotary=self._rotary, blocks=self._blocks
-            )
+            keys = torch.arange(batch, device=ids.device) + self._seed
+            self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
@@ -400,10 +398,7 @@ def require_causal(model: Any, call: Mapping[str, Any]) -> None:
 
 
 def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError if the call asks for a loss over the routers and has padding.
-
-    The model would exclude padding by the mask, which is not passed on to it.
-    """
+    """Raise RunError if a loss over the routers would count padding: the model does not get the mask."""
     mask, wanted = call_mask(call), call.get("output_router_logits")
     if wanted is None:  # then the config decides, for a call with labels
         wanted = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")

@@ -180,7 +180,7 @@ class StoredReplay:
         tail = kind.read_in_order(blocks[:, :, start:], prompt[:, start:], written[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
-        near = self._own((_in_blocks(exact, 2), blocks), first, tail.own, start)
+        near = self._own((_in_blocks(exact, 2), blocks), first, tail.same_block, start)
         return _attention(call, _off_by(exact, later, its), values, visible, near)
 
     def _own(self, blocks: tuple[Tensor, Tensor], first: Tensor, own: Tensor, start: int) -> tuple[Tensor, Tensor]:
