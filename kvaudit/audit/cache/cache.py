@@ -99,7 +99,7 @@ class EvictingCache:
         if self._times:
             self._times.advance(seen, tokens.counts)
         seen_on_device = upload(self.seen, self._device)
-        self._now = Forward(
+        self._forward = Forward(
             on_device,
             decoding,
             seen_on_device,
@@ -135,40 +135,40 @@ class EvictingCache:
     def take(self, call: AttentionCall) -> None:
         """Do what ``attend`` does, but without attention: the output is known from another cache."""
         require_single_call(call.layer, self._attended, len(self.layers))
-        assert self._now.is_first, "the output is known only if both caches held the same"
+        assert self._forward.is_first, "the output is known only if both caches held the same"
         assert self._order is None  # shared prompts are right-padded
-        self.layers[call.layer].append(call, self._now)
+        self.layers[call.layer].append(call, self._forward)
         self._compress(call)
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        layer, now = self.layers[call.layer], self._now
-        layer.append(call, now)
-        selector = layer.selector if now.decoding else None
-        out = layer.attention(call, now) if selector is None else self._attend_selected(layer, selector, call)
+        layer, forward = self.layers[call.layer], self._forward
+        layer.append(call, forward)
+        selector = layer.selector if forward.decoding else None
+        out = layer.attention(call, forward) if selector is None else self._attend_selected(layer, selector, call)
         self._compress(call)
         return out
 
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
         """Let one query per row attend to the units that it selects, and record them."""
-        view = layer.view(slice(None), self._now, self._row_keys, packed=False)
-        out, units = layer.selected_attention(call, self._now, selector, view)
+        view = layer.view(slice(None), self._forward, self._row_keys, packed=False)
+        out, units = layer.selected_attention(call, self._forward, selector, view)
         assert self._choices is not None
         self._choices.add(call.layer, units)
         return out
 
     def _compress(self, call: AttentionCall) -> None:
         """Remember the queries, which have attended, then evict and quantise."""
-        layer, now = self.layers[call.layer], self._now
-        layer.add_queries(call.query, now)
+        layer, forward = self.layers[call.layer], self._forward
+        layer.add_queries(call.query, forward)
         self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)  # the new entries have arrived and none has left yet
         eviction, layers = layer.schedule.eviction, self._compressing(layer)
         if layers and eviction is not None:
             self._evict(layers, eviction)
-        if eviction is not None or now.coded is not None:
+        if eviction is not None or forward.coded is not None:
             # after the eviction: entries that leave now are in no group of codes, as in ``coded_keys`` of the replay
             for compressed in layers:
-                compressed.flush(now, on_write=False)
+                compressed.flush(forward, on_write=False)
                 self._update_bytes(compressed)
         self._attended.add(call.layer)
 
@@ -189,25 +189,25 @@ class EvictingCache:
             self._replace(layers, eviction)
             return
         layers[0].schedule.slot_positions = None  # packing changes the order of slots
-        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=True) for layer in layers]
+        views = [layer.view(eviction.rows, self._forward, self._row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
-            layer.evict(eviction, self._now, view, importance, self._pins)
+            layer.evict(eviction, self._forward, view, importance, self._pins)
 
     def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Let the newest entry take the slot of the one that leaves, in every head of these layers."""
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
         # if positions alone rank, the host can tell what leaves and need not wait for the device
         if schedule.victims is None and by_position:
-            schedule.victims = layers[0].victims_on_host(self._now, self._pins)
+            schedule.victims = layers[0].victims_on_host(self._forward, self._pins)
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
-            layers[0].replace(schedule.victims, eviction, self._now)
+            layers[0].replace(schedule.victims, eviction, self._forward)
             return
-        views = [layer.view(eviction.rows, self._now, self._row_keys, packed=False) for layer in layers]
+        views = [layer.view(eviction.rows, self._forward, self._row_keys, packed=False) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self._pins)
             if by_position:  # the same entries leave in every layer
                 schedule.victims = victims = victims.simplified()
-            layer.replace(victims, eviction, self._now)
+            layer.replace(victims, eviction, self._forward)
 
     @skip_compile
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:

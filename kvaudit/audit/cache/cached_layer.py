@@ -91,40 +91,47 @@ class CachedLayer:
 
     # --- what a forward brings ----------------------------------------------------------------------------------------
 
-    def append(self, call: AttentionCall, now: Forward) -> None:
+    def append(self, call: AttentionCall, forward: Forward) -> None:
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         max_slots = self.schedule.max_slots
-        self.store.append(call.key, call.value, now.positions_by_head, now.first_position, max_slots=max_slots)
+        self.store.append(call.key, call.value, forward.positions_by_head, forward.first_position, max_slots=max_slots)
         if self._extremes:
-            self._extremes.add(call.key, now.positions, now.longest)
-        self.flush(now, on_write=True)
+            self._extremes.add(call.key, forward.positions, forward.longest)
+        self.flush(forward, on_write=True)
         self.counts = self.schedule.arrived
 
-    def flush(self, now: Forward, *, on_write: bool) -> None:
+    def flush(self, forward: Forward, *, on_write: bool) -> None:
         """Turn entries into codes, if the codec does so before their own queries attend (``on_write``) or after."""
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
-            assert now.coded is not None
-            self.store.flush(*now.coded)
+            assert forward.coded is not None
+            self.store.flush(*forward.coded)
 
-    def add_queries(self, query: Tensor, now: Forward) -> None:
+    def add_queries(self, query: Tensor, forward: Forward) -> None:
         """Update what the policy needs to know of the queries: the last ones, attention mass, statistics."""
         store = self.store
         if self._last:
-            self._last.add(query, now.positions, self.schedule.ring_places, real=now.real)
+            self._last.add(query, forward.positions, self.schedule.ring_places, real=forward.real)
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
             # the left, the slots that a query sees are not the first ones
-            are_first = now.is_first or (now.no_padding and self._is_full)
+            are_first = forward.is_first or (forward.no_padding and self._is_full)
             before = store.length - query.shape[2] if are_first else None
             for rows, keys, _ in store.read():
                 store.mass[rows] += attention_mass(
-                    *(query[rows], now.positions[rows], keys, store.positions[rows], self._scaling, self._sink_logits),
+                    *(
+                        query[rows],
+                        forward.positions[rows],
+                        keys,
+                        store.positions[rows],
+                        self._scaling,
+                        self._sink_logits,
+                    ),
                     before=before,
-                    no_padding=now.no_padding,
+                    no_padding=forward.no_padding,
                 )
         for statistics in (self._moments, self._centres):
             if statistics:
-                statistics.add(query, now.positions)
+                statistics.add(query, forward.positions)
 
     def update_bytes(self) -> None:
         self.bytes = self.store.bytes
@@ -134,16 +141,16 @@ class CachedLayer:
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def attention(self, call: AttentionCall, now: Forward) -> Tensor:
+    def attention(self, call: AttentionCall, forward: Forward) -> Tensor:
         """Return the attention output [B, G*H, Q, D] of the newest queries. Masks are bounded, whatever the length."""
         store, window, queries = self.store, self.plan.sliding_window, call.query.shape[2]
         has_empty = not self._is_full
         # for one query codes are used directly, without decoding all of them
         if isinstance(store, QuantisedStore) and queries == 1 and store.attends_codes:
-            visible = visibility_mask(now.positions, store.positions, window) if has_empty else None
+            visible = visibility_mask(forward.positions, store.positions, window) if has_empty else None
             return store.attend_one(call.query, visible, call.scaling, call.sink_logits)
         # the kernel's own causal mask is enough: the cache was empty, and all queries are within the window
-        is_causal = now.is_first and queries > 1 and (window is None or queries <= window)
+        is_causal = forward.is_first and queries > 1 and (window is None or queries <= window)
         outputs = []
         for entries in store.read():
             query = call.query if entries.rows == slice(None) else call.query[entries.rows]
@@ -152,7 +159,7 @@ class CachedLayer:
             elif queries == 1 and window is None and not has_empty:
                 out = grouped_attention(query, entries.keys, entries.values, None, call.scaling, call.sink_logits)
             else:
-                out = self._masked_attention(entries, call._replace(query=query), now.positions[entries.rows])
+                out = self._masked_attention(entries, call._replace(query=query), forward.positions[entries.rows])
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -172,22 +179,22 @@ class CachedLayer:
         return torch.cat(outputs, 2)
 
     def selected_attention(
-        self, call: AttentionCall, now: Forward, selector: Selector, view: View
+        self, call: AttentionCall, forward: Forward, selector: Selector, view: View
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output [B, G*H, 1, D] of one query per row over the units that it selects, and those.
 
         For a store without eviction, so that every head holds the same positions.
         """
-        store, positions = self.store, now.positions
+        store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
         extremes = self._extremes.extremes if self._extremes else None
         units = selector.choose(view._replace(queries=call.query, query_positions=positions, extremes=extremes))
-        most = now.longest // selector.unit + 1  # number of units so far
-        if store.ordered and now.first_position is not None and store.length == now.first_position + 1:
+        max_units = forward.longest // selector.unit + 1  # number of units so far
+        if store.ordered and forward.first_position is not None and store.length == forward.first_position + 1:
             # every slot holds the position of its number, and all of them come before the query
-            visible = slot_mask(units[:, :, None], store.length, selector.unit, most)
+            visible = slot_mask(units[:, :, None], store.length, selector.unit, max_units)
         else:
-            selected = unit_mask(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
+            selected = unit_mask(units[:, :, None], store.positions[:, 0], selector.unit, max_units)  # [B, A, 1, K]
             # a row that is fed nothing sees everything: its output is never used, but must stay finite
             is_padding = (positions < 0)[:, None, None]
             visible = (visibility_mask(positions, store.positions[:, :1], None) & selected) | is_padding
@@ -210,12 +217,12 @@ class CachedLayer:
         every_row = isinstance(eviction.rows, slice)
         return every_row and self._is_full and eviction.budgets.all_equal(self.store.length - 1)
 
-    def view(self, rows: Tensor | slice, now: Forward, row_keys: RowKeys, *, packed: bool) -> View:
+    def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return what the policy sees of some rows."""
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
             # neighbours in the cache must be neighbours in the view, without gaps from the padding of other rows
-            self._keep(store.positions >= 0, now)
+            self._keep(store.positions >= 0, forward)
         keys, values = store.entries(rows)
         positions = store.positions[rows]
         # queries [b, H, 0, D] at positions [b, 0], for a policy that needs none
@@ -226,7 +233,7 @@ class CachedLayer:
             keys=keys,
             values=values,
             positions=positions,
-            seen=now.seen[rows],
+            seen=forward.seen[rows],
             queries=queries,
             query_positions=query_positions,
             mass=keys.new_zeros(keys.shape[:3]) if store.mass is None else store.mass[rows],
@@ -235,16 +242,16 @@ class CachedLayer:
             moments=moments.of(rows) if moments else None,
             centres=centres.of(rows) if centres else None,
             sink_logits=self._sink_logits,
-            longest=now.longest,
+            longest=forward.longest,
         )
 
-    def evict(self, eviction: Eviction, now: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
+    def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop the entries of ``view`` with the lowest ``importance`` [b, H, K]."""
         pinned, store = self._pinned(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
         kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all
         kept[eviction.rows] = keep_mask(importance, view.positions, view.seen, self.evictor, pinned)
-        self._keep(kept, now)
+        self._keep(kept, forward)
         if self._sinks:
             # everything evicted was between the sinks and the rest: tokens seen less entries left
             budgets = eviction.budgets.to(view.seen.device)[eviction.rows]
@@ -255,12 +262,12 @@ class CachedLayer:
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def victims_on_host(self, now: Forward, pins: Pins | None) -> Victims | None:
+    def victims_on_host(self, forward: Forward, pins: Pins | None) -> Victims | None:
         """Return ``victims`` without asking the device, for a policy by position; None if rows or heads differ.
 
         The positions by slot are read from the device once, and then updated in the schedule.
         """
-        schedule, newest, length = self.schedule, now.first_position, self.store.length
+        schedule, newest, length = self.schedule, forward.first_position, self.store.length
         if newest is None or pins is not None:
             return None
         if schedule.slot_positions is None or len(schedule.slot_positions) + 1 != length:
@@ -293,22 +300,22 @@ class CachedLayer:
             order[slot] = newest
         return Victims(slot, victim)
 
-    def replace(self, victims: Victims, eviction: Eviction, now: Forward) -> None:
+    def replace(self, victims: Victims, eviction: Eviction, forward: Forward) -> None:
         """Move the newest entry into the slot of the victim."""
         self.counts = self.schedule.remaining
-        self.store.replace(victims, now.next_query, now.longest)
+        self.store.replace(victims, forward.next_query, forward.longest)
         if self._sinks:
-            self._sinks.move(self.store, eviction.rows, by=now.seen - eviction.budgets.to(now.seen.device))
+            self._sinks.move(self.store, eviction.rows, by=forward.seen - eviction.budgets.to(forward.seen.device))
 
     def _pinned(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
         """Return which entries of the view are pinned, if any can be; pins do not apply to the model's own window."""
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
-    def _keep(self, kept: Tensor, now: Forward) -> None:
+    def _keep(self, kept: Tensor, forward: Forward) -> None:
         """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
         # only the device knows how heads share a budget, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
-        self.store.keep(kept, width, now.next_query, now.longest)
+        self.store.keep(kept, width, forward.next_query, forward.longest)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

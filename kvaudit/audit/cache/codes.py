@@ -173,17 +173,17 @@ def encode_groups(
     return encode_as(keys, parameters_of(group, parameters), codec), group, parameters
 
 
-def drop_empty_groups(group: Tensor, table: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = None) -> tuple[Tensor, Tensor]:
     """Return group numbers [B, H, K] and ``table`` [B, H, G, ...] without the groups whose keys have all left.
 
-    ``most`` is the largest number of groups that a head still has, if known; otherwise it is read from the device.
+    ``max_groups`` is the largest number that a head still has, if known; otherwise it is read from the device.
     """
     batch, heads, groups = table.shape[:3]
     used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
     used = used.scatter(2, torch.where(group >= 0, group, groups), 1)[:, :, :groups]
     renamed = (used.cumsum(2) - 1).gather(2, group.clamp(min=0))  # [B, H, K], numbers without gaps
-    most = int(used.sum(2).max()) if most is None else most
-    order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :most]
+    max_groups = int(used.sum(2).max()) if max_groups is None else max_groups
+    order = torch.sort(used, dim=2, descending=True, stable=True).indices[:, :, :max_groups]
     return torch.where(group >= 0, renamed, -1), gather_entries(table, order)
 
 
@@ -234,9 +234,9 @@ class CodeProducts:
 
     def _block(self, codes: Tensor, element_size: int) -> Block:
         token = codes.shape[3] * 8 // self._codec.bits * element_size
-        most = HOST_BLOCK * torch.get_num_threads() if codes.device.type == "cpu" else DEVICE_BLOCK
-        tokens = max(1, most // token // self._run) * self._run  # whole runs
-        return Block(max(1, most // (token * max(1, codes.shape[2]))), tokens)
+        max_bytes = HOST_BLOCK * torch.get_num_threads() if codes.device.type == "cpu" else DEVICE_BLOCK
+        tokens = max(1, max_bytes // token // self._run) * self._run  # whole runs
+        return Block(max(1, max_bytes // (token * max(1, codes.shape[2]))), tokens)
 
     def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the numbers of ``codes`` [N, C, W] as [n, C, D], n heads at a time; each overwrites the one before.

@@ -227,9 +227,9 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     The intermediate results of a piece stay in the processor's cache; those of all rows would need new memory.
     """
     rows, heads, slots, size = tensors[0].shape
-    most = _HOST_PIECE if tensors[0].device.type == "cpu" else rows * heads * slots * size
-    width = max(1, min(slots, most // max(heads * size, 1)))
-    step = max(1, most // max(heads * size * width, 1))
+    max_elements = _HOST_PIECE if tensors[0].device.type == "cpu" else rows * heads * slots * size
+    width = max(1, min(slots, max_elements // max(heads * size, 1)))
+    step = max(1, max_elements // max(heads * size * width, 1))
     for first in range(0, rows, step):
         for start in range(0, slots, width):
             yield first, [tensor[first : first + step, :, start : start + width] for tensor in tensors]

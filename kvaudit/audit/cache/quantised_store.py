@@ -118,8 +118,8 @@ class QuantisedStore(Store):
     def _row_blocks(self) -> list[slice]:
         keys = self._tail[0]
         row_bytes = keys.shape[1] * self.length * keys.shape[3] * keys.element_size()
-        most = HOST_EXACT if keys.device.type == "cpu" else DEVICE_EXACT
-        step = max(1, most // max(row_bytes, 1))
+        max_bytes = HOST_EXACT if keys.device.type == "cpu" else DEVICE_EXACT
+        step = max(1, max_bytes // max(row_bytes, 1))
         return [slice(first, first + step) for first in range(0, len(keys), step)]
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:

@@ -132,10 +132,10 @@ class Schedule:
             self.max_slots = budgets.largest + max(tokens.width, evictor.interval)
         due = self.are_due(counts, budgets, decoding=decoding)
         if any(due):
-            self._since_eviction = [0 if now else n for now, n in zip(due, self._since_eviction, strict=True)]
+            self._since_eviction = [0 if is_due else n for is_due, n in zip(due, self._since_eviction, strict=True)]
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
-            self.remaining = Counts([budget if now else held for now, budget, held in numbers])
-            due_rows = torch.tensor([row for row, now in enumerate(due) if now])
+            self.remaining = Counts([budget if is_due else held for is_due, budget, held in numbers])
+            due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
@@ -322,8 +322,8 @@ class TailLayout:
         """Append the positions [B, Q] of the next forward, on the CPU."""
         self._spans.clear()
         if self._positions is not None:
-            left = self._positions[:, self._freed :] if self._freed else self._positions
-            self._positions = torch.cat([left, positions], 1)
+            tail = self._positions[:, self._freed :] if self._freed else self._positions
+            self._positions = torch.cat([tail, positions], 1)
         self._freed = None
 
     def set_if_unknown(self, tail: Tensor) -> None:

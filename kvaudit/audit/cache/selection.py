@@ -51,24 +51,24 @@ class Selection:
         return Selection(self.unit, self.layers, self.queries[before], self.chosen[:, :, before])
 
 
-def unit_mask(units: Tensor, positions: Tensor, unit: int, most: int) -> Tensor:
+def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Tensor:
     """Return which keys are in listed units, bool [B, A, Q, K].
 
-    units [B, A, Q, k], all below ``most``; key positions [B, K]. Padding counts as unit 0: callers hide it.
+    units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0: callers hide it.
     """
     index = (positions.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
-    return _listed(units, most).gather(3, index.expand(*units.shape[:3], -1))
+    return _listed(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
 
 
-def slot_mask(units: Tensor, length: int, unit: int, most: int) -> Tensor:
+def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
     """Return ``unit_mask`` for slots 0 to ``length`` that hold the positions of their numbers."""
-    marks = _listed(units, most)[..., 1:, None]  # [B, A, Q, most, 1]
+    marks = _listed(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
 
 
-def _listed(units: Tensor, most: int) -> Tensor:
-    """Return which units below ``most`` are listed, bool [B, A, Q, 1 + most]; the first column is for NO_UNIT."""
-    marks = torch.zeros(*units.shape[:3], 1 + most, dtype=torch.bool, device=units.device)
+def _listed(units: Tensor, max_units: int) -> Tensor:
+    """Return which units are listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
+    marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)
 
 
