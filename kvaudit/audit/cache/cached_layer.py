@@ -117,15 +117,9 @@ class CachedLayer:
             are_first = forward.is_first or (forward.no_padding and self._is_full)
             before = store.length - query.shape[2] if are_first else None
             for rows, keys, _ in store.read():
+                query_positions, positions = forward.positions[rows], store.positions[rows]
                 store.mass[rows] += attention_mass(
-                    *(
-                        query[rows],
-                        forward.positions[rows],
-                        keys,
-                        store.positions[rows],
-                        self._scaling,
-                        self._sink_logits,
-                    ),
+                    *(query[rows], query_positions, keys, positions, self._scaling, self._sink_logits),
                     before=before,
                     no_padding=forward.no_padding,
                 )
