@@ -113,7 +113,7 @@ class HintRecorder:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Record which of ``x`` [B, H, K, D] became ``codes`` where ``leaving`` [B, H, K] (None: everywhere).
+        """Record the hints of ``x`` [B, H, K, D], which becomes ``codes`` where ``leaving`` [B, H, K] (None: all).
 
         ``positions`` [B, H, K], or the first of K consecutive ones in all rows and heads. ``places``: the only ones of
         K where something leaves, if known. ``is_copy``: ``x`` shares no memory and is not changed later.

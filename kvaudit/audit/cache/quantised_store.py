@@ -123,17 +123,17 @@ class QuantisedStore(Store):
         return [slice(first, first + step) for first in range(0, len(keys), step)]
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        codes = unpack(self._used("value_codes", rows), self._codec.bits)
+        codes = unpack(self._slots_of("value_codes", rows), self._codec.bits)
         values = decode_tokens(codes, self._parameters(VALUES, rows), self._codec)
         return self._decoded_keys(rows), self._with_tail(self._codec.turned(values, VALUES), VALUES, rows)
 
-    def _used(self, name: str, rows: Tensor | slice, until: int | None = None) -> Tensor:
+    def _slots_of(self, name: str, rows: Tensor | slice, until: int | None = None) -> Tensor:
         """Return the slots of some rows up to ``until``, by default all in use."""
         return self._slots[name][rows, :, : self.length if until is None else until]
 
     def _decoded_keys(self, rows: Tensor | slice) -> Tensor:
         codec = self._codec
-        codes = unpack(self._used("key_codes", rows), codec.bits)
+        codes = unpack(self._slots_of("key_codes", rows), codec.bits)
         if self._table is None:
             keys = decode_tokens(codes, self._parameters(KEYS, rows), codec)
             return self._with_tail(codec.turned(keys, KEYS), KEYS, rows)
@@ -148,7 +148,7 @@ class QuantisedStore(Store):
             missing = decoded.new_zeros(*decoded.shape[:2], self.length - coded, decoded.shape[3])
             keys = torch.cat([decoded, missing], 2)
         elif table.shape[2]:
-            parameters = self._split_channels(parameters_of(self._used("key_group", rows), table))
+            parameters = self._split_channels(parameters_of(self._slots_of("key_group", rows), table))
             keys = decode_keys(codes, parameters, codec)
         else:
             keys = self._tail[0].new_zeros(codes.shape)
@@ -162,8 +162,8 @@ class QuantisedStore(Store):
         """Return the parameters [b, H, length, n, P] of entries coded per token."""
         scales = self._fixed[part]
         if scales is not None:
-            return spread_scales(scales, self._used(f"{PARTS[part]}_codes", rows, until))
-        return split_last(self._used(f"{PARTS[part]}_parameters", rows, until), self._numbers)
+            return spread_scales(scales, self._slots_of(f"{PARTS[part]}_codes", rows, until))
+        return split_last(self._slots_of(f"{PARTS[part]}_parameters", rows, until), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
         done = self._done[part].to(self.positions.device)[rows]
@@ -228,17 +228,17 @@ class QuantisedStore(Store):
     def _code_logits(self, query: Tensor, until: int) -> Tensor:
         """Return q k [N, X, until] of ``query`` [N, X, D] and the first codes; anything for entries that are exact."""
         if self._table is None:
-            codes, parameters = self._used("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
+            codes, parameters = self._slots_of("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
         if self._aligned:  # keys become codes in whole runs
-            return self._products.logits(query, self._used("key_codes", _ALL, until), self._table)
+            return self._products.logits(query, self._slots_of("key_codes", _ALL, until), self._table)
         by_row = query.view(len(self._tail[0]), -1, *query.shape[1:])  # [B, H, X, D]
         logits = [by_row[rows] @ self._decoded_keys(rows).transpose(2, 3) for rows in self._row_blocks()]
         return torch.cat(logits).flatten(0, 1)
 
     def _mix_codes(self, shares: Tensor) -> Tensor:
         until = shares.shape[2]
-        codes, parameters = self._used("value_codes", _ALL, until), self._parameters(VALUES, _ALL, until)
+        codes, parameters = self._slots_of("value_codes", _ALL, until), self._parameters(VALUES, _ALL, until)
         return self._codec.turned(token_mix(shares, codes, parameters, self._products), VALUES)
 
     @property
@@ -248,13 +248,13 @@ class QuantisedStore(Store):
 
     def flush(self, keys_until: Counts, values_until: Counts) -> None:
         """Quantise keys at positions below ``keys_until`` and values below ``values_until``."""
-        values = self._leaving(VALUES, values_until)
+        values = self._find_leaving(VALUES, values_until)
         if values and self._can_code_together(keys_until, values_until, values):
             self._code_both(values)
         else:
             if values:
                 self._code_tokens(VALUES, values)
-            keys = self._leaving(KEYS, keys_until)
+            keys = self._find_leaving(KEYS, keys_until)
             if keys and self._table is None:
                 self._code_tokens(KEYS, keys)
             elif keys and self._table is not None:
@@ -262,7 +262,7 @@ class QuantisedStore(Store):
         self._done = (keys_until, values_until)
         self._shorten_tail()
 
-    def _leaving(self, part: int, until: Counts) -> LeavingEntries | None:
+    def _find_leaving(self, part: int, until: Counts) -> LeavingEntries | None:
         """Return the entries of the tail that become codes if those below ``until`` do; None for none."""
         done = self._done[part]
         if self._aligned:  # slots are positions, and all rows and heads are equally far
@@ -318,12 +318,12 @@ class QuantisedStore(Store):
             self._empty_tail = (keys[:, :, :0].clone(), values[:, :, :0].clone())
         return self._empty_tail
 
-    def _exact(self, part: int, slots: slice) -> Tensor:
+    def _exact_entries(self, part: int, slots: slice) -> Tensor:
         tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start
         return tail if (first, end) == (0, tail.shape[2]) else tail[:, :, first:end]
 
     def _code_tokens(self, part: int, leaving: LeavingEntries) -> None:
-        exact = self._codec.turned(self._exact(part, leaving.slots), part)
+        exact = self._codec.turned(self._exact_entries(part, leaving.slots), part)
         codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
         self._record_hints(part, exact, codes, parameters, leaving)
         self._write(f"{PARTS[part]}_codes", pack(codes, self._codec.bits), leaving)
@@ -341,7 +341,9 @@ class QuantisedStore(Store):
     def _code_both(self, leaving: LeavingEntries) -> None:
         """Code keys and values of the same entries together, with half the operators per step."""
         # [2, B, H, slots, D]
-        exact = torch.stack([self._codec.turned(self._exact(part, leaving.slots), part) for part in (KEYS, VALUES)])
+        exact = torch.stack(
+            [self._codec.turned(self._exact_entries(part, leaving.slots), part) for part in (KEYS, VALUES)]
+        )
         codes, parameters = encode_tokens(exact, self._codec)
         positions = self._leaving_positions(leaving)
         positions = positions if isinstance(positions, int) else positions.clone()
@@ -354,7 +356,7 @@ class QuantisedStore(Store):
 
     def _code_groups(self, table: Tensor, leaving: LeavingEntries) -> None:
         """Code the leaving keys per channel, in runs of slots or else in groups by position, per head."""
-        exact = self._exact(KEYS, leaving.slots)
+        exact = self._exact_entries(KEYS, leaving.slots)
         new_groups, all_groups = leaving.groups or (None, None)
         if leaving.mask is None:
             codes, group, parameters = encode_runs(exact, self._codec)
