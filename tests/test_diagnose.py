@@ -23,7 +23,7 @@ from kvaudit.audit.again.diagnose import (
     read_back,
 )
 from kvaudit.audit.cache.attention import ATTENTION_NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50

@@ -14,7 +14,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.engines.base import Drawn

@@ -172,7 +172,7 @@ def test_what_a_policy_governs_is_said() -> None:
 REFUSED = {
     "a state that is not passed on": (
         JambaConfig(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, **HEADS),
-        "not handed kv=",
+        "not passed kv=",
     ),
     "a state kept elsewhere": (
         MiniMaxConfig(head_dim=8, num_local_experts=2, layer_types=LINEAR, **GQA),

@@ -54,7 +54,7 @@ def tiny(layers: int = 2) -> Any:
         max_position_embeddings=512,
         initializer_range=0.3,
     )
-    config._attn_implementation = kvaudit.audit.cache.attention.NAME
+    config._attn_implementation = kvaudit.audit.cache.attention.ATTENTION_NAME
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -578,10 +578,9 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = kvaudit.audit.cache.cached_layer.visibility
-    monkeypatch.setattr(
-        kvaudit.audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
-    )  # fmt: skip
+    cached_layer = kvaudit.audit.cache.cached_layer
+    plain = cached_layer.visibility_mask
+    monkeypatch.setattr(cached_layer, "visibility_mask", lambda *args: masks.append(args[0].shape[1]) or plain(*args))
     monkeypatch.setattr(kvaudit.audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)
     ids = torch.tensor([long, [0] * 80 + short])

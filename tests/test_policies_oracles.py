@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from scipy.linalg import hadamard
 
 from kvaudit.audit.cache import evict
-from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, victim_slots, keep_mask
 from kvaudit.audit.cache.codes import decode_tokens, encode_tokens
+from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, keep_mask, victim_slots
 from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]

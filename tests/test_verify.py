@@ -20,9 +20,9 @@ from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.cache.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvaudit.audit.again.distances import distances
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, parse_policy, softmax
 from kvaudit.audit.sampling.model import LoadedModel

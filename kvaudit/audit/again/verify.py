@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvaudit.audit.again.finished import checkpoint_rollouts
 from kvaudit.audit.again.measure import Measure
+from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits

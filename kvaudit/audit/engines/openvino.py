@@ -137,7 +137,7 @@ class OpenVino(Engine):
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
         """See ``Engine.store``: keys by channel in blocks, values by token, as its CPU plugin codes them."""
-        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Cast
+        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
         whole = settings.get("KV_CACHE_PRECISION", "")
         keys, values = (settings.get(name, whole) for name in _APART)

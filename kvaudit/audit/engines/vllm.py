@@ -96,7 +96,7 @@ class Vllm(ServedEngine):
         """See ``Engine.store``: cast on write with the scale 1.0, which a checkpoint's own scales would change."""
         import torch
 
-        from kvaudit.audit.cache.engine_store import EngineStore, Cast
+        from kvaudit.audit.cache.engine_store import Cast, EngineStore
 
         word = _ROUNDED.get(settings.get("kv_cache_dtype", "auto"), "")
         if word is None:

@@ -16,9 +16,6 @@ from kvaudit.audit.cache.attention import (
     query_blocks,
     require_single_call,
 )
-from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.layers import LayerRun, States, run_state_layer
 from kvaudit.audit.cache.codes import (
     decode_keys,
     decode_tokens,
@@ -28,6 +25,8 @@ from kvaudit.audit.cache.codes import (
     parameters_of,
 )
 from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.layers import LayerPlan, LayerRun, States, run_state_layer
+from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
 from kvaudit.audit.cache.tensors import upload

@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.attention import find_decoder
+from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.layers import LayerPlan, kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.rotary import require_rotary_length
 from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
 from kvaudit.audit.cache.selection import Selection, batch_choices

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from kvaudit.audit.cache.attention import find_decoder, inner_model
+from kvaudit.audit.cache.hints import HintTable
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Ledger
-from kvaudit.audit.cache.hints import HintTable
 from kvaudit.audit.cache.rotary import require_rotary_length
 from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
 from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.cache.stock import (
-    named_arguments,
     call_ids,
     call_mask,
+    named_arguments,
     prepare_model,
     require_causal,
     require_no_padding_counted,

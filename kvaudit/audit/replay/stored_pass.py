@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_single_call
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.tensors import upload
@@ -180,7 +180,7 @@ class StoredReplay:
         tail = coding.read_in_order(blocks[:, :, start:], prompt[:, start:], present[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([prefilled[:, :, :start], tail.later], 2).flatten(2, 3)
-        near = self._block_of_query((_in_blocks(exact, 2), blocks), prefilled, tail.own, start)
+        near = self._block_of_query((_in_blocks(exact, 2), blocks), prefilled, tail.same_block, start)
         return _attention(call, _add_error(exact, later, engine), values, visible, near)
 
     def _block_of_query(

@@ -22,8 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvaudit.audit.cache.attention import ATTENTION_NAME as ATTENTION
 from kvaudit.audit.cache.attention import disable_cudnn_attention, require_interface
-from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds
-from kvaudit.audit.cache.layers import patch_state_layers
+from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds, patch_state_layers
 from kvaudit.audit.sampling.chat import Chat, ChatOption
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.audit.sampling.weights import (
