@@ -70,7 +70,7 @@ def test_numbers_are_cut_toward_zero_where_an_engine_does() -> None:
 def test_a_block_is_coded_again_out_of_what_was_read_back_when_a_key_joins_it() -> None:
     keys = column([0.0, 15.0, 30.0, 60.0])
     written = ByChannel(4).read_in_order(keys, first(1), first(4))
-    seen = [written.own[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
+    seen = [written.same_block[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
     # 15 is 7.5 steps of 2, and goes to 8 of them; 16 and 32 would be its steps of 4, had it been 15 or 30 again
     for own, numbers in zip(seen, [[0], [0, 15], [0, 16, 30], [0, 16, 32, 60]], strict=True):
         assert own == pytest.approx(numbers, abs=1e-4)
@@ -82,7 +82,7 @@ def test_the_keys_of_a_prompt_are_coded_at_once() -> None:
     alone = ByChannel(4).read_back(keys, first(3)[:, None])
     assert alone[0, 0, 0, :4, 0].tolist() == pytest.approx([0, 16, 30, 0], abs=1e-4)
     written = ByChannel(4).read_in_order(keys, first(3), first(4))
-    assert written.own[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
+    assert written.same_block[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
 
 
 def test_what_joins_no_block_changes_none() -> None:

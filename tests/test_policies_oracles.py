@@ -302,7 +302,7 @@ def test_the_mass_of_a_row_is_the_same_beside_others(monkeypatch: pytest.MonkeyP
     expected = attention_mass(*inputs)
     monkeypatch.setattr(evict, "HOST_MASS", 2 * 4 * 128 * 300)  # two rows at once, so that one is left over
     assert torch.equal(attention_mass(*inputs), expected)
-    assert torch.equal(attention_mass(*inputs, before=0, all_fed=True), expected)
+    assert torch.equal(attention_mass(*inputs, before=0, no_padding=True), expected)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 200, MANY_QUERIES + 30])
@@ -316,7 +316,7 @@ def test_the_mass_is_the_same_where_the_host_knows_what_is_seen(before: int, que
     held = torch.stack([torch.randperm(before, generator=generator) for _ in range(4)]).view(2, 2, before)
     positions = torch.cat([held, at[:, None].expand(-1, 2, -1)], 2)
     expected = attention_mass(query, at, keys, positions, 0.25)
-    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, all_fed=True), expected)
+    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, no_padding=True), expected)
     if queries > 1:
         assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), expected)
 
