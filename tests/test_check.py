@@ -28,7 +28,7 @@ from kvaudit.audit.runs.question import (
     spec_text,
 )
 from kvaudit.audit.runs.rounds import RowsPlan, plan_lines
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
@@ -166,7 +166,7 @@ def test_the_spec_says_why_everything_stands_there(rows: Path) -> None:
 def test_what_ships_can_decide_its_margins() -> None:
     spec = spec_named(spec_text("embedded", u4(), planned("embedded", u4()), "check"))
     assert spec.gate.margins == {"refusal.unsafe": 5, "refusal.helpful": 5, "math.solved": 10}
-    assert list(impossible(spec, chat_named("embedded").count_tokens)) == []
+    assert list(impossible(spec, load_base_chat("embedded").count_tokens)) == []
 
 
 def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:

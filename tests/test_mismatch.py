@@ -14,8 +14,8 @@ import torch
 from again_world import measure
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.again import mismatch as command
-from kvaudit.audit.again.mismatch import Filled, PaddedRollouts, Survey, survey
+from kvaudit.audit.rerun import mismatch as command
+from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import import_rollouts
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -338,7 +338,7 @@ def test_a_zero_of_a_masked_token_says_nothing(sampled: list[Line], loaded: Load
 
 
 def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
-    filled, sure = Filled(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
+    filled, sure = FilledLogprobs(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
     ones = torch.ones(1, 4, dtype=torch.bool)
     filled.add(PaddedRollouts(torch.zeros(1, 4), sure, ones, torch.zeros(1, 4), ["line 1"], [2]))
     assert (filled.tokens, filled.doubted, filled.place) == (4, 1, "")

@@ -83,7 +83,7 @@ def server() -> Iterator[Server]:
 def sampled(policy: str, new: int) -> tuple[str, tuple[float, ...]]:
     """What the sampler says by itself, greedily."""
     model = load_model()
-    prompt = model.chat.opening([Message(Role(row["role"]), row["content"]) for row in CHAT])
+    prompt = model.chat.prompt([Message(Role(row["role"]), row["content"]) for row in CHAT])
     episode = Sampler(model, parse_policy(policy)).open([prompt.ids], [0], roles=[prompt.roles])
     (done,) = episode.decode(Decoding(new, temperature=0.0))
     assert done is not None

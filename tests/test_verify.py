@@ -19,7 +19,7 @@ from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.cache.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers

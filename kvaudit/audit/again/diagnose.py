@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.again.distances import distances
+from kvaudit.audit.rerun.diagnose import distances
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
@@ -172,7 +172,7 @@ class Diagnosis:
         return FAILURE_MODES[self.mode]
 
     @property
-    def mending(self) -> list[Harm]:
+    def effective_remedies(self) -> list[Harm]:
         """Remedies that take away enough, by memory, then by what they leave."""
         enough = [] if self.mode == "nothing" else [r for r in self.remedies if r.nats <= MENDS * self.whole.nats]
         return sorted(enough, key=lambda one: (one.case.bits, one.nats))
@@ -200,7 +200,7 @@ def answered_requests(model: LoadedModel, suite: Suite, prompts: int, context_to
         )
     found = []
     for item, bad in zip(items, harmful, strict=True):
-        prompt = model.chat.opening(item.messages).ids
+        prompt = model.chat.prompt(item.messages).ids
         episode = Sampler(model, parse_policy("none"), recorded=False).open([prompt], [0])
         (answer,) = episode.decode(Decoding(_OPENS, temperature=0.0))
         assert answer is not None

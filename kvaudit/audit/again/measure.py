@@ -71,7 +71,7 @@ class Measure(ABC, Generic[Piece, ServedBatch, Total]):
 
 MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
     "measure",
-    "kvaudit.audit.again",
+    "kvaudit.audit.rerun",
     Measure,  # type: ignore[type-abstract]  # its plug-ins are whole
 )
 

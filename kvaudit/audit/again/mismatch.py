@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.again.measure import Measure
-from kvaudit.audit.again.verify import PASS_TOKENS
+from kvaudit.audit.rerun.measure import Measure
+from kvaudit.audit.rerun.verify import PASS_TOKENS
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.replay.rollout_checks import model_misfit

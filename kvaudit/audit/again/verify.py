@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvaudit.audit.again.finished import checkpoint_rollouts
-from kvaudit.audit.again.measure import Measure
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.measure import Measure
 from kvaudit.audit.cache.hints import Strays
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout

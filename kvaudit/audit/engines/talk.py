@@ -12,7 +12,7 @@ from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.chat import Rendered
+    from kvaudit.audit.sampling.chat import ChatTokens
     from kvaudit.audit.sampling.conversations import Conversation
     from kvaudit.audit.sampling.decoding import Decoding
     from kvaudit.audit.sampling.model import LoadedModel
@@ -29,7 +29,7 @@ class EngineRow(NamedTuple):
 class _Row:
     """A conversation with the tokens that the engine is to read next."""
 
-    def __init__(self, talk: Conversation, prompt: Rendered, model: LoadedModel) -> None:
+    def __init__(self, talk: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
         self.talk, self._model = talk, model
         self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0
@@ -48,7 +48,7 @@ class _Row:
         self._turn += 1
         if reply.refused is not None:
             self.logprob = None
-            self.talk.exchange.break_off(reply.refused)
+            self.talk.exchange.abort(reply.refused)
             return
         if reply.text is not None:
             self.said_in = reply.said_in
@@ -67,14 +67,14 @@ class _Row:
 
     def _take_text(self, text: str, finish: str, thought: str | None) -> None:
         self.logprob = None
-        end = self.talk.end_of(text)
+        end = self.talk.answer_end(text)
         if end is not None:
             text, finish = text[:end], "stop"
         self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
         messages = self.talk.exchange.hear(text, finish, thought)
         self.talk.exchange.go_on(messages)
         # no tokens of the answer to go on from: the whole conversation is rendered anew
-        self._ids = self._model.chat.opening(self.talk.exchange.transcript).ids if self.talk.open else ()
+        self._ids = self._model.chat.prompt(self.talk.exchange.transcript).ids if self.talk.open else ()
 
 
 def talk_with(
@@ -82,7 +82,7 @@ def talk_with(
     model: LoadedModel,
     suite: Suite,
     items: Sequence[Item],
-    prompts: Sequence[Rendered],
+    prompts: Sequence[ChatTokens],
     decoding: Decoding,
     seeds: Sequence[int],
     group: int = 1,

@@ -25,12 +25,12 @@ from rich.console import Console
 
 from kvaudit import __version__
 from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.grader import Remembered
+from kvaudit.audit.judges.base import CachedGrader
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading
 from kvaudit.audit.runs.stored import StoredUnit
-from kvaudit.audit.sampling.exchange import graded, settled, with_harm
+from kvaudit.audit.sampling.exchange import grade_transcript, grade_by_judge, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
@@ -89,8 +89,8 @@ class Judging(Regrading[Question, Reading]):
         self._open()
 
     @cached_property
-    def answers(self) -> Remembered[Question, Reading] | None:
-        return None if self._by is None else Remembered(self._by, self._out.path)
+    def answers(self) -> CachedGrader[Question, Reading] | None:
+        return None if self._by is None else CachedGrader(self._by, self._out.path)
 
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""
@@ -161,10 +161,10 @@ class Judging(Regrading[Question, Reading]):
         """The grade of an answer by what the judge says of it, and whether it is sure of that."""
         reading = readings[0] if readings else None
         if self._by is None or not readings:
-            grade = graded(suite, item, old.transcript, old.finish_reason)
+            grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
         else:
             refused = None if reading is None else reading.refused
-            grade = settled(suite, item, old.transcript, refused=refused, judge=self._by.label)
+            grade = grade_by_judge(suite, item, old.transcript, refused=refused, judge=self._by.label)
         if self._by is not None and self._by.grades_harm:
             grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
         return grade, reading is None or reading.sure

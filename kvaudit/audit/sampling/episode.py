@@ -20,14 +20,16 @@ from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
+from kvaudit.audit.sampling.decoding import Completion, Decoding, AnswerScore, draw
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Role
 
-Pick = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
-Ended = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
-Heard = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
-Pause = Callable[[], bool]  # whether turns are to stop where they are
+SampleTokens = Callable[
+    [Tensor, list[int]], tuple[list[int], list[float]]
+]  # from logits [b, V], and tokens drawn so far [b]
+EndsTurn = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
+OnTurnEnd = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
+ShouldPause = Callable[[], bool]  # whether turns are to stop where they are
 
 
 class ServedModel(Protocol):
@@ -99,12 +101,12 @@ class Episode:
         return len(self._rows)
 
     @property
-    def going_on(self) -> int:
+    def open_rows(self) -> int:
         """Rows that may still be asked or told something."""
         return len(self._rows) - len(self._over)
 
     @property
-    def is_speaking(self) -> bool:
+    def has_open_turns(self) -> bool:
         """Whether a turn is under way."""
         return bool(self._turns)
 
@@ -118,9 +120,9 @@ class Episode:
         self,
         decoding: Decoding,
         limits: Sequence[int] | None = None,
-        ended: Ended | None = None,
-        heard: Heard | None = None,
-        pause: Pause | None = None,
+        ended: EndsTurn | None = None,
+        heard: OnTurnEnd | None = None,
+        pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
         """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all.
 
@@ -150,10 +152,10 @@ class Episode:
         return found
 
     @torch.no_grad()
-    def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
+    def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """Let every row say given tokens, one at a time and compressed as drawn ones are; () leaves a row as it is."""
         assert not self._turns, "a turn that was begun goes on"
-        found: list[Scored | None] = [None] * self.rows
+        found: list[AnswerScore | None] = [None] * self.rows
         likely = [True] * self.rows
 
         def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
@@ -168,7 +170,7 @@ class Episode:
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             if len(ids) < len(answers[n]):
                 return False
-            found[n] = Scored(tuple(logprobs), likely[n])
+            found[n] = AnswerScore(tuple(logprobs), likely[n])
             return True
 
         self._answer([len(answer) > 0 for answer in answers], next_given, said)
@@ -177,9 +179,9 @@ class Episode:
     def _answer(
         self,
         running: list[bool],
-        pick: Pick,
+        pick: SampleTokens,
         said: Callable[[int, list[int], list[float]], bool],
-        pause: Pause | None = None,
+        pause: ShouldPause | None = None,
     ) -> None:
         """The turn of every row that is ``running``: the tokens that ``pick`` gives, each fed to the cache alone.
 
@@ -230,7 +232,7 @@ class Episode:
         A row sees, draws and leaves behind what it would have by itself.
         """
         first = self.rows
-        if self.going_on:
+        if self.open_rows:
             # rows that are over leave first, or they would be copied along
             self._let_go(at_once=True)
             self._cache.join(other._cache)
