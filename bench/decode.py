@@ -32,7 +32,7 @@ from bench.models import Served, embedded, random_llama
 from kvaudit.audit.cache.attention import NAME
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import RunError
 
@@ -56,7 +56,9 @@ class Ours:
 
     def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, new: int) -> None:
         self._new, self._parameters = new, sum(p.nbytes for p in served.model.parameters())
-        self._episode = Sampler(packed(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+        self._episode = Sampler(pack_weights(served), parse_policy(policy)).open(
+            [prompt], list(range(batch)), group=batch
+        )
 
     def __call__(self) -> Seconds:
         return timed(lambda: self._episode.decode(Decoding(self._new, temperature=0.0)))

@@ -269,7 +269,7 @@ def _rollouts(path: Path) -> object:
 
 
 def _gguf(path: Path) -> object:
-    from kvaudit.audit.sampling.gguf_header import check_gguf
+    from kvaudit.audit.sampling.weights import check_gguf
 
     return check_gguf(path)
 

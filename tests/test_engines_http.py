@@ -320,7 +320,7 @@ QUESTION = (Message(Role.USER, "What is 2 + 2?"),)
 
 def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> Asked:
     question = (Message(Role.USER, text),)
-    return ASKED._replace(ids=model.chat.opening(question).ids, messages=question, most=8)
+    return ASKED._replace(ids=model.chat.prompt(question).ids, messages=question, most=8)
 
 
 def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
         replace(item, messages=(Message(Role.USER, text),))
         for item, text in zip(suite.items("eval", 2, 0, 512, model.chat.count_tokens), texts, strict=True)
     ]
-    prompts = [model.chat.opening(item.messages) for item in items]
+    prompts = [model.chat.prompt(item.messages) for item in items]
     with running(standin) as url, endpoint(model, url, tmp_path, at_once=1) as session:
         found = talk_with(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
         (_, refused) = session.answer([conversation(model), conversation(model, texts[1])])
@@ -401,7 +401,7 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
     said = []
     for thinks in (False, True):
         with running("says:<think>no END</think>yes END and more") as url, endpoint(model, url, tmp_path) as session:
-            asked = [model.chat.opening(item.messages)]
+            asked = [model.chat.prompt(item.messages)]
             (one,) = talk_with(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
         said.append([message.content for message in one.answer.transcript[len(item.messages) :]])
     assert said == [["<think>no END"], ["<think>no END</think>", "yes END"]]
@@ -411,7 +411,7 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
 def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
     model: LoadedModel, tmp_path: Path, more: int, refused: bool
 ) -> None:
-    tokens = len(model.chat.opening(QUESTION).ids)
+    tokens = len(model.chat.prompt(QUESTION).ids)
     with running(f"usage:{tokens + more}") as url:
         if not refused:
             endpoint(model, url, tmp_path).answer([conversation(model)])
@@ -424,7 +424,7 @@ def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
 def test_an_endpoint_with_another_template_is_refused_with_the_first_token_that_differs(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    ids = model.chat.opening(QUESTION).ids
+    ids = model.chat.prompt(QUESTION).ids
     theirs = ".".join(map(str, (*ids[:3], ids[0], *ids[4:])))
     with running(f"ids:{theirs}") as url, pytest.raises(SpecError, match=r"token 3 is '<\|im_start\|>' there and '"):
         endpoint(model, url, tmp_path)

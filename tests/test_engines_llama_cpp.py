@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from kvaudit.audit.engines import Reply, parse_condition
 from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 

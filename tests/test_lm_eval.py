@@ -82,7 +82,7 @@ def test_a_task_is_answered_under_a_policy_as_by_the_sampler_itself_token_for_to
     rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(8)))
     for seed, (item, played) in enumerate(zip(asked, rows, strict=True)):
         written = row(number_of(item))
-        prompt = model.chat.opening([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
+        prompt = model.chat.prompt([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
         (direct,) = sampler.open([prompt.ids], [seed], roles=[prompt.roles]).decode(decoding)
         assert direct is not None
         assert played.rollout.ids.tolist() == [*prompt.ids, *direct.ids]

@@ -67,7 +67,7 @@ def test_code_of_a_checkpoint_is_refused_whatever_stands_on_stdin(
     ran = with_code(folder)
     rewritten(folder / name, **changes)
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
-    with pytest.raises(DataError, match=rf"{name} names code of its own \(auto_map\), which is never run") as caught:
+    with pytest.raises(DataError, match=rf"{name} names Python code \(auto_map\), which is never run") as caught:
         load_model(str(folder))
     assert "\n" not in str(caught.value)
     assert not ran.exists()
@@ -81,7 +81,7 @@ def test_transformers_is_told_to_run_no_code(
     """The second line of defence: what the first would miss is not asked for on stdin either."""
     ran = with_code(folder)
     rewritten(folder / name, **changes)
-    monkeypatch.setattr(model, "refuse_code", lambda _: None)
+    monkeypatch.setattr(model, "check_no_code", lambda _: None)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with suppress(DataError):
         load_model(str(folder))
@@ -92,7 +92,7 @@ def test_code_beside_a_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     rewritten(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(DataError, match="names code of its own"):
+    with pytest.raises(DataError, match="names Python code"):
         load_model(str(tmp_path / "model.gguf"))
 
 
@@ -248,7 +248,7 @@ def test_a_config_that_no_model_has_is_one_line(key: str, value: Any, said: str,
 def test_a_stop_that_is_no_token_of_the_model_is_refused(stop: Any, folder: Path) -> None:
     rewritten(folder / "generation_config.json", eos_token_id=stop)
     message = refused_model(folder)
-    assert "wanted a token of the model, 0 to 258; mend generation_config.json" in message
+    assert "expected a token of the model, 0 to 258; correct generation_config.json" in message
 
 
 def test_a_tokenizer_that_ends_with_a_token_the_model_lacks_is_refused(folder: Path) -> None:
@@ -329,8 +329,8 @@ def test_a_rendering_process_that_was_killed_is_one_line_and_the_next_is_a_new_o
     renderer._process.wait()
     new = [Message(Role.USER, "Nobody has said this yet.")]
     with pytest.raises(RunError, match="renders chat templates ended with code -9"):
-        chat.opening(new)
-    assert chat.opening(new).ids
+        chat.prompt(new)
+    assert chat.prompt(new).ids
 
 
 def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
@@ -352,7 +352,7 @@ def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
 
 def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(byte_tokenizer())
-    wanted = chat.opening([Message(Role.USER, "Two.")])
+    wanted = chat.prompt([Message(Role.USER, "Two.")])
 
     send = rendering._send
 
@@ -362,9 +362,9 @@ def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pyte
 
     monkeypatch.setattr(rendering, "_send", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        chat.opening([Message(Role.USER, "One.")])
+        chat.prompt([Message(Role.USER, "One.")])
     monkeypatch.undo()
-    assert chat.opening([Message(Role.USER, "Two.")]) == wanted
+    assert chat.prompt([Message(Role.USER, "Two.")]) == wanted
 
 
 def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def _model() -> LoadedModel:
 def _came_of(url: str) -> tuple[str, list[Reply], str]:
     """What came of two questions to a server: how it ended, the replies, and its words."""
     question = (Message(Role.USER, "What is 2 + 2?"),)
-    asked = Asked(_model().chat.opening(question).ids, 8, (), 0.0, 1.0, 7, question)
+    asked = Asked(_model().chat.prompt(question).ids, 8, (), 0.0, 1.0, 7, question)
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin", "key": VARIABLE})
     work = Work(_model(), EngineSpec(at_once=2, start=ANSWER, answer=ANSWER), Path("log"), 1)
     try:

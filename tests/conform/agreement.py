@@ -15,7 +15,7 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
+from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, join_episodes
 
 
 class Disagreement(AssertionError):
@@ -52,7 +52,7 @@ def spoken(play: Conversation) -> float:
         if turn == 1 and play.late is not None:
             early = limits[: episode.rows]
             begun = episode.decode(decoding, early, None, heard, pauses_after(play.late)) if play.late else []
-            admit(episode, opened(sampler, play, prompts, roles, slice(begins.stop, None)))
+            join_episodes(episode, opened(sampler, play, prompts, roles, slice(begins.stop, None)))
             begun += [None] * (len(limits) - len(begun))
             rest = [0 if done else limit for done, limit in zip(begun, limits, strict=True)]
             ended = episode.decode(decoding, rest, None, heard)

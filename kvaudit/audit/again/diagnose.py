@@ -200,7 +200,7 @@ def answered_requests(model: LoadedModel, suite: Suite, prompts: int, context_to
         )
     found = []
     for item, bad in zip(items, harmful, strict=True):
-        prompt = model.chat.opening(item.messages).ids
+        prompt = model.chat.prompt(item.messages).ids
         episode = Sampler(model, parse_policy("none"), recorded=False).open([prompt], [0])
         (answer,) = episode.decode(Decoding(_OPENS, temperature=0.0))
         assert answer is not None

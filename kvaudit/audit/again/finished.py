@@ -13,7 +13,7 @@ from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import records_of, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
-from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
@@ -51,7 +51,7 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedM
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
     if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
         raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
-    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if not is_model:
         model = load_comparable(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if model.sha256 != wanted:

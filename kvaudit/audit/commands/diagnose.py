@@ -56,7 +56,7 @@ def diagnose(
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         from kvaudit.audit.again.diagnose import answered_requests, check_group, diagnosis_of
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.audit.sampling.model import EMBEDDED, DtypeName
         from kvaudit.suites.base import SUITES
 
@@ -74,7 +74,7 @@ def diagnose(
         if threads:
             torch.set_num_threads(threads)
         console = wide_console()
-        loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
         check_group(loaded, setting)
         asked = answered_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"

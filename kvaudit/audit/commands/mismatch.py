@@ -30,12 +30,12 @@ def mismatch(
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.mismatch import Mismatch, survey
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.core.files import write_output
 
         ready_to_read(dtype, temperature, plugin or ())
         found = survey(rollouts)
-        loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
         measure = Mismatch(loaded, found, temperature=temperature)
         ((_, total),) = made = serve_again(measure)
         code = show_found(measure, made)

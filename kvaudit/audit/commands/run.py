@@ -375,9 +375,9 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
     from rich.console import Console
 
     from kvaudit.audit.runs.pilot import check_possible, impossible
-    from kvaudit.audit.sampling.checkpoints import chat_named
+    from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
+    chat = load_base_chat(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:
         check_possible(spec, chat.count_tokens)
         return

@@ -50,7 +50,7 @@ def serve(
             raise RunError(f"serving needs two more packages: {install_line('serve')}") from None
         from rich.console import Console
 
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.audit.serving.engine import OwnEngine
 
         key = None if key_env is None else os.environ.get(key_env)
@@ -60,7 +60,7 @@ def serve(
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
         listening = _bound(host, port)  # before models are loaded, which takes minutes
         console = Console()
-        loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
+        loaded = {name: load_model_or_adapter(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
         engine = OwnEngine(loaded, aliases)
         for name in engine.names:
             say(console, f"model: {name}")

@@ -39,13 +39,13 @@ def verify(
     with user_errors():
         from kvaudit.audit.again.measure import serve_again
         from kvaudit.audit.again.verify import Verify
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 
         if tolerance is not None and not math.isfinite(tolerance):
             raise SpecError(f"--tolerance is {tolerance:g}, wanted a finite number of nats")
         ready_to_read(dtype, temperature, plugin or ())
         sources, name = _sources(checkpoint, rollouts, model)
-        loaded = load_named(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
         measure = Verify(loaded, sources, tolerance=tolerance, temperature=temperature)
         raise typer.Exit(show_found(measure, serve_again(measure)))
 

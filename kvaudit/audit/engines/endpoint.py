@@ -189,7 +189,7 @@ class _EndpointSession(Session):
     def _first(self) -> str:
         """The name that it gives itself in a first answer; raises EngineFailed where there is none."""
         messages = _conversations(self._chat)[0]
-        sent, until = len(self._chat.opening(messages).ids), time.monotonic() + self._part.start
+        sent, until = len(self._chat.prompt(messages).ids), time.monotonic() + self._part.start
         try:
             return inline(self._answer(messages, sent, 1, {"temperature": 0}, until).model)
         except Unanswered as why:
@@ -199,7 +199,7 @@ class _EndpointSession(Session):
         """How its prompts were held to ours, empty where it shows none of them; raises SpecError where they differ."""
         for way, shown in (("llama.cpp", self._shown_by_llama), ("vLLM", self._shown_by_vllm)):
             for number, messages in enumerate(_conversations(self._chat)):
-                theirs, ours = shown(messages), self._chat.opening(messages).ids
+                theirs, ours = shown(messages), self._chat.prompt(messages).ids
                 # it shows nothing of the kind: try the next way
                 if not theirs and not number:
                     break

@@ -15,7 +15,7 @@ from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
 from kvaudit.audit.engines.drawing import WorkedDrawer
 from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
 from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import install_line

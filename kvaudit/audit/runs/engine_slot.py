@@ -20,7 +20,7 @@ from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.engines.base import Asked as AskedOfEngine
 from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work, require_replies
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.sampling.conversations import opening_of
+from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import in_file_name
@@ -149,7 +149,7 @@ def try_out_engines(
 
     What they wrote stays where an error names it. ``heard`` is told the beginning of each one's answer.
     """
-    ids, stops = opening_of(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
+    ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     most = 1 if heard is None else FIRST_TOKENS
     asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
     with _trial_logs() as logs:

@@ -29,9 +29,9 @@ from kvaudit.audit.runs.units import (
     sealed_records,
 )
 from kvaudit.audit.sampling.chat import Chat, Rendered
-from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
+from kvaudit.audit.sampling.conversations import GradedRow, check_fits, item_prompt, play
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.reward_trial import check_reward_tells
@@ -223,7 +223,7 @@ class Evaluator:
                             key, SharedPrefill([way for way in alike if isinstance(way, Policy)])
                         )
                         for item in fresh[unit]:
-                            prompts[item.item_id] = prompts.get(item.item_id) or opening_of(self._model.chat, item)
+                            prompts[item.item_id] = prompts.get(item.item_id) or item_prompt(self._model.chat, item)
                         openings = [prompts[name] for name in key]
                         records = self._answers(unit, suite, fresh[unit], openings, shared)
                         files[unit].append(_whole(batch, records, known[unit], samples))
@@ -253,7 +253,7 @@ class Evaluator:
         for unit, file in due.items():
             name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             found[name] = both_prompts(known.get(name) if file.rows and not rows else None, now)
-        names = ", ".join(self._model.chat.unsteady)
+        names = ", ".join(self._model.chat.unstable_names)
         run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
 
     def _answers(
@@ -291,7 +291,7 @@ class Evaluator:
 
     @cached_property
     def _served(self) -> LoadedModel:
-        return packed(self._model)
+        return pack_weights(self._model)
 
     def again(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[GradedRow]]:
         """Some items as a unit serves them among others, batch by batch, a row for every sample."""
@@ -372,7 +372,7 @@ def _cache_use(played: GradedRow) -> CacheUse:
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     """sha256 of items' prompts as the template writes them now, whatever their order."""
-    texts = sorted((item.item_id, chat.opening_text(item.messages)) for batch in batches for item in batch)
+    texts = sorted((item.item_id, chat.prompt_text(item.messages)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
@@ -498,7 +498,7 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
 def _opening_tokens(model: LoadedModel, item: Item) -> int:
     """The length of an item's prompt; what the chat template refuses names the suite."""
     try:
-        return len(model.chat.opening(item.messages).ids)
+        return len(model.chat.prompt(item.messages).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
 

@@ -30,7 +30,7 @@ from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading
 from kvaudit.audit.runs.stored import StoredUnit
-from kvaudit.audit.sampling.exchange import graded, settled, with_harm
+from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
@@ -161,10 +161,10 @@ class Judging(Regrading[Question, Reading]):
         """The grade of an answer by what the judge says of it, and whether it is sure of that."""
         reading = readings[0] if readings else None
         if self._by is None or not readings:
-            grade = graded(suite, item, old.transcript, old.finish_reason)
+            grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
         else:
             refused = None if reading is None else reading.refused
-            grade = settled(suite, item, old.transcript, refused=refused, judge=self._by.label)
+            grade = grade_by_judge(suite, item, old.transcript, refused=refused, judge=self._by.label)
         if self._by is not None and self._by.grades_harm:
             grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
         return grade, reading is None or reading.sure

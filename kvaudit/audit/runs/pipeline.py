@@ -64,10 +64,10 @@ from kvaudit.audit.runs.rounds import (
     words_of,
 )
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, Unit, UnitFiles, open_refused, sealed_records
-from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
-from kvaudit.audit.sampling.packed import packs
+from kvaudit.audit.sampling.packing import has_packable_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.checkpoint import drop_state
@@ -145,7 +145,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     beginning of a first answer under every way of serving.
     """
     disable_progress_bar()
-    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
@@ -312,7 +312,7 @@ class Pipeline:
         section = self._spec.train
         assert section is not None
         spec, known = self._spec, noted(self._run, "base_sha256")
-        self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != known:
             raise RunError(
                 f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"
@@ -768,7 +768,7 @@ class Pipeline:
                 )
             self._hold(ROWS, rows)
             self._hold(MODEL, model.files)
-            layout = ", large products packed" if packs(model) else ""  # which rounds otherwise
+            layout = ", large products packed" if has_packable_weights(model) else ""  # which rounds otherwise
             self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
@@ -780,7 +780,7 @@ class Pipeline:
             self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
             if text := governed_text(model.model.config):
                 self._say(f"cache: {text}")
-            for text in model.chat.moved():
+            for text in model.chat.role_notes():
                 self._say(f"chat: {text}")
             self._base = model
         return self._base

@@ -16,7 +16,7 @@ from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
@@ -68,7 +68,7 @@ class Items:
         own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))  # which made the items, where it is kept
         tokenizer = str(own[0].parent) if own else run.spec.model_path
         probed = run.spec.probe is not None
-        self._run, self._count = run, counter(run.spec)[0] if probed else chat_named(tokenizer).count_tokens
+        self._run, self._count = run, counter(run.spec)[0] if probed else load_base_chat(tokenizer).count_tokens
         self._asked: tuple[tuple[str, int], AskedItems] | None = None
 
     def of(self, unit: StoredUnit) -> AskedItems:

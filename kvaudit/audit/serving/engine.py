@@ -21,8 +21,8 @@ from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.packed import packed
-from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, admit
+from kvaudit.audit.sampling.packing import pack_weights
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, join_episodes
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
@@ -94,7 +94,7 @@ class OwnEngine:
         batch_tokens: int = 16_384,
         most_waiting: int = 1024,
     ) -> None:
-        self._models, self._aliases = {name: packed(model) for name, model in models.items()}, dict(aliases or {})
+        self._models, self._aliases = {name: pack_weights(model) for name, model in models.items()}, dict(aliases or {})
         self._longest_token = {id(m): max(map(len, m.chat.tokenizer.get_vocab())) for m in self._models.values()}
         self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
@@ -124,7 +124,7 @@ class OwnEngine:
             raise Busy(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
         self._check_length(asked)
-        prompt = served.model.chat.opening(asked.messages)
+        prompt = served.model.chat.prompt(asked.messages)
         steady = steady_positions(served.model.model.config)  # beyond it a row would depend on its batch
         positions = min(served.model.max_positions, steady or served.model.max_positions)
         room = positions - len(prompt.ids)
@@ -309,7 +309,7 @@ class _Batch:
         if self._episode is None:
             self._episode = episode
         else:
-            admit(self._episode, episode)
+            join_episodes(self._episode, episode)
 
     def decode(self, pause: Callable[[], bool]) -> None:
         """Draw for every row until all are over, or ``pause`` says that another request may join."""

@@ -25,7 +25,7 @@ from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
+from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, item_prompt
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import merged_weights, without_adapter
@@ -152,7 +152,7 @@ class EngineQuestioner(Questioner):
         model, config, temperature = self._model, self._model.model.config, self._config.temperature
         rows = list[_Row]()
         for n, (suite, item) in enumerate(questions):
-            prompt = opening_of(model.chat, item)
+            prompt = item_prompt(model.chat, item)
             check_fits(model, suite, item, len(prompt.ids))
             for member in range(self._config.group):
                 talk = Conversation(AskedItem(suite, item, prompt, False), member, model)
@@ -163,7 +163,7 @@ class EngineQuestioner(Questioner):
             drawn = self._tried(partial(_draw, asked, self._keeps), again=self._push)
             for row, one in zip(speaking, drawn, strict=True):
                 row.take(one)
-        return [row.talk.played(row.said.rollout(config, self._config.store)) for row in rows]
+        return [row.talk.to_row(row.said.rollout(config, self._config.store)) for row in rows]
 
 
 def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
@@ -239,7 +239,7 @@ class _Row:
 
     def take(self, drawn: Drawn) -> None:
         """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
-        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.ended(drawn.ids[:end]))
+        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.has_ended(drawn.ids[:end]))
         until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
         finish = drawn.finish if until == len(drawn.ids) else "stop"
         self.said.take(drawn, until)

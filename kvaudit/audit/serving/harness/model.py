@@ -20,11 +20,11 @@ from kvaudit import __version__
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.checkpoints import load_named
+from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
 from kvaudit.audit.sampling.model import EMBEDDED
-from kvaudit.audit.sampling.packed import packed
-from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
+from kvaudit.audit.sampling.packing import pack_weights
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 
@@ -69,7 +69,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         chosen = parse_policy("none" if policy is None else policy.replace(";", ","))  # the harness reads none as None
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"  # the harness names cuda:0 where nobody did
-        self._loaded = packed(load_named(pretrained, dtype=dtype, device=device))  # type: ignore[arg-type]
+        self._loaded = pack_weights(load_model_or_adapter(pretrained, dtype=dtype, device=device))  # type: ignore[arg-type]
         self._sampler, self._rows, self._seed = Sampler(self._loaded, chosen), int(batch_size), seed
         self.tokenizer = self._loaded.chat.tokenizer
         self._rendered: dict[str, Rendered] = {}  # prompts made from a chat, whose tokens have roles
@@ -105,8 +105,8 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         messages = [Message(Role(row["role"]), row["content"]) for row in chat_history]
         begun = "" if add_generation_prompt else messages.pop().content
         chat = self._loaded.chat
-        prompt, ids = chat.opening(messages), chat.encode(begun)
-        text = chat.opening_text(messages) + begun
+        prompt, ids = chat.prompt(messages), chat.encode(begun)
+        text = chat.prompt_text(messages) + begun
         self._rendered[text] = Rendered(prompt.ids + ids, (*prompt.roles, *[str(Role.ASSISTANT)] * len(ids)))
         return text
 
@@ -198,11 +198,11 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         temperature, top_p = wanted[0].sampling
         decoding = Decoding(max(one.longest for one in wanted), temperature, top_p)
         completions: dict[int, Completion] = {}
-        arrivals = Arrivals(opened, len(wanted), self._rows)
+        arrivals = ContinuousBatch(opened, len(wanted), self._rows)
         for episode in arrivals:
             # rows that are over draw no more
             limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
-            episode.decode(decoding, limits, ended, heard, arrivals.pause)
+            episode.decode(decoding, limits, ended, heard, arrivals.should_pause)
         for n, one in enumerate(wanted):
             ids = completions[n].ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

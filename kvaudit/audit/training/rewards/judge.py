@@ -118,12 +118,12 @@ class Judged(Reward):
 
     def _question(self, row: GradedRow) -> Question | None:
         """What the judge is asked of a rollout; None where the suite's grade stands."""
-        from kvaudit.audit.sampling.exchange import question_of, said_nothing
+        from kvaudit.audit.sampling.exchange import grade_degenerate, judge_question
 
         suite = SUITES.get(row.item.suite)()
         answered = (suite, row.item, row.transcript, row.finish_reason)
-        question = question_of(*answered)
-        if question is not None or not self.constitution_file or said_nothing(*answered):
+        question = judge_question(*answered)
+        if question is not None or not self.constitution_file or grade_degenerate(*answered):
             return question
         # the last thing that a user asked
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
@@ -131,12 +131,12 @@ class Judged(Reward):
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
     def _score(self, row: GradedRow, word: JudgeWord) -> float | None:
-        from kvaudit.audit.sampling.exchange import settled
+        from kvaudit.audit.sampling.exchange import grade_by_judge
 
         if self.constitution_file or word is None:
             return word
         suite = SUITES.get(row.item.suite)()
-        return settled(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
+        return grade_by_judge(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
 
     def _words(self, questions: Sequence[Question]) -> Sequence[JudgeWord]:
         said: Sequence[JudgeWord]
