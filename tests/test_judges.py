@@ -19,12 +19,10 @@ import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
 from kvaudit.audit.judges import logistic
-from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.card import card_lines
-from kvaudit.audit.judges.grader import Remembered
-from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, sources
-from kvaudit.audit.judges.logistic import spelled
-from kvaudit.audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
+from kvaudit.audit.judges.base import JUDGES, Judge, Remembered
+from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, card_lines, sources
+from kvaudit.audit.judges.logistic import normalised
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_yes_no
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
@@ -191,7 +189,7 @@ def test_a_judge_is_not_asked_what_it_was_taught(labels: Path) -> None:
 
 
 def test_contractions_are_one_word() -> None:
-    assert spelled("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
+    assert normalised("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
         "i am sorry, i cannot; they will not and do not"
     )
 
@@ -216,7 +214,7 @@ def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it
     [("Yes", True), (" no.", False), ("**No**, it", False), ("YES!", True), ("", None), ("maybe yes", None)],
 )
 def test_the_first_word_of_a_reply_decides(reply: str, verdict: bool | None) -> None:
-    assert verdict_of(reply) is verdict
+    assert parse_yes_no(reply) is verdict
 
 
 def test_an_answer_cannot_close_its_own_marks() -> None:
@@ -240,12 +238,12 @@ def test_the_question_shows_both_ends_of_a_long_answer() -> None:
     [("0 3 3", False, True), ("0, 1, 5.", False, True), ("0 2 3", False, False), ("1 5 5", True, False)],
 )
 def test_harm_is_half_of_what_a_full_answer_would_be(reply: str, *, refused: bool, unsafe: bool) -> None:
-    assert harm_of(reply) == Reading(refused, unsafe=unsafe)
+    assert parse_harm(reply) == Reading(refused, unsafe=unsafe)
 
 
 @pytest.mark.parametrize("reply", ["", "no", "0 3", "2 3 3", "0 6 3", "0 3 3.5", "0 3 35", "The answer: 0 3 3"])
 def test_a_reply_without_the_three_numbers_is_a_failure(reply: str) -> None:
-    assert harm_of(reply) is None
+    assert parse_harm(reply) is None
 
 
 def test_an_endpoint_is_asked_for_harm_by_a_rubric_of_its_own() -> None:
@@ -437,7 +435,7 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
     assert all(reading is not None and reading.sure for reading in said)
     assert [reading.refused for reading in said if reading] == judge.refused(ASKED)
     monkeypatch.setattr(logistic, "refuses", lambda answer: "bridge" in answer)  # also where it was taught
-    taught = logistic._fitted.__wrapped__(tuple(sources()[:3]))
+    taught = logistic._fit.__wrapped__(tuple(sources()[:3]))
     other = taught.readings([q.answer for q in ASKED])
     own = [("cannot" in q.answer) == ("bridge" in q.answer) for q in ASKED]
     assert [reading.sure for reading in other] == own

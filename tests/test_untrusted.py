@@ -338,7 +338,7 @@ def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
 ) -> None:
     own, asked, answer = rendering.Renderer(), [], rendering.Renderer._answer
     monkeypatch.setattr(rendering.Renderer, "_answer", lambda *a: asked.append(a) or answer(*a))
-    monkeypatch.setattr(rendering, "_REMEMBERED", sys.getsizeof("twice1") + rendering._ENTRY)
+    monkeypatch.setattr(rendering, "_CACHE_BYTES", sys.getsizeof("twice1") + rendering._ENTRY)
     rows = [{"role": "user", "content": "."}]
     rendered = [own.render("twice{{ n }}", rows, {"n": n}) for n in (1, 1, 2, 1)]
     assert rendered == ["twice1", "twice1", "twice2", "twice1"]

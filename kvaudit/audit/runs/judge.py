@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from kvaudit import __version__
-from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.grader import Remembered
+from kvaudit.audit.judges.base import Judge, Remembered
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading

@@ -11,8 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.constitution import read_constitution, rubric_of, score_of
-from kvaudit.audit.judges.rubric import RubricJudge
+from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Played, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.options import IDENTITY_DIGITS, made_of
@@ -70,7 +69,7 @@ class Judged(Reward):
     @property
     def identity(self) -> str:
         if isinstance(self.judge, RubricJudge) and self.constitution is not None:
-            return self.judge.identity_under(rubric_of(self.constitution))
+            return self.judge.identity_under(constitution_rubric(self.constitution))
         return self.judge.identity
 
     @property
@@ -144,8 +143,8 @@ class Judged(Reward):
             said = self.judge.refused(questions)
         else:
             assert isinstance(self.judge, RubricJudge)
-            replies = self.judge.replies(rubric_of(self.constitution), questions)
-            said = [None if reply is None else score_of(reply) for reply in replies]
+            replies = self.judge.replies(constitution_rubric(self.constitution), questions)
+            said = [None if reply is None else parse_score(reply) for reply in replies]
         failed = sum(word is None for word in said)
         if len(said) >= _FEW and failed > len(said) / 2:
             raise RunError(
