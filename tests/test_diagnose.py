@@ -12,19 +12,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.diagnose import (
+from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cli import app
+from kvaudit.audit.rerun.diagnose import (
     Case,
     CodedAttention,
     Codes,
     Diagnosis,
     Floats,
     Request,
-    diagnosis_of,
     read_back,
+    run_diagnosis,
 )
-from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
-from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50
 
@@ -63,7 +63,7 @@ def asked(model: Any) -> list[Request]:
 
 
 def diagnosed(model: Any) -> Diagnosis:
-    return diagnosis_of(model, asked(model), Codes(4, SIZE))
+    return run_diagnosis(model, asked(model), Codes(4, SIZE))
 
 
 @torch.no_grad()
@@ -107,8 +107,8 @@ def test_outlying_key_channels_are_found_and_finer_groups_are_advised() -> None:
     keys, values = found.parts
     assert found.mode == "outlier-crushes-safety"
     assert keys.nats > 10 * values.nats
-    assert "keys by channel" in [one.case.name for one in found.mending]
-    assert found.mending[0].case.bits <= found.whole.case.bits  # at no more memory
+    assert "keys by channel" in [one.case.name for one in found.effective_remedies]
+    assert found.effective_remedies[0].case.bits <= found.whole.case.bits  # at no more memory
     assert found.along_refusals > 5
 
 
@@ -123,12 +123,12 @@ def test_one_layer_that_carries_the_harm_is_found() -> None:
 def test_harm_that_all_layers_share_is_called_so() -> None:
     found = diagnosed(tiny(tuple(range(LAYERS))))
     assert found.mode == "multi-layer dilution"
-    assert not [one for one in found.mending if one.case.name.startswith(("layers", "keys by channel"))]
+    assert not [one for one in found.effective_remedies if one.case.name.startswith(("layers", "keys by channel"))]
 
 
 def test_where_nothing_moves_nothing_is_advised() -> None:
     found = diagnosed(tiny())
-    assert (found.mode, found.mending) == ("nothing", [])
+    assert (found.mode, found.effective_remedies) == ("nothing", [])
 
 
 E4M3, E5M2 = (EngineStore(one, one) for one in (Rounded("float8_e4m3fn"), Rounded("float8_e5m2")))
@@ -136,7 +136,7 @@ E4M3, E5M2 = (EngineStore(one, one) for one in (Rounded("float8_e4m3fn"), Rounde
 
 def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     loud = tiny((7,), by=12.0)
-    found = diagnosis_of(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
+    found = run_diagnosis(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
     tried = {one.case.name: one for one in found.remedies}
     assert next(iter(tried)) == "fp8_e4m3"
     assert tried["fp8_e4m3"].nats < 0.5 * found.whole.nats
@@ -148,7 +148,7 @@ def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     assert len(quarter.case.stores) == LAYERS - 4
     assert found.mode == "outlier-as-safety"
     assert (found.fine, found.along_refusals) == (None, None)
-    better = diagnosis_of(loud, asked(loud), Floats("fp8_e4m3", E4M3))
+    better = run_diagnosis(loud, asked(loud), Floats("fp8_e4m3", E4M3))
     assert better.whole.nats == tried["fp8_e4m3"].nats
     assert "fp8_e4m3" not in [one.case.name for one in better.remedies]
 
@@ -180,7 +180,7 @@ def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
     [
         (["--suite", "maths"], "unknown suite 'maths'. Did you mean 'math'"),
         (["--suite", "math"], "has 0 of 20 requests that must be refused"),
-        (["--group", "24"], "heads have 32 channels, which do not split so"),
+        (["--group", "24"], "does not divide the 32 channels of a head"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
         (["--kv-cache-dtype", "fp8_e5m3"], "unknown kv_cache_dtype 'fp8_e5m3'. Did you mean 'fp8_e5m2'"),
         (["--kv-cache-dtype", "fp8", "--bits", "4"], "leave --bits and --group out"),

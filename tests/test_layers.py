@@ -17,7 +17,7 @@ RANK = {
     "kvaudit.core": 0,
     "kvaudit.audit.policies": 1, "kvaudit.audit.scan": 1, "kvaudit.audit.cache": 2, "kvaudit.audit.replay": 3,
     "kvaudit.audit.sampling": 3, "kvaudit.audit.engines": 4, "kvaudit.audit.judges": 4, "kvaudit.audit.serving": 4,
-    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.again": 7,
+    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.rerun": 7,
     "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
     "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,

@@ -37,8 +37,8 @@ def verify(
     Exits with 3 where it does not explain their log-probs.
     """
     with user_errors():
-        from kvaudit.audit.again.measure import serve_again
-        from kvaudit.audit.again.verify import Verify
+        from kvaudit.audit.rerun.measure import run_measure
+        from kvaudit.audit.rerun.verify import Verify
         from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 
         if tolerance is not None and not math.isfinite(tolerance):
@@ -47,7 +47,7 @@ def verify(
         sources, name = _sources(checkpoint, rollouts, model)
         loaded = load_model_or_adapter(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
         measure = Verify(loaded, sources, tolerance=tolerance, temperature=temperature)
-        raise typer.Exit(show_found(measure, serve_again(measure)))
+        raise typer.Exit(show_found(measure, run_measure(measure)))
 
 
 def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -> tuple[list[RecordedRollouts], str]:
@@ -55,8 +55,8 @@ def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -
 
     ``rollouts`` is a count of a checkpoint's own, or the path of a file.
     """
-    from kvaudit.audit.again.finished import checkpoint_rollouts
     from kvaudit.audit.replay.interchange import read_rollouts
+    from kvaudit.audit.rerun.finished import checkpoint_rollouts
 
     if checkpoint is not None:
         if model is not None or (rollouts is not None and not rollouts.isdecimal()):

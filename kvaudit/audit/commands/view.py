@@ -53,10 +53,10 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
     from rich.console import Console
 
-    from kvaudit.audit.again.measure import serve_again
-    from kvaudit.audit.again.shade import Shades
+    from kvaudit.audit.rerun.measure import run_measure
+    from kvaudit.audit.rerun.shade import Shade
 
-    serve_again(Shades(opened(path, plugins), wanted), Console(stderr=True))
+    run_measure(Shade(opened(path, plugins), wanted), Console(stderr=True))
 
 
 COMMAND = Command("view", group="Look", order=1, call=view)

@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from test_cli import kvaudit
 
-from kvaudit.audit.again.explain import Explain
-from kvaudit.audit.again.measure import MEASURES, Measure, serve_again
-from kvaudit.audit.again.mismatch import Mismatch
-from kvaudit.audit.again.shade import Shades
-from kvaudit.audit.again.verify import Verify
+from kvaudit.audit.rerun.explain import Explain
+from kvaudit.audit.rerun.measure import MEASURES, Measure, run_measure
+from kvaudit.audit.rerun.mismatch import Mismatch
+from kvaudit.audit.rerun.shade import Shade
+from kvaudit.audit.rerun.verify import Verify
 from kvaudit.audit.runs.folder import RunFolder, begun_run
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError
@@ -79,7 +79,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def texts(measure: AnyMeasure) -> list[str]:
     """Everything that a measure prints."""
-    lines = measure.lines(serve_again(measure))
+    lines = measure.lines(run_measure(measure))
     return [text for line in lines for text in ([line] if isinstance(line, str) else sum(line.rows, line.headers))]
 
 
@@ -99,15 +99,15 @@ def other_weights(model: LoadedModel) -> LoadedModel:
 
 def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
-    pieces = measure.pieces()
-    assert pieces
-    for piece in pieces:
-        assert sum(map(len, measure.served(piece, measure.model(piece)))) == measure.size(piece) > 0
+    units = measure.units()
+    assert units
+    for unit in units:
+        assert sum(map(len, measure.serve(unit, measure.model(unit)))) == measure.size(unit) > 0
 
 
 def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
-    found = serve_again(measure)
+    found = run_measure(measure)
     assert found
     assert not any(measure.differs(total) for _, total in found)
 
@@ -115,9 +115,9 @@ def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path)
 def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
     given = measure.model
-    measure.model = lambda piece: other_weights(given(piece))  # type: ignore[method-assign]
+    measure.model = lambda unit: other_weights(given(unit))  # type: ignore[method-assign]
     try:
-        found = serve_again(measure)
+        found = run_measure(measure)
     except DataError:
         return
     assert any(measure.differs(total) for _, total in found)
@@ -135,13 +135,13 @@ def check_twice_is_the_same_and_says_something(kind: type[AnyMeasure], run: Path
 
 def check_nothing_recorded_is_written_to(kind: type[AnyMeasure], run: Path) -> None:
     before = digests(run)
-    serve_again(kind.trial(begun_run(run)))
+    run_measure(kind.trial(begun_run(run)))
     assert digests(run).items() >= before.items()
 
 
 def check_names_that_are_hostile_are_made_visible(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
-    labels = [measure.label(piece) for piece in measure.pieces()]
+    labels = [measure.label(unit) for unit in measure.units()]
     for said in (*labels, *texts(measure)):
         text = said.replace("\n ", "")  # an answer may have lines, which are indented
         assert not [character for character in text if unicodedata.category(character) in ("Cc", "Cf")], text
@@ -158,8 +158,8 @@ def test_every_measure_keeps_the_contract(tried: str, check: Check, run: Path) -
 class Forgetful(Verify):
     """Leaves a rollout out."""
 
-    def served(self, piece: Any, model: LoadedModel) -> Iterator[Any]:
-        yield from (part[1:] for part in super().served(piece, model))
+    def serve(self, unit: Any, model: LoadedModel) -> Iterator[Any]:
+        yield from (part[1:] for part in super().serve(unit, model))
 
 
 class Content(Mismatch):
@@ -183,20 +183,20 @@ class Drawn(Verify):
         yield str(random.random())
 
 
-class Scribbling(Shades):
+class Scribbling(Shade):
     """Notes in the records what it found."""
 
-    def summed(self, piece: Any, model: LoadedModel, parts: Iterator[Any]) -> Any:
+    def reduce(self, unit: Any, model: LoadedModel, batches: Iterator[Any]) -> Any:
         with next(self._run.path.glob("records/*.jsonl")).open("a") as file:
             file.write("\n")
-        return super().summed(piece, model, parts)
+        return super().reduce(unit, model, batches)
 
 
 class Raw(Verify):
     """Prints what a file is called as it is."""
 
     def lines(self, found: Sequence[Any]) -> Iterator[Any]:
-        yield from (piece.source for piece, _ in found)
+        yield from (unit.source for unit, _ in found)
 
 
 WRONG: dict[type[AnyMeasure], Check] = {
@@ -221,10 +221,10 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
     monkeypatch.setattr(MEASURES, "_found", MEASURES.all())  # which goes when the test ends
     file = tmp_path / "planted.py"
     file.write_text(
-        "from kvaudit.audit.again.mismatch import Mismatch\n"
+        "from kvaudit.audit.rerun.mismatch import Mismatch\n"
         "class Planted(Mismatch):\n"
         "    name = 'planted'\n"
-        "    def size(self, piece): return 0\n"
+        "    def size(self, unit): return 0\n"
     )
     assert MEASURES.load_file(file) == ["planted"]
     with pytest.raises(AssertionError):
@@ -232,7 +232,7 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
 
 
 class Adding(Measure[str, list[int], int]):
-    """Sums numbers of two pieces."""
+    """Sums the numbers of two units."""
 
     name = "adding"
 
@@ -240,31 +240,31 @@ class Adding(Measure[str, list[int], int]):
     def trial(cls, run: RunFolder) -> Adding:
         return cls()
 
-    def pieces(self) -> list[str]:
+    def units(self) -> list[str]:
         return ["a", "b"]
 
-    def size(self, piece: str) -> int:
+    def size(self, unit: str) -> int:
         return 3
 
-    def model(self, piece: str) -> Any:
+    def model(self, unit: str) -> Any:
         return None
 
-    def served(self, piece: str, model: LoadedModel) -> Iterator[list[int]]:
+    def serve(self, unit: str, model: LoadedModel) -> Iterator[list[int]]:
         yield from ([1], [2, 3])
 
-    def summed(self, piece: str, model: LoadedModel, parts: Iterator[list[int]]) -> int:
-        return sum(map(sum, parts))
+    def reduce(self, unit: str, model: LoadedModel, batches: Iterator[list[int]]) -> int:
+        return sum(map(sum, batches))
 
     def differs(self, total: int) -> bool:
         return total != 6
 
     def lines(self, found: Sequence[tuple[str, int]]) -> Iterator[str]:
-        yield from (f"{piece} {total}" for piece, total in found)
+        yield from (f"{unit} {total}" for unit, total in found)
 
 
-def test_progress_counts_items_or_pieces() -> None:
+def test_progress_counts_items_or_units() -> None:
     for by_item, line in ((True, "adding 6/6 (100 %)"), (False, "adding 2/2 (100 %)")):
         measure, text = Adding(), StringIO()
         measure.by_item = by_item  # type: ignore[misc]
-        assert serve_again(measure, Console(file=text)) == [("a", 6), ("b", 6)]
+        assert run_measure(measure, Console(file=text)) == [("a", 6), ("b", 6)]
         assert text.getvalue().startswith(line)
