@@ -179,7 +179,7 @@ def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
     ("words", "line"),
     [
         (["--suite", "maths"], "unknown suite 'maths'. Did you mean 'math'"),
-        (["--suite", "math"], "has 0 of 20 requests that must be refused"),
+        (["--suite", "math"], "0 of the first 20 requests of suite 'math' must be refused"),
         (["--group", "24"], "does not divide the 32 channels of a head"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
         (["--kv-cache-dtype", "fp8_e5m3"], "unknown kv_cache_dtype 'fp8_e5m3'. Did you mean 'fp8_e5m2'"),

@@ -86,7 +86,7 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
     for record in kept[::5]:
         (one,) = explain(opened, where(record), [parse_policy(record.policy)])
         assert one.same
-        assert (one.row.grade.facets, one.played.survival) == (record.facets, record.survival)
+        assert (one.row.grade.facets, one.row.survival) == (record.facets, record.survival)
         assert one.row.spans == record.spans  # which was written from a prefill shared with other policies
         assert "question" in record.spans
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
