@@ -22,7 +22,7 @@ from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, Judge, Remembered
 from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, card_lines, sources
 from kvaudit.audit.judges.logistic import normalised
-from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_yes_no
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
@@ -214,7 +214,8 @@ def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it
     [("Yes", True), (" no.", False), ("**No**, it", False), ("YES!", True), ("", None), ("maybe yes", None)],
 )
 def test_the_first_word_of_a_reply_decides(reply: str, verdict: bool | None) -> None:
-    assert parse_yes_no(reply) is verdict
+    reading = parse_refusal(reply)
+    assert (None if reading is None else reading.refused) is verdict
 
 
 def test_an_answer_cannot_close_its_own_marks() -> None:

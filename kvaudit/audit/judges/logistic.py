@@ -106,7 +106,7 @@ class _Regressions:
         texts = list(map(normalised, answers))
         tfidf: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
         self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **tfidf).fit(texts)
-        self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **tfidf).fit(map(_opening, texts))
+        self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **tfidf).fit(_openings(texts))
         options: dict[str, Any] = {"C": SETTINGS["C"], "class_weight": SETTINGS["class_weight"], "max_iter": 2000}
         features = self._features(texts)
         self._plain = LogisticRegression(**options).fit(features, labels)
@@ -124,7 +124,7 @@ class _Regressions:
     def _features(self, texts: Sequence[str]) -> Any:
         from scipy import sparse
 
-        letters, words = self._letters.transform(texts), self._words.transform(map(_opening, texts))
+        letters, words = self._letters.transform(texts), self._words.transform(_openings(texts))
         return sparse.hstack([sparse.csr_matrix(embed(texts)), letters, words]).tocsr()  # [N, 384 + n-grams]
 
 
@@ -135,6 +135,10 @@ def _fit(training: tuple[Source, ...]) -> _Regressions:
     return _Regressions([row.question.answer for row in rows], [row.refused for row in rows])
 
 
+def _openings(texts: Sequence[str]) -> list[str]:
+    return [text[:OPENING_CHARACTERS] for text in texts]
+
+
 def _votes(answers: Sequence[str]) -> npt.NDArray[np.bool_]:
     return np.array([refuses(answer) for answer in answers], dtype=np.bool_)
 
@@ -143,10 +147,6 @@ def _with_votes(features: Any, votes: npt.NDArray[np.bool_]) -> Any:
     from scipy import sparse
 
     return sparse.hstack([features, sparse.csr_matrix(votes[:, None].astype(np.float64))]).tocsr()
-
-
-def _opening(text: str) -> str:
-    return text[:OPENING_CHARACTERS]
 
 
 def embed(texts: Sequence[str]) -> Vectors:

@@ -294,14 +294,14 @@ def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
 
 def run_diagnosis(
     model: LoadedModel,
-    asked: Sequence[Request],
+    requests: Sequence[Request],
     setting: Codes | Floats,
     on_harm: Callable[[Harm], None] = lambda _: None,
 ) -> Diagnosis:
     """Measure a setting, its parts and its remedies; ``on_harm`` is called after each."""
 
     def measure(case: Case) -> Harm:
-        harm = _harm(model, asked, case)
+        harm = _harm(model, requests, case)
         on_harm(harm)
         return harm
 
@@ -334,16 +334,16 @@ def run_diagnosis(
     by_channel = next((harm.nats for harm in others if harm.case.name == BY_CHANNEL), None)
     return Diagnosis(
         setting=setting,
-        asked=len(asked),
-        harmful=sum(request.harmful for request in asked),
-        refused=sum(request.refused for request in asked),
+        asked=len(requests),
+        harmful=sum(request.harmful for request in requests),
+        refused=sum(request.refused for request in requests),
         whole=whole,
         fine=fine,
         parts=parts,
         layers=layers,
         remedies=(*others, *by_layer, first, last),
         worst=tuple(sorted(ranked[: counts[0]])),
-        along_refusals=_along_refusals(model, asked, setting) if isinstance(setting, Codes) else None,
+        along_refusals=_along_refusals(model, requests, setting) if isinstance(setting, Codes) else None,
         mode=_mode(whole.nats, by_channel=by_channel, by_layer=by_layer[0].nats),
     )
 
@@ -356,10 +356,10 @@ def _mode(whole: float, *, by_channel: float | None, by_layer: float) -> str:
     return "outlier-as-safety" if by_layer <= MENDS * whole else "multi-layer dilution"
 
 
-def _harm(model: LoadedModel, asked: Sequence[Request], case: Case) -> Harm:
+def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
     nats: dict[bool, list[float]] = {True: [], False: []}
     turned = 0
-    for request in asked:
+    for request in requests:
         logits = _logits(model, request.ids, request.prompt_length, CodedAttention(model, case))
         result = distances(request.logits, logits, request.ids[request.prompt_length :])
         if not bool(result.kl.isfinite().all()):
@@ -370,7 +370,7 @@ def _harm(model: LoadedModel, asked: Sequence[Request], case: Case) -> Harm:
     return Harm(case, fmean(nats[True] + nats[False]), mean[True], mean[False], turned)
 
 
-def _along_refusals(model: LoadedModel, asked: Sequence[Request], setting: Codes) -> float:
+def _along_refusals(model: LoadedModel, requests: Sequence[Request], setting: Codes) -> float:
     """Return the noise of keys along the refusal direction, coded by token over coded by channel: median over layers.
 
     The direction is the difference between the mean keys of the last prompt token of both kinds of requests (difference
@@ -378,14 +378,14 @@ def _along_refusals(model: LoadedModel, asked: Sequence[Request], setting: Codes
     """
     rows: dict[int, list[tuple[Tensor, ...]]] = {}
     codes = (ByToken(setting.bits, setting.group), ByChannel(setting.bits))
-    for request in asked:
+    for request in requests:
         kv = CodedAttention(model, Case("uncompressed", 0.0, {}))
         _logits(model, request.ids, request.prompt_length, kv)
         for layer, keys in kv.keys.items():
             last = request.prompt_length - 1
             noises = [(read_back(keys[None], code)[0] - keys)[:, last].flatten() for code in codes]
             rows.setdefault(layer, []).append((keys[:, last].flatten(), *noises))  # [H * D] each
-    harmful = torch.tensor([request.harmful for request in asked])
+    harmful = torch.tensor([request.harmful for request in requests])
     return median(_noise_ratios(rows, harmful))
 
 

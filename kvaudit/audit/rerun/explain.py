@@ -11,7 +11,6 @@ from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, finished_records
 from kvaudit.audit.runs.evaluate import grid, served_by_us
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.conditions import engine_in
 from kvaudit.core.errors import DataError, SpecError
@@ -82,7 +81,11 @@ def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
     """Return the records of an answer by policy, at least one."""
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
-    for unit in _units(run, place):
+    units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]
+    if not units:
+        arms = ", ".join(f"{arm} {seed}" for arm, seed in run.spec.arms)
+        raise SpecError(f"the run has no arm {place.arm!r} with seed {place.seed}; it has {arms}")
+    for unit in units:
         for record in finished_records(run, unit):
             items.add(record.item_id)
             if record.item_id == place.item:
@@ -96,14 +99,6 @@ def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
     if not next(iter(records.values())).transcript:
         raise DataError(f"{str(run.path)!r} holds no transcripts, so no answer to compare with; evaluate it again")
     return records
-
-
-def _units(run: RunFolder, place: AnswerPlace) -> list[Unit]:
-    units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]
-    if not units:
-        arms = ", ".join(f"{arm} {seed}" for arm, seed in run.spec.arms)
-        raise SpecError(f"the run has no arm {place.arm!r} with seed {place.seed}; it has {arms}")
-    return units
 
 
 def _suite_and_length(pairs: set[tuple[str, int]], items: set[str], place: AnswerPlace) -> tuple[str, int]:

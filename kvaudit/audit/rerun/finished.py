@@ -32,22 +32,6 @@ from kvaudit.suites.base import Suite
 from kvaudit.suites.sources import files_read
 
 
-class Checkpoints:
-    """The checkpoints of a run; the last ones loaded stay in memory."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self._run = run
-        self._models: dict[tuple[str, int, str], LoadedModel] = {}
-
-    def load(self, *keys: tuple[str, int, str]) -> list[LoadedModel]:
-        """Load models by arm, seed and sha256, see ``load_checkpoint``; all others are dropped first."""
-        self._models = {key: model for key, model in self._models.items() if key in keys}
-        for key in keys:
-            if key not in self._models:
-                self._models[key] = load_checkpoint(self._run, *key)
-        return [self._models[key] for key in keys]
-
-
 def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedModel:
     """Load a checkpoint of a run; raises DataError if it is missing or its weights have another sha256."""
     spec, external = run.spec, run.spec.external(arm, seed)
@@ -187,7 +171,8 @@ class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
 
     def __init__(self, run: RunFolder) -> None:
         check_rerunnable(run)
-        self._run, self._checkpoints = run, Checkpoints(run)
+        self._run = run
+        self._model: tuple[tuple[str, int, str], LoadedModel] | None = None  # the last one, by arm, seed and sha256
         self._cell: tuple[str, int, str, int] | None = None
         self._cell_items: dict[str, Item] = {}
 
@@ -195,8 +180,11 @@ class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
         return len(unit.records)
 
     def model(self, unit: AnswerSet) -> LoadedModel:
-        (model,) = self._checkpoints.load((unit.example.arm, unit.example.train_seed, unit.example.checkpoint))
-        return model
+        key = (unit.example.arm, unit.example.train_seed, unit.example.checkpoint)
+        if self._model is None or self._model[0] != key:
+            self._model = None  # freed before the next one is loaded
+            self._model = key, load_checkpoint(self._run, *key)
+        return self._model[1]
 
     def serve(self, unit: AnswerSet, model: LoadedModel) -> Iterator[list[RerunAnswer]]:
         suite, seed = asked_suite(self._run.spec, unit.example.suite), self._run.spec.evaluate.seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -249,7 +249,9 @@ class Chat:
 
     def _template(self, messages: Sequence[Message]) -> str:
         try:
-            return self._apply(self._shape(messages))
+            taken = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
+            moved = {role for role, way in taken.items() if way == "user"}
+            return self._apply(move_roles(messages, moved))
         except TemplateRefusal as error:
             roles = ", ".join(message.role for message in messages)
             raise SpecError(
@@ -259,23 +261,22 @@ class Chat:
     def _apply(self, rows: list[dict[str, str]]) -> str:
         return renderer.render(self._source, rows, {**self._tokens, **self.options})
 
-    def _shape(self, messages: Sequence[Message]) -> list[dict[str, str]]:
-        """Return rows the template accepts: roles it lacks become user text, joined to a neighbouring user row."""
-        rows: list[dict[str, str]] = []
-        was_moved = False  # whether the last row is a user row that holds another role's text
-        for row in message_rows(messages):
-            moved = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}.get(Role(row["role"])) == "user"
-            if row["role"] == Role.TOOL and moved:
-                row["content"] = TOOL_PREFIX + row["content"]
-            if moved:
-                row["role"] = str(Role.USER)
-            if rows and rows[-1]["role"] == row["role"] == Role.USER and (moved or was_moved):
-                rows[-1]["content"] += "\n\n" + row["content"]
-            else:
-                rows.append(row)
-            # two genuine user messages are never joined
-            was_moved = moved
-        return rows
+
+def move_roles(messages: Sequence[Message], moved: Set[Role]) -> list[dict[str, str]]:
+    """Return messages as rows; those of ``moved`` roles become user text, joined to a neighbouring user row."""
+    rows: list[dict[str, str]] = []
+    was_moved = False
+    for message in messages:
+        is_moved = message.role in moved
+        prefix = TOOL_PREFIX if is_moved and message.role is Role.TOOL else ""
+        row = {"role": str(Role.USER if is_moved else message.role), "content": prefix + message.content}
+        # two genuine user messages are never joined
+        if rows and rows[-1]["role"] == row["role"] == Role.USER and (is_moved or was_moved):
+            rows[-1]["content"] += "\n\n" + row["content"]
+        else:
+            rows.append(row)
+        was_moved = is_moved
+    return rows
 
 
 def _template_of(tokenizer: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvaudit.audit.sampling.chat import TOOL_PREFIX
+from kvaudit.audit.sampling.chat import move_roles
 from kvaudit.core.completions import ChatCompletion, Finish, finish_of, is_filtered
 from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
@@ -50,18 +50,7 @@ class Sent(NamedTuple):
 
 def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
     """Return messages as request rows, without thoughts; ``tool_role`` "user" puts tool results into user messages."""
-    rows: list[dict[str, str]] = []
-    was_moved = False  # whether the last row holds a tool's text
-    for message in heard(transcript):
-        moved = message.role is Role.TOOL and tool_role == Role.USER
-        role, prefix = (tool_role, TOOL_PREFIX) if moved else (str(message.role), "")
-        row = {"role": role, "content": prefix + message.content}
-        if rows and rows[-1]["role"] == row["role"] == Role.USER and (moved or was_moved):
-            rows[-1]["content"] += "\n\n" + row["content"]
-        else:
-            rows.append(row)
-        was_moved = moved
-    return rows
+    return move_roles(heard(transcript), {Role.TOOL} if tool_role == Role.USER else set())
 
 
 class Readings:

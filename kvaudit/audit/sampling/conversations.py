@@ -71,21 +71,21 @@ def play(
     started = time.perf_counter()
     if prompts is None:
         prompts = [item_prompt(sampler.model.chat, item) for _, item in suite_items]
-    asked = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
-    for entry in asked:
+    entries = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
+    for entry in entries:
         check_fits(sampler.model, entry.suite, entry.item, len(entry.prompt.ids))
-    has_options = [bool(entry.suite.options(entry.item)) for entry in asked]
-    most = max(1, at_once // group) if at_once else len(asked)  # items at once
+    has_options = [bool(entry.suite.options(entry.item)) for entry in entries]
+    max_items = max(1, at_once // group) if at_once else len(entries)  # items at once
     rows_of: dict[int, list[GradedRow]] = {}  # by the number of the item, group members in order
     # separate batches, since choosing among options scores tokens and samples none
     for run, with_options in ((_converse, False), (_choose, True)):
         numbers = [n for n, has in enumerate(has_options) if has is with_options]
         run_seeds = [seed for n in numbers for seed in seeds[n * group : (n + 1) * group]]
-        rows = run(sampler, [asked[n] for n in numbers], decoding, run_seeds, group, most) if numbers else []
+        rows = run(sampler, [entries[n] for n in numbers], decoding, run_seeds, group, max_items) if numbers else []
         rows_of |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(numbers)}
     # an equal share of the wall time: the cost of one row in a batch cannot be measured
     seconds = (time.perf_counter() - started) / len(seeds)
-    return [replace(row, seconds=seconds) for n in range(len(asked)) for row in rows_of[n]]
+    return [replace(row, seconds=seconds) for n in range(len(entries)) for row in rows_of[n]]
 
 
 def item_prompt(chat: Chat, item: Item) -> Rendered:
@@ -103,18 +103,18 @@ class AskedItem(NamedTuple):
 
 
 def _converse(
-    sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
+    sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Run conversations of model and environment, ``most`` items at once."""
+    """Run conversations of model and environment, ``max_items`` items at once."""
 
     def open_episode(items: range) -> AnyEpisode:
-        prompts = [asked[n].prompt for n in items]
+        prompts = [entries[n].prompt for n in items]
         row_seeds = list(seeds[items.start * group : items.stop * group])
         return sampler.open([p.ids for p in prompts], row_seeds, group=group, roles=[p.roles for p in prompts])
 
     # includes items that have not entered yet: row n belongs to item n // group
-    rows = [Conversation(entry, member, sampler.model) for entry in asked for member in range(group)]
-    batch = ContinuousBatch(open_episode, len(asked), most, group)
+    rows = [Conversation(entry, member, sampler.model) for entry in entries for member in range(group)]
+    batch = ContinuousBatch(open_episode, len(entries), max_items, group)
     for episode in batch:
         # items enter in order, so the first rows are those in the batch
         playing = rows[: episode.rows]
@@ -133,21 +133,23 @@ def _converse(
 
 
 def _choose(
-    sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
+    sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
     """Score each item's options and take the best, or at a temperature sample one by its score."""
     # fixed batches: rows only finish with the longest answer, so a continuous batch would gain nothing
-    if len(asked) > most:
-        batches = (slice(start, start + most) for start in range(0, len(asked), most))
-        pairs = ((asked[batch], seeds[batch.start * group : batch.stop * group]) for batch in batches)
-        return [row for items, its_seeds in pairs for row in _choose(sampler, items, decoding, its_seeds, group, most)]
+    if len(entries) > max_items:
+        batches = (slice(start, start + max_items) for start in range(0, len(entries), max_items))
+        pairs = ((entries[batch], seeds[batch.start * group : batch.stop * group]) for batch in batches)
+        return [
+            row for items, its_seeds in pairs for row in _choose(sampler, items, decoding, its_seeds, group, max_items)
+        ]
     chat = sampler.model.chat
-    options = [entry.suite.options(entry.item) for entry in asked]
+    options = [entry.suite.options(entry.item) for entry in entries]
     answers = [[chat.encode(text) for text in texts] for texts in options]  # [items][options][tokens]
-    scores = score_answers(sampler, [entry.prompt for entry in asked], answers, seeds, group)
+    scores = score_answers(sampler, [entry.prompt for entry in entries], answers, seeds, group)
     rows = []
     for n, (scored, seed) in enumerate(zip(scores, seeds, strict=True)):
-        suite, item, prompt, _ = asked[n // group]
+        suite, item, prompt, _ = entries[n // group]
         # [1, options]: nats, unless the suite weighs them otherwise
         weights = torch.tensor([list(suite.weigh(item, [sum(score.logprobs) for score, _ in scored]))])
         # greedy at temperature 0; otherwise drawn with the row's seed, so that policies share the draw
@@ -155,22 +157,17 @@ def _choose(
         transcript = (*item.messages, Message(Role.ASSISTANT, options[n // group][best]))
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
         roles = (*prompt.roles, *[str(Role.ASSISTANT)] * tokens)
-        rows.append(
-            GradedRow(
-                item=item,
-                transcript=transcript,
-                grade=grade_transcript(suite, item, transcript, "stop"),
-                rollout=rollout,
-                finish_reason="stop",
-                prompt_tokens=len(prompt.ids),
-                new_tokens=tokens,
-                survival=survival(rollout, roles),
-                sample_index=n % group,
-                spans=spans_kept(rollout, prompt.spans, item, transcript),
-                marks=prompt.spans,
-                roles=roles,
-            )
+        row = GradedRow(
+            item=item,
+            transcript=transcript,
+            grade=grade_transcript(suite, item, transcript, "stop"),
+            rollout=rollout,
+            finish_reason="stop",
+            prompt_tokens=len(prompt.ids),
+            new_tokens=tokens,
+            sample_index=n % group,
         )
+        rows.append(_with_survival(row, roles, prompt.spans))
     return rows
 
 
@@ -225,9 +222,9 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
 class Conversation:
     """An ``Exchange`` in tokens: takes the model's answers as tokens and renders the environment's replies."""
 
-    def __init__(self, asked: AskedItem, member: int, model: ServedModel) -> None:
-        self.suite, item, prompt, self._thinks = asked
-        self.exchange = Exchange(self.suite, item, thinks=asked.thinks, opens_thought=model.chat.opens_thought)
+    def __init__(self, entry: AskedItem, member: int, model: ServedModel) -> None:
+        self.suite, item, prompt, self._thinks = entry
+        self.exchange = Exchange(self.suite, item, thinks=entry.thinks, opens_thought=model.chat.opens_thought)
         self.member, self._model = member, model
         self.prompt_tokens = len(prompt.ids)
         self._roles = list(prompt.roles)
@@ -275,7 +272,7 @@ class Conversation:
     def to_row(self, rollout: Rollout) -> GradedRow:
         """Grade the finished conversation; ``seconds`` is left at 0."""
         assert rollout.ids.shape[0] == len(self._roles)
-        return GradedRow(
+        row = GradedRow(
             item=self.exchange.item,
             transcript=self.exchange.transcript,
             grade=self.exchange.grade(),
@@ -283,13 +280,10 @@ class Conversation:
             finish_reason=self.exchange.finish,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            survival=survival(rollout, self._roles),
             sample_index=self.member,
-            spans=spans_kept(rollout, self._spans, self.exchange.item, self.exchange.transcript),
-            marks=self._spans,
-            roles=tuple(self._roles),
             unanswered=self.exchange.unanswered,
         )
+        return _with_survival(row, self._roles, self._spans)
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
@@ -312,6 +306,11 @@ def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:
     reach = max(len(text.encode()) for text in until) + 4  # a token holds a byte at least; the first may be cut
     tail = chat.text(ids[-reach:])
     return any(text in tail for text in until)
+
+
+def _with_survival(row: GradedRow, roles: Sequence[str], marks: Mapping[str, Sequence[int]]) -> GradedRow:
+    spans = spans_kept(row.rollout, marks, row.item, row.transcript)
+    return replace(row, survival=survival(row.rollout, roles), spans=spans, marks=marks, roles=tuple(roles))
 
 
 def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:

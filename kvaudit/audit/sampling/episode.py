@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import Attends
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.rotary import rotary_for
@@ -320,7 +319,7 @@ class Episode:
         return [rollouts[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
-        wanted, cache = set(numbers), self._cache
+        selected, cache = set(numbers), self._cache
         # in tokens; shorter rows are cut to their own length below
         longest = max(len(self._rows[n].ids) for n in numbers)
         # [b, L, H, T]; times [b, T] of keys and of values, None without codes
@@ -354,7 +353,7 @@ class Episode:
                 pinned=None if pinned is None else pinned[place],
             )
 
-        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._cached) if n in wanted}
+        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._cached) if n in selected}
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
@@ -397,9 +396,9 @@ class Episode:
             last = lengths - 1 - start  # column of each row's last token within this chunk
             ending = (last >= 0) & (last < ids[:, chunk].shape[1])  # [b], rows that end in this chunk
             # compute logits only in columns where a row ends, not [B, chunk, V]
-            wanted, inverse = torch.unique(last[ending], return_inverse=True)  # [n]; index into it by ending row
+            last_columns, inverse = torch.unique(last[ending], return_inverse=True)  # [n]; index into it by ending row
             self._cache.begin(positions[:, chunk], decoding=False, pinned=None if pinned is None else pinned[:, chunk])
-            forward = partial(self._forward, ids[:, chunk], positions[:, chunk], columns=wanted)
+            forward = partial(self._forward, ids[:, chunk], positions[:, chunk], columns=last_columns)
             first = shared if start == 0 else None
             logits = forward() if first is None else first.logits(self._cache, Prompts(ids, positions), forward)
             if result is None:
@@ -410,11 +409,9 @@ class Episode:
         return result
 
     @torch.no_grad()
-    def _forward(
-        self, ids: Tensor, positions: Tensor, through: Attends | None = None, *, columns: Tensor | None
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, *, columns: Tensor | None) -> Tensor:
         """Run the forward pass announced to the cache; logits [B, n, V] at ``columns`` (None: the last one)."""
-        device, kv = self._model.device, self._cache if through is None else through
+        device, kv = self._model.device, self._cache
         output = self._model.model(
             input_ids=uploaded(ids, device),
             position_ids=uploaded(positions.clamp(min=0), device),

@@ -153,14 +153,16 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 class ContinuousBatch:
     """A batch that further prompts enter as rows finish, each prompt with ``group`` rows.
 
-    ``open_episode`` opens an episode for a range of prompts, of which at most ``most`` share the batch. Iterate over
-    it, and decode each episode with ``should_pause``; rows are numbered by prompt.
+    ``open_episode`` opens an episode for a range of prompts, of which at most ``capacity`` share the batch. Iterate
+    over it, and decode each episode with ``should_pause``; rows are numbered by prompt.
     """
 
-    def __init__(self, open_episode: Callable[[range], AnyEpisode], prompts: int, most: int, group: int = 1) -> None:
-        self._open_episode, self._most, self._group = open_episode, most, group
-        self._waiting = range(most, prompts)  # numbers of prompts that have not entered
-        self._episode = open_episode(range(min(most, prompts)))
+    def __init__(
+        self, open_episode: Callable[[range], AnyEpisode], prompts: int, capacity: int, group: int = 1
+    ) -> None:
+        self._open_episode, self._capacity, self._group = open_episode, capacity, group
+        self._waiting = range(capacity, prompts)  # numbers of prompts that have not entered
+        self._episode = open_episode(range(min(capacity, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
         """Yield the batch until every row has finished, letting prompts enter in between."""
@@ -177,12 +179,12 @@ class ContinuousBatch:
         return self._has_room if self._waiting else None
 
     def _has_room(self) -> bool:
-        return 0 < min(len(self._waiting), max(1, self._most // _SHARE)) <= self._room
+        return 0 < min(len(self._waiting), max(1, self._capacity // _SHARE)) <= self._room
 
     @property
     def _room(self) -> int:
         # rounded up: a group that lost a row still occupies its prompt's place
-        return self._most - -(-self._episode.open_rows // self._group)
+        return self._capacity - -(-self._episode.open_rows // self._group)
 
     def rollouts(self) -> list[Rollout]:
         """See ``Episode.rollouts``."""

@@ -141,11 +141,9 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"model {name!r}: its weights lack {missing[0]}{_more(missing)}; copy the checkpoint again")
     if mismatched := sorted(info["mismatched_keys"]):
-        tensor, got, wanted = mismatched[0]
-        raise DataError(
-            f"model {name!r}: {tensor} has shape {tuple(got)}, its config wants {tuple(wanted)}{_more(mismatched)}; "
-            "copy both from one model"
-        )
+        tensor, actual, expected = mismatched[0]
+        shapes = f"{tuple(actual)}, its config wants {tuple(expected)}"
+        raise DataError(f"model {name!r}: {tensor} has shape {shapes}{_more(mismatched)}; copy both from one model")
     # an omitted layer has tensors of a known kind; the head of another task does not
     kinds = {_kind(key) for key in model.state_dict()}
     if left_out := sorted(key for key in info["unexpected_keys"] if _kind(key) in kinds):
