@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
-from kvaudit.audit.judges.base import JUDGES, Grader, Judge, Remembered
+from kvaudit.audit.judges.base import JUDGES, CachedGrader, Grader, Judge
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
@@ -168,8 +168,8 @@ def test_a_grade_is_asked_for_once_and_a_failure_again(
 ) -> None:
     asked, said = ASKED[right.kind], right().grades(ASKED[right.kind])
     monkeypatch.setattr(right, "grades", lambda self, new: [None, *said[1:]])
-    assert Remembered(right(), tmp_path).grades(asked) == [None, *said[1:]]
+    assert CachedGrader(right(), tmp_path).grades(asked) == [None, *said[1:]]
     again: list[Any] = []
     monkeypatch.setattr(right, "grades", lambda self, new: again.extend(new) or said[:1])
-    assert Remembered(right(), tmp_path).grades(asked) == said
+    assert CachedGrader(right(), tmp_path).grades(asked) == said
     assert again == asked[:1]

@@ -19,8 +19,8 @@ import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
 from kvaudit.audit.judges import logistic
-from kvaudit.audit.judges.base import JUDGES, Judge, Remembered
-from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, card_lines, sources
+from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
+from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
 from kvaudit.audit.judges.logistic import normalised
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
@@ -404,8 +404,8 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert Remembered(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
-        assert Remembered(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
+        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
+        assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
     assert len(server.asked) == 3
 
 
@@ -420,12 +420,12 @@ class Doubts(Wrong):
 
 
 def test_what_a_judge_is_unsure_of_is_remembered_as_that(tmp_path: Path) -> None:
-    first = Remembered(Doubts(), tmp_path).grades(ASKED)
+    first = CachedGrader(Doubts(), tmp_path).grades(ASKED)
     assert {reading.sure for reading in first if reading} == {False}
     assert {reading.unsafe for reading in first if reading} == {True, False}
     (kept,) = tmp_path.glob("answers-*")
     kept.write_text(kept.read_text() + json.dumps({"question": "x", "refused": [1, "no"]}) + "\n")
-    assert Remembered(Doubts(), tmp_path).grades(ASKED) == first
+    assert CachedGrader(Doubts(), tmp_path).grades(ASKED) == first
 
 
 def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
@@ -444,7 +444,9 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
 
 
 def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
-    rows = tuple(Labelled(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10))
+    rows = tuple(
+        LabelledAnswer(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10)
+    )
 
     class Half(Wrong):
         def read(self, questions: Sequence[Question]) -> list[Reading | None]:
@@ -460,11 +462,11 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
     judge = parse_named(JUDGES, "phrases")
-    Remembered(judge, tmp_path).grades(ASKED)
+    CachedGrader(judge, tmp_path).grades(ASKED)
     (kept,) = tmp_path.glob("answers-*")
     assert kept.name == f"answers-phrases-{judge.identity[:12]}.jsonl"
     kept.write_bytes(kept.read_bytes()[:-9] + b'\n[]\n{"question": 1}\n')
-    assert Remembered(judge, tmp_path).grades(ASKED) == judge.read(ASKED)
+    assert CachedGrader(judge, tmp_path).grades(ASKED) == judge.read(ASKED)
 
 
 def test_made_up_answers_are_told_apart_by_the_phrase_rules() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import imported
 from kvaudit.audit.rerun import mismatch as command
-from kvaudit.audit.rerun.mismatch import Filled, PaddedRollouts, Survey, survey
+from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH
@@ -328,7 +328,7 @@ def test_a_zero_of_a_masked_token_says_nothing(sampled: list[Line], loaded: Load
 
 
 def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
-    filled, sure = Filled(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
+    filled, sure = FilledLogprobs(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
     ones = torch.ones(1, 4, dtype=torch.bool)
     filled.add(PaddedRollouts(torch.zeros(1, 4), sure, ones, torch.zeros(1, 4), ["line 1"], [2]))
     assert (filled.tokens, filled.doubted, filled.place) == (4, 1, "")

@@ -180,7 +180,9 @@ def test_two_entries_that_swap_places_are_caught_by_the_replay_and_by_the_rankin
     assert done.exit_code == 3
     by_replay, by_rank = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
     assert "rollout 0, token" in by_replay
-    assert re.search(r"of what left rollout 0, the policy would have chosen 96\.83 %; at least 100\.00 %", by_rank)
+    assert re.search(
+        r"the policy agrees with 96\.83 % of the evictions of rollout 0; expected at least 100\.00 %", by_rank
+    )
 
 
 TAMPERED = [
@@ -229,7 +231,7 @@ def test_a_renamed_policy_is_caught_by_its_choices(policy: str, copied: Path) ->
     done = verified(rehashed(copied, policy=parse_policy(policy).canonical))
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
     assert done.exit_code == 3
-    assert re.search(r"of what left rollout \d, the policy would have chosen [1-8]\d\.\d\d %; at least", line)
+    assert re.search(r"the policy agrees with [1-8]\d\.\d\d % of the evictions of rollout \d; expected at least", line)
 
 
 def test_random_is_not_ranked_again_without_the_keys_of_its_rows(copied: Path) -> None:

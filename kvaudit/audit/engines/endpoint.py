@@ -140,7 +140,7 @@ class _EndpointSession(Session):
 
         Raises Unanswered, also where a conversation that begins has another number of tokens there than here.
         """
-        from kvaudit.audit.sampling.chat_calls import Sent, answer, wire
+        from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
         rows = wire(messages, Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "max_tokens": most, **more}
@@ -148,7 +148,7 @@ class _EndpointSession(Session):
         seen = self._held or self._readings.unread(rows) == 0
         if seen:
             self._readings.note(rows)
-        found = answer(said, Sent(rows, sent, True, most), 0.0, self._readings)
+        found = answer(said, SentRequest(rows, sent, True, most), 0.0, self._readings)
         self._check_kept_to(most, found)
         # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)

@@ -12,7 +12,7 @@ from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.chat import Rendered
+    from kvaudit.audit.sampling.chat import ChatTokens
     from kvaudit.audit.sampling.conversations import Conversation
     from kvaudit.audit.sampling.decoding import Decoding
     from kvaudit.audit.sampling.model import LoadedModel
@@ -29,7 +29,7 @@ class EngineRow(NamedTuple):
 class _Row:
     """A conversation with the tokens that the engine is to read next."""
 
-    def __init__(self, talk: Conversation, prompt: Rendered, model: LoadedModel) -> None:
+    def __init__(self, talk: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
         self.talk, self._model = talk, model
         self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0
@@ -82,7 +82,7 @@ def talk_with(
     model: LoadedModel,
     suite: Suite,
     items: Sequence[Item],
-    prompts: Sequence[Rendered],
+    prompts: Sequence[ChatTokens],
     decoding: Decoding,
     seeds: Sequence[int],
     group: int = 1,

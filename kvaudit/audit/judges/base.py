@@ -102,7 +102,7 @@ class Grader(Generic[Q, G]):
         return cast("G", kept)
 
 
-class Remembered(Generic[Q, G]):
+class CachedGrader(Generic[Q, G]):
     """A grader with a file of stored grades in ``folder``, by hash of the question; it grades only new questions."""
 
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:

@@ -30,7 +30,7 @@ _LABEL_COLUMNS = ("final_label", "annotation_1", "annotation_2")
 _LONG = 200  # characters; a shorter answer that repeats no word of the request may well refuse it
 
 
-class Labelled(NamedTuple):
+class LabelledAnswer(NamedTuple):
     """A question with its human label; ``each`` has the labels of two annotators before they agreed."""
 
     question: Question
@@ -43,7 +43,7 @@ class Source:
     """The labelled answers of one file, or of a part of it."""
 
     name: str
-    rows: tuple[Labelled, ...]
+    rows: tuple[LabelledAnswer, ...]
     taught: bool = True  # whether judges may be trained on it
 
 
@@ -60,14 +60,14 @@ def _xstest(model: str, path: Path) -> Source:
     rows = []
     for row in csv_rows(path, ("prompt", "completion", *_LABEL_COLUMNS), values):
         final, first, second = (row[column] != _COMPLIES for column in _LABEL_COLUMNS)
-        rows.append(Labelled(Question(row["prompt"], row["completion"]), final, (first, second)))
+        rows.append(LabelledAnswer(Question(row["prompt"], row["completion"]), final, (first, second)))
     return Source(f"xstest {model}", tuple(rows))
 
 
 @cache
 def _pyrit(path: Path) -> tuple[Source, Source]:
     rows = [
-        Labelled(Question(row["objective"], row["assistant_response"]), row["human_score"] == "1")
+        LabelledAnswer(Question(row["objective"], row["assistant_response"]), row["human_score"] == "1")
         for row in csv_rows(path, ("objective", "assistant_response", "human_score"), {"human_score": ("0", "1")})
     ]
     off_topic = [row for row in rows if row.refused and _is_off_topic(row.question)]

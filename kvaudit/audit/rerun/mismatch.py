@@ -83,11 +83,11 @@ class FilePanel:
     temperature: float
     panel: dict[str, float | None]
     alarms: list[Bound]
-    filled: Filled | None = None
+    filled: FilledLogprobs | None = None
 
 
 @dataclass
-class Filled:
+class FilledLogprobs:
     """Recorded log-probs of exactly 0, which were filled in for missing ones unless the learner is sure of the token.
 
     ``place`` and ``token`` (from 0) locate the first zero of the first rollout that was surely filled in. ``doubted``
@@ -199,7 +199,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
             )
 
     def reduce(self, unit: Survey, model: LoadedModel, batches: Iterator[PaddedRollouts]) -> FilePanel:  # noqa: ARG002
-        panel, filled = MismatchPanel(), Filled()
+        panel, filled = MismatchPanel(), FilledLogprobs()
         for batch in batches:
             panel.add(batch.sampler, batch.learner, batch.sampled, batch.advantages)
             filled.add(batch)

@@ -108,7 +108,7 @@ class Verification:
         return self.shadow.mean <= self.tolerance / MEAN_SHARE
 
 
-class Replayed(NamedTuple):
+class ReplayedRollout(NamedTuple):
     """Log-probs of the n sampled tokens of one rollout, in nats and float64.
 
     ``strays``: layers with a recorded code that differs from the replay's by more than rounding can explain.
@@ -121,7 +121,7 @@ class Replayed(NamedTuple):
     strays: list[int]
 
 
-class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
+class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
     """Replays recorded rollouts with the model that is said to have sampled them.
 
     ``tolerance`` is in nats on the worst token (default: the dtype's); ``temperature`` replaces the recorded one.
@@ -155,7 +155,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
     def model(self, unit: RecordedRollouts) -> LoadedModel:  # noqa: ARG002
         return self._model
 
-    def serve(self, unit: RecordedRollouts, model: LoadedModel) -> Iterator[list[Replayed]]:
+    def serve(self, unit: RecordedRollouts, model: LoadedModel) -> Iterator[list[ReplayedRollout]]:
         check_replayable(unit, model.model.config, model.max_positions)
         rollouts, policy = unit.rollouts, unit.policy
         if policy is not None and not policy.replayable:
@@ -164,7 +164,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
             batch, strays = [rollouts[number] for number in numbers], Strays()
             shadow, dense = (self._logprobs(model.model, batch, kind, unit, strays) for kind in PASSES)
             yield [
-                Replayed(
+                ReplayedRollout(
                     number,
                     batch[row].sampler_logprobs[batch[row].sampled].double(),
                     shadow[row],
@@ -174,7 +174,9 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
                 for row, number in enumerate(numbers)
             ]
 
-    def reduce(self, unit: RecordedRollouts, model: LoadedModel, batches: Iterator[list[Replayed]]) -> Verification:
+    def reduce(
+        self, unit: RecordedRollouts, model: LoadedModel, batches: Iterator[list[ReplayedRollout]]
+    ) -> Verification:
         rows = sorted((row for batch in batches for row in batch), key=lambda row: row.number)
         columns = zip(*((row.recorded, row.shadow, row.dense) for row in rows), strict=True)
         recorded, shadow, dense = map(torch.cat, columns)
@@ -213,7 +215,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
     ) -> list[Tensor]:
         """Return log-probs [n] of the sampled tokens of each rollout under a pass, in nats and float64.
 
-        Adds row and layer of every stray code to ``strays``, see ``Replayed``.
+        Adds row and layer of every stray code to ``strays``, see ``ReplayedRollout``.
         """
         logits, _ = suffix_logits(net, rollouts, group=1, kind=kind, reroute=_reroutes(unit), strays=strays)
         temperature = unit.temperature if self._temperature is None else self._temperature
@@ -253,7 +255,7 @@ def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str |
     return None
 
 
-def _stray_breach(rows: Sequence[Replayed]) -> str | None:
+def _stray_breach(rows: Sequence[ReplayedRollout]) -> str | None:
     """Describe a recorded code that rounding cannot explain, if there is one."""
     strays = sorted((row.number, layer) for row in rows for layer in row.strays)
     if not strays:

@@ -28,7 +28,7 @@ from kvaudit.audit.runs.units import (
     kept_rows,
     sealed_records,
 )
-from kvaudit.audit.sampling.chat import Chat, Rendered
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, item_prompt, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
@@ -213,7 +213,7 @@ class Evaluator:
                 # an item that the pilot has asked has all of its samples, so that the first tells
                 fresh = {unit: [item for item in batch if (item.item_id, 0) not in known[unit]] for unit in due}
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by what is played of the batch
-                prompts: dict[str, Rendered] = {}
+                prompts: dict[str, ChatTokens] = {}
                 for unit in due:
                     if keeps is None or keeps(unit):
                         # caches share a prefill where they are asked the same rows
@@ -257,7 +257,7 @@ class Evaluator:
         run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
 
     def _answers(
-        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
+        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
     ) -> list[Record]:
         """The records of a batch: our own cache's, or an engine's."""
         rows: Sequence[GradedRow | EngineRow] = ()
@@ -299,7 +299,7 @@ class Evaluator:
             yield self._play(Sampler(self._served, policy), suite, batch)
 
     def _play(
-        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
+        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[ChatTokens] | None = None
     ) -> list[GradedRow]:
         if not batch:
             return []

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from kvaudit import __version__
-from kvaudit.audit.judges.base import Judge, Remembered
+from kvaudit.audit.judges.base import CachedGrader, Judge
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.regrading import Regrading
@@ -88,8 +88,8 @@ class Judging(Regrading[Question, Reading]):
         self._open()
 
     @cached_property
-    def answers(self) -> Remembered[Question, Reading] | None:
-        return None if self._by is None else Remembered(self._by, self._out.path)
+    def answers(self) -> CachedGrader[Question, Reading] | None:
+        return None if self._by is None else CachedGrader(self._by, self._out.path)
 
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; returns what changed, by suite."""

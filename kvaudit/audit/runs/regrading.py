@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic
 
 from rich.console import Console
 
-from kvaudit.audit.judges.base import G, Remembered, StoredAnswer
+from kvaudit.audit.judges.base import CachedGrader, G, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, records_of, stored_units, work_on
@@ -40,7 +40,7 @@ class Regrading(Generic[Q, G]):
     # what a stage says
 
     @cached_property
-    def answers(self) -> Remembered[Q, G] | None:
+    def answers(self) -> CachedGrader[Q, G] | None:
         """The grader with what it said before; None where suites grade alone."""
         raise NotImplementedError
 

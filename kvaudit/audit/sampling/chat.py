@@ -38,7 +38,7 @@ _PROBES: list[list[dict[str, str]]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class ChatTokens:
     """Token ids with one role name per token: system, user, assistant, tool, or format.
 
     ``spans`` has, by the name of a marked span, the numbers of the tokens that hold a character of it.
@@ -51,10 +51,10 @@ class Rendered:
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.roles)
 
-    def drop(self, count: int) -> Rendered:
+    def drop(self, count: int) -> ChatTokens:
         """Return the rendering without its first ``count`` tokens."""
         spans = {name: tuple(n - count for n in numbers if n >= count) for name, numbers in self.spans.items()}
-        return Rendered(self.ids[count:], self.roles[count:], spans)
+        return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
 
 class Chat:
@@ -82,7 +82,7 @@ class Chat:
         self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(THOUGHT_OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
-    def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
+    def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
         """Return the prompt, generation prompt included, with the tokens of the marked ``spans``."""
         return self._render((), messages, spans)
 
@@ -95,7 +95,7 @@ class Chat:
         """The names in the template that may make its output differ from day to day."""
         return unstable_names(self._source)
 
-    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
+    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
         """Return the tokens after an assistant completion: end-of-turn, the new messages, generation prompt.
 
         They are cut from a conversation with a marker as the answer, so this works with any template. A completion that
@@ -106,7 +106,7 @@ class Chat:
 
     def continuation(
         self, completion: Sequence[int], messages: Sequence[Message], spans: Sequence[Span] = ()
-    ) -> Rendered:
+    ) -> ChatTokens:
         """Return ``reply`` without the end-of-turn token that ``completion`` already ends with."""
         rendered = self.reply(messages, spans)
         if completion and completion[-1] in self.stop_ids:
@@ -213,7 +213,7 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return frozenset(stops if eos is None else stops | {int(eos)})
 
-    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> Rendered:
+    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> ChatTokens:
         """Return the tokens of the messages and of the template text around them, after the messages ``before``."""
         text = self._text_after(before, messages)
         # unique texts in place of the messages, to tell the template's text from theirs
@@ -233,7 +233,7 @@ class Chat:
         }
         # leave out spans without tokens: a tokenizer may drop their characters
         spans = {name: tokens for name, tokens in spans.items() if tokens}
-        return Rendered(tuple(encoded["input_ids"]), tuple(roles), spans)
+        return ChatTokens(tuple(encoded["input_ids"]), tuple(roles), spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message]) -> str:
         text = self._template([*before, *messages])

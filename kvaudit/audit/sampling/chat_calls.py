@@ -39,7 +39,7 @@ class Answer:
     said_in: str = ""
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     """A request: its rows, their ``tokens`` (``exact`` or estimated), and the ``limit`` of new tokens."""
 
     rows: WireRows
@@ -78,7 +78,7 @@ def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
     return tuple((row["role"], row["content"]) for row in rows)
 
 
-def answer(completion: ChatCompletion, sent: Sent, seconds: float, readings: Readings | None = None) -> Answer:
+def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readings: Readings | None = None) -> Answer:
     """Return a completion as an answer; raises Unanswered if it cannot be one to the request.
 
     The endpoint's token counts are checked against ours; one that is not a number is ignored. So is a count of prompt
@@ -114,7 +114,7 @@ def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> F
     return finish
 
 
-def _prompt_tokens(usage: Any, sent: Sent, readings: Readings) -> int | None:
+def _prompt_tokens(usage: Any, sent: SentRequest, readings: Readings) -> int | None:
     """Return the prompt tokens that an endpoint reports, if any; raises Unanswered if they do not fit the request."""
     read = _number(usage, "prompt_tokens") or None
     if read is None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.chat import Chat, Rendered
-from kvaudit.audit.sampling.decoding import Scored, draw
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.decoding import AnswerScore, draw
 from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
 from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
@@ -20,7 +20,7 @@ from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, places_of
 from kvaudit.suites.base import Suite
 
-_NOTHING = Rendered((), ())
+_NOTHING = ChatTokens((), ())
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def play(
     group: int = 1,
     *,
     thinks: bool = False,
-    prompts: Sequence[Rendered] | None = None,
+    prompts: Sequence[ChatTokens] | None = None,
     at_once: int = 0,
 ) -> list[GradedRow]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
@@ -88,7 +88,7 @@ def play(
     return [replace(row, seconds=seconds) for n in range(len(entries)) for row in rows_of[n]]
 
 
-def item_prompt(chat: Chat, item: Item) -> Rendered:
+def item_prompt(chat: Chat, item: Item) -> ChatTokens:
     """Return an item's prompt as tokens, with its marked spans."""
     return chat.prompt(item.messages, item.spans)
 
@@ -98,7 +98,7 @@ class AskedItem(NamedTuple):
 
     suite: Suite
     item: Item
-    prompt: Rendered
+    prompt: ChatTokens
     thinks: bool
 
 
@@ -173,11 +173,11 @@ def _choose(
 
 def score_answers(
     sampler: Sampler,
-    prompts: Sequence[Rendered],
+    prompts: Sequence[ChatTokens],
     answers: Sequence[Sequence[Sequence[int]]],
     seeds: Sequence[int],
     group: int = 1,
-) -> list[list[tuple[Scored, Rollout]]]:
+) -> list[list[tuple[AnswerScore, Rollout]]]:
     """Score the given answers of each prompt token by token through the compressed cache.
 
     A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member, whose seed
@@ -264,7 +264,7 @@ class Conversation:
             self._continue(completion, messages)
         return self.open
 
-    def take_pending(self) -> Rendered:
+    def take_pending(self) -> ChatTokens:
         """Return the tokens to append now, none when the row is over."""
         reply, self._pending = self._pending, _NOTHING
         return reply

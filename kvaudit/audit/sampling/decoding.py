@@ -39,7 +39,7 @@ class Completion:
     finish_reason: str  # "stop" | "length"
 
 
-class Scored(NamedTuple):
+class AnswerScore(NamedTuple):
     """The log-probs of a given turn (nats, at temperature 1), and whether each token was the most likely one."""
 
     logprobs: tuple[float, ...]

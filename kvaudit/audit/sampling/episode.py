@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.attention import Attends
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.rotary import rotary_for
@@ -19,7 +20,7 @@ from kvaudit.audit.cache.routing import hooked_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
+from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding, draw
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Role
 
@@ -149,13 +150,13 @@ class Episode:
         return completions
 
     @torch.no_grad()
-    def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
+    def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """Feed the given answers one token at a time, compressed like sampled tokens, and return their log-probs.
 
         An empty answer leaves its row unchanged; its result is None.
         """
         assert not self._turns, "paused turns must be finished first"
-        scores: list[Scored | None] = [None] * self.rows
+        scores: list[AnswerScore | None] = [None] * self.rows
         greedy = [True] * self.rows
 
         def next_tokens(logits: Tensor, counts: list[int]) -> tuple[list[int], list[float]]:
@@ -170,7 +171,7 @@ class Episode:
         def finish_turn(n: int, ids: list[int], logprobs: list[float]) -> bool:
             if len(ids) < len(answers[n]):
                 return False
-            scores[n] = Scored(tuple(logprobs), greedy[n])
+            scores[n] = AnswerScore(tuple(logprobs), greedy[n])
             return True
 
         self._run_turns([len(answer) > 0 for answer in answers], next_tokens, finish_turn)
@@ -409,9 +410,14 @@ class Episode:
         return result
 
     @torch.no_grad()
-    def _forward(self, ids: Tensor, positions: Tensor, *, columns: Tensor | None) -> Tensor:
-        """Run the forward pass announced to the cache; logits [B, n, V] at ``columns`` (None: the last one)."""
-        device, kv = self._model.device, self._cache
+    def _forward(
+        self, ids: Tensor, positions: Tensor, through: Attends | None = None, *, columns: Tensor | None
+    ) -> Tensor:
+        """Run the forward pass announced to the cache; logits [B, n, V] at ``columns`` (None: the last one).
+
+        ``through`` replaces the cache: a shared prefill computes attention for several policies.
+        """
+        device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
             input_ids=uploaded(ids, device),
             position_ids=uploaded(positions.clamp(min=0), device),

@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.policies import Mixture, Policy
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored
+from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding
 from kvaudit.audit.sampling.episode import EndsTurn, Episode, OnTurnEnd, ServedModel, ShouldPause
 from kvaudit.core.errors import SpecError
 
@@ -113,7 +113,7 @@ class MixedEpisode:
             )
         return completions
 
-    def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
+    def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """See ``Episode.score``."""
         return self._gather(lambda rows, episode: episode.score([answers[n] for n in rows]))
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvaudit.audit.cache.rotary import steady_positions
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, join_episodes
@@ -62,7 +62,7 @@ class _Job:
 
     asked: ChatRequest
     served: ServedName
-    prompt: Rendered
+    prompt: ChatTokens
     limit: int
     listener: TextListener | None
     done: Answering = field(default_factory=Answering)

@@ -24,7 +24,7 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
 from kvaudit.audit.policies import Dense, Policy
-from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, item_prompt
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
@@ -229,7 +229,7 @@ class Said:
 class _Row:
     """A conversation under way, the tokens of which ``said`` holds."""
 
-    def __init__(self, talk: Conversation, prompt: Rendered, seed: int) -> None:
+    def __init__(self, talk: Conversation, prompt: ChatTokens, seed: int) -> None:
         self.talk, self.said, self._seed, self._turn = talk, Said(prompt.ids), seed, 0
 
     def asked(self, stops: tuple[int, ...], temperature: float) -> Asked:
