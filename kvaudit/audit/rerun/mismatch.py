@@ -37,7 +37,7 @@ from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import scientific
 
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
-# nats: a sampler's log-prob of exactly 0 where the learner is below _DOUBTED is rare, two in a rollout are an error
+# nats: recorded zeros were surely filled in if the learner gives one below _REFUTED or _FEWEST_FILLED below _DOUBTED
 _DOUBTED, _REFUTED, _FEWEST_FILLED = -0.05, -2.0, 2
 _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
