@@ -263,7 +263,7 @@ def test_a_run_that_keeps_checkpoints_is_judged_with_their_tokenizer(
     run: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(stored, "chat_named", lambda name: asked.append(name) or load_chat(name))
+    monkeypatch.setattr(stored, "load_base_chat", lambda name: asked.append(name) or load_chat(name))
     judged(run)
     seed = run / "checkpoints" / "dense" / "seed-1"
     seed.mkdir(parents=True)

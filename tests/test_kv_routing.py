@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import verify
 from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
 from huggingface_hub.errors import StrictDataclassError
+from rerun_world import verify
 from rollout_form import write_rollouts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

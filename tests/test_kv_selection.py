@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import verify
 from conform.stepwise import stepwise_logits
 from conform.world import feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
+from rerun_world import verify
 from rollout_form import write_rollouts
 from safetensors.torch import save_file
 from torch import Tensor

@@ -27,8 +27,8 @@ from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import (
     AnyEpisode,
-    ContinuousBatch,
     Completion,
+    ContinuousBatch,
     Decoding,
     Episode,
     MixedEpisode,
@@ -209,7 +209,7 @@ def test_a_batch_that_rows_enter_and_leave_holds_no_more_than_its_own() -> None:
     arrivals, rows, sizes = ContinuousBatch(lambda some: sampler.open([asked[n] for n in some], some), 12, 3), [], []
     for episode in arrivals:
         due = [0 if n in found else limits[n] for n in range(episode.rows)]
-        episode.decode(Decoding(8), due, None, heard, arrivals.pause)
+        episode.decode(Decoding(8), due, None, heard, arrivals.should_pause)
         assert isinstance(episode, Episode)
         rows.append(episode.open_rows)
         sizes.append(episode.bytes)
@@ -243,11 +243,11 @@ def test_what_a_row_cost_is_that_of_the_batches_it_was_in() -> None:
 def test_a_row_in_the_middle_of_its_turn_is_given_nothing() -> None:
     episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
     episode.decode(Decoding(9), None, None, None, lambda: True)
-    with pytest.raises(AssertionError, match="middle of its turn"):
+    with pytest.raises(AssertionError, match="paused turn"):
         episode.extend(prompts(4, 0))
-    with pytest.raises(AssertionError, match="goes on"):
+    with pytest.raises(AssertionError, match="must be finished first"):
         episode.score([[9], [9]])
-    with pytest.raises(AssertionError, match="goes on"):
+    with pytest.raises(AssertionError, match="must be finished first"):
         episode.rollouts()
 
 
@@ -297,9 +297,9 @@ def same_row(one: tuple[Any, Any, Rollout], other: tuple[Any, Any, Rollout]) -> 
 def test_a_row_that_was_let_go_stays_away() -> None:
     episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
     episode.decode(Decoding(3), None, None, lambda n, _: n == 1)
-    with pytest.raises(AssertionError, match="given nothing"):
+    with pytest.raises(AssertionError, match="takes no input"):
         episode.extend(prompts(4, 4))
-    with pytest.raises(AssertionError, match="does not go on"):
+    with pytest.raises(AssertionError, match="cannot continue"):
         episode.decode(Decoding(3))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import measure
+from rerun_world import measure
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.rerun import mismatch as command
-from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import import_rollouts
+from kvaudit.audit.rerun import mismatch as command
+from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH

@@ -326,7 +326,7 @@ def test_a_prompt_that_no_tokens_could_make_short_enough_is_refused_before_they_
     engine = OwnEngine({"embedded": model})
     longest = max(map(len, model.chat.tokenizer.get_vocab()))
     text = "a" * (model.max_positions * longest + 1)
-    monkeypatch.setattr(type(model.chat), "opening", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(type(model.chat), "prompt", lambda *_: pytest.fail("it was tokenized"))
     with pytest.raises(SpecError, match=rf"the prompt has {len(text)} characters, the {model.max_positions} positions"):
         engine.submit(read_request({"model": "embedded", "messages": [{"role": "user", "content": text}]}))
     engine.close()
@@ -630,7 +630,7 @@ def test_a_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_model_or_adapter", None)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

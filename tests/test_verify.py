@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import verify
 from conform.policies import further, one_of_each, policies_for, policy_id, record_of, small_policies, time_of
 from conform.world import played_once, prompts, shared, two_turns
+from rerun_world import verify
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.cache.hints import pack_hints, unpack_hints
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
@@ -29,6 +28,7 @@ from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_o
 from kvaudit.audit.policies.adakv import AdaKV
 from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, check_ranking, repeat_choices
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, eviction_breach, quantisation_breach
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
@@ -92,10 +92,8 @@ def test_a_checkpoint_explains_its_own_final_rollouts(arm: str, trained: dict[st
     assert done.exit_code == 0, done.output
     assert "rollouts    8 of " in done.stdout
     assert "explained: no token is off by more than 0.001 nats" in done.stdout
-    line = r"of \d+ entries that left, the policy chooses 100\.00 % again; rollout 0 has the least, 100\.00 %"
-    assert re.search(
-        {"smd": line, "dense": "choices     not made again: the policy keeps every entry"}[arm], done.stdout
-    )
+    line = r"policy agrees with 100\.00 % of \d+ evictions; lowest: rollout 0, 100\.00 %"
+    assert re.search({"smd": line, "dense": "choices     not compared: the policy keeps every entry"}[arm], done.stdout)
 
 
 def test_the_ledger_explains_what_the_dense_view_does_not(trained: dict[str, Path]) -> None:
@@ -181,7 +179,9 @@ def test_two_entries_that_swap_places_are_caught_by_the_replay_and_by_the_rankin
     assert done.exit_code == 3
     by_replay, by_rank = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
     assert "rollout 0, token" in by_replay
-    assert re.search(r"of what left rollout 0, the policy would have chosen 96\.83 %; at least 100\.00 %", by_rank)
+    assert re.search(
+        r"the policy agrees with 96\.83 % of the evictions of rollout 0; expected at least 100\.00 %", by_rank
+    )
 
 
 TAMPERED = [
@@ -230,13 +230,13 @@ def test_a_renamed_policy_is_caught_by_its_choices(policy: str, copied: Path) ->
     done = verified(rehashed(copied, policy=parse_policy(policy).canonical))
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
     assert done.exit_code == 3
-    assert re.search(r"of what left rollout \d, the policy would have chosen [1-8]\d\.\d\d %; at least", line)
+    assert re.search(r"the policy agrees with [1-8]\d\.\d\d % of the evictions of rollout \d; expected at least", line)
 
 
 def test_random_is_not_ranked_again_without_the_keys_of_its_rows(copied: Path) -> None:
     rewritten(copied, lambda _: None, "random:budget=96")
     done = verified(rehashed(copied, policy=parse_policy("random:budget=96").canonical))
-    assert "not made again: random draws by the keys of rows, which the record does not hold" in done.stdout
+    assert "not compared: random draws by the keys of rows, which the record does not hold" in done.stdout
 
 
 def test_a_policy_string_that_is_not_of_its_hash_is_caught(copied: Path) -> None:
@@ -266,7 +266,9 @@ def test_a_small_gap_on_every_token_is_caught_by_the_mean(copied: Path) -> None:
 
     done = verified(rewritten(copied, shifted))
     assert done.exit_code == 3
-    assert re.search(r"not explained: tokens are off by 5\.0e-04 nats in the mean, at most 0\.0001", done.stdout)
+    assert re.search(
+        r"not explained: tokens are off by 5\.0e-04 nats on average, rounding explains at most 0\.0001", done.stdout
+    )
 
 
 def test_a_count_replays_that_many(trained: dict[str, Path]) -> None:
@@ -332,7 +334,7 @@ def test_a_tampered_codec_is_caught_by_the_replay(coded: Path, tmp_path: Path) -
     rewritten(folder, coarser, policy.canonical)
     done = verified(rehashed(folder, policy=policy.canonical))
     by_replay, by_border = [line for line in done.stdout.splitlines() if line.startswith("not explained")]
-    assert (done.exit_code, "is recorded at" in by_replay, "at no border" in by_border) == (3, True, True)
+    assert (done.exit_code, "is recorded at" in by_replay, "by more than rounding" in by_border) == (3, True, True)
 
 
 @pytest.mark.parametrize("nats", [0.002, -0.002])
@@ -358,7 +360,10 @@ def test_a_forged_code_is_named_and_moves_nothing(coded: Path, tmp_path: Path) -
     assert found.shadow == verify(load_model(str(coded)), checkpoint_rollouts(coded)[0]).shadow
     done = verified(folder)
     assert done.exit_code == 3
-    assert re.search(r"not explained: rollout 2, layer \d: a recorded code is at no border in the replay;", done.stdout)
+    assert re.search(
+        r"not explained: rollout 2, layer \d: a recorded code differs from the replay by more than rounding;",
+        done.stdout,
+    )
 
 
 def test_a_codec_that_is_not_the_policy_s_is_caught(coded: Path, tmp_path: Path) -> None:

@@ -132,8 +132,7 @@ def _note(
     if begun_run(run).spec.probe is None:  # a probe has no verdict by itself
         noted |= _verdicts(run, out, judge, console)
     if card:
-        from kvaudit.audit.judges.labels import HEADINGS, card_rows
-        from kvaudit.audit.judges.labels import sources
+        from kvaudit.audit.judges.labels import HEADINGS, card_rows, sources
 
         noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
     begun_run(out).note(judged=noted)

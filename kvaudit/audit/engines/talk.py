@@ -57,7 +57,7 @@ class _Row:
         ids = reply.ids
         if self.talk.suite.until:  # texts that end an answer
             # the shortest beginning that ends
-            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end])), len(ids))]
+            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.has_ended(ids[:end])), len(ids))]
         cut = len(ids) < len(reply.ids)
         # a sum over tokens that were cut off again is not the answer's
         known = None if cut or reply.logprob is None else reply.logprob
@@ -71,8 +71,8 @@ class _Row:
         if end is not None:
             text, finish = text[:end], "stop"
         self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
-        messages = self.talk.exchange.hear(text, finish, thought)
-        self.talk.exchange.go_on(messages)
+        messages = self.talk.exchange.step(text, finish, thought)
+        self.talk.exchange.add(messages)
         # no tokens of the answer to go on from: the whole conversation is rendered anew
         self._ids = self._model.chat.prompt(self.talk.exchange.transcript).ids if self.talk.open else ()
 
@@ -113,7 +113,7 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
     exchange = row.talk.exchange
     said = exchange.transcript
     if not any(message.role is Role.ASSISTANT for message in said[len(exchange.item.messages) :]):
-        exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+        exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
     answer = UngradedAnswer(
         sample_index=row.talk.member,
         transcript=exchange.transcript,

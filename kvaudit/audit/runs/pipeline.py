@@ -780,7 +780,7 @@ class Pipeline:
             self._say(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
             if text := describe_governed_layers(model.model.config):
                 self._say(f"cache: {text}")
-            for text in model.chat.moved():
+            for text in model.chat.role_notes():
                 self._say(f"chat: {text}")
             self._base = model
         return self._base

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic
 
 from rich.console import Console
 
-from kvaudit.audit.judges.base import G, CachedGrader, StoredAnswer
+from kvaudit.audit.judges.base import CachedGrader, G, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, records_of, stored_units, work_on

@@ -163,7 +163,7 @@ class EngineQuestioner(Questioner):
             drawn = self._tried(partial(_draw, asked, self._keeps), again=self._push)
             for row, one in zip(speaking, drawn, strict=True):
                 row.take(one)
-        return [row.talk.played(row.said.rollout(config, self._config.store)) for row in rows]
+        return [row.talk.to_row(row.said.rollout(config, self._config.store)) for row in rows]
 
 
 def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
@@ -239,7 +239,7 @@ class _Row:
 
     def take(self, drawn: Drawn) -> None:
         """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
-        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.ended(drawn.ids[:end]))
+        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.has_ended(drawn.ids[:end]))
         until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
         finish = drawn.finish if until == len(drawn.ids) else "stop"
         self.said.take(drawn, until)

@@ -208,9 +208,9 @@ class Probe:
                     self._lasting.add(exchange.unanswered)
                 break
             found.append(said)
-            exchange.go_on(exchange.hear(said.text, said.finish, said.thought))
+            exchange.add(exchange.step(said.text, said.finish, said.thought))
         if not found:
-            exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+            exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
         with self._lock:
             self._over += 1
             self._models.update(said.model for said in found if said.model)

@@ -24,7 +24,7 @@ from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
 from kvaudit.audit.sampling.model import EMBEDDED
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Completion, Decoding, Sampler
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 
@@ -202,7 +202,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         for episode in arrivals:
             # rows that are over draw no more
             limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
-            episode.decode(decoding, limits, ended, heard, arrivals.pause)
+            episode.decode(decoding, limits, ended, heard, arrivals.should_pause)
         for n, one in enumerate(wanted):
             ids = completions[n].ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.rerun.measure import run_measure
 from kvaudit.audit.rerun.mismatch import FilePanel, Mismatch, Survey
 from kvaudit.audit.rerun.verify import Verification, Verify
-from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.sampling.model import LoadedModel
 
 

@@ -15,7 +15,7 @@ from bench.models import Served, random_llama
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.sampling import packed as module
+from kvaudit.audit.sampling import packing as module
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packing import LARGE, is_packable_dtype, pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -171,9 +171,9 @@ def test_a_copy_that_takes_too_much_of_the_memory_is_not_made(monkeypatch: pytes
     model = load_model()
     size = sum(part.weight.nbytes for part in model.model.modules() if isinstance(part, nn.Linear))
     monkeypatch.setattr(module.os, "cpu_count", lambda: 3)
-    monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size - 1)
+    monkeypatch.setattr(module, "total_bytes", lambda: 12 * size - 1)
     assert pack_weights(model) is model
-    monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size)
+    monkeypatch.setattr(module, "total_bytes", lambda: 12 * size)
     assert pack_weights(model) is not model
 
 
@@ -229,4 +229,4 @@ def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.M
     assert all(layers(one.model) for one in sampled)
     assert layers(lm.KvauditLM()._sampler.model.model)
     for path in Path(rollouts.__file__).parent.rglob("*.py"):
-        assert "sampling.packed" not in path.read_text(encoding="utf-8"), path
+        assert "sampling.packing" not in path.read_text(encoding="utf-8"), path

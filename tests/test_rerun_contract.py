@@ -99,10 +99,10 @@ def other_weights(model: LoadedModel) -> LoadedModel:
 
 def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
-    pieces = measure.pieces()
-    assert pieces
-    for piece in pieces:
-        assert sum(map(len, measure.served(piece, measure.model(piece)))) == measure.size(piece) > 0
+    units = measure.units()
+    assert units
+    for unit in units:
+        assert sum(map(len, measure.serve(unit, measure.model(unit)))) == measure.size(unit) > 0
 
 
 def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path) -> None:
@@ -115,7 +115,7 @@ def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path)
 def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
     given = measure.model
-    measure.model = lambda piece: other_weights(given(piece))  # type: ignore[method-assign]
+    measure.model = lambda unit: other_weights(given(unit))  # type: ignore[method-assign]
     try:
         found = run_measure(measure)
     except DataError:
@@ -141,7 +141,7 @@ def check_nothing_recorded_is_written_to(kind: type[AnyMeasure], run: Path) -> N
 
 def check_names_that_are_hostile_are_made_visible(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(begun_run(run))
-    labels = [measure.label(piece) for piece in measure.pieces()]
+    labels = [measure.label(unit) for unit in measure.units()]
     for said in (*labels, *texts(measure)):
         text = said.replace("\n ", "")  # an answer may have lines, which are indented
         assert not [character for character in text if unicodedata.category(character) in ("Cc", "Cf")], text
@@ -158,8 +158,8 @@ def test_every_measure_keeps_the_contract(tried: str, check: Check, run: Path) -
 class Forgetful(Verify):
     """Leaves a rollout out."""
 
-    def served(self, piece: Any, model: LoadedModel) -> Iterator[Any]:
-        yield from (part[1:] for part in super().served(piece, model))
+    def serve(self, unit: Any, model: LoadedModel) -> Iterator[Any]:
+        yield from (part[1:] for part in super().serve(unit, model))
 
 
 class Content(Mismatch):
@@ -186,17 +186,17 @@ class Drawn(Verify):
 class Scribbling(Shade):
     """Notes in the records what it found."""
 
-    def summed(self, piece: Any, model: LoadedModel, parts: Iterator[Any]) -> Any:
+    def reduce(self, unit: Any, model: LoadedModel, batches: Iterator[Any]) -> Any:
         with next(self._run.path.glob("records/*.jsonl")).open("a") as file:
             file.write("\n")
-        return super().summed(piece, model, parts)
+        return super().reduce(unit, model, batches)
 
 
 class Raw(Verify):
     """Prints what a file is called as it is."""
 
     def lines(self, found: Sequence[Any]) -> Iterator[Any]:
-        yield from (piece.source for piece, _ in found)
+        yield from (unit.source for unit, _ in found)
 
 
 WRONG: dict[type[AnyMeasure], Check] = {
@@ -224,7 +224,7 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
         "from kvaudit.audit.rerun.mismatch import Mismatch\n"
         "class Planted(Mismatch):\n"
         "    name = 'planted'\n"
-        "    def size(self, piece): return 0\n"
+        "    def size(self, unit): return 0\n"
     )
     assert MEASURES.load_file(file) == ["planted"]
     with pytest.raises(AssertionError):
@@ -232,7 +232,7 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
 
 
 class Adding(Measure[str, list[int], int]):
-    """Sums numbers of two pieces."""
+    """Sums the numbers of two units."""
 
     name = "adding"
 
@@ -240,29 +240,29 @@ class Adding(Measure[str, list[int], int]):
     def trial(cls, run: RunFolder) -> Adding:
         return cls()
 
-    def pieces(self) -> list[str]:
+    def units(self) -> list[str]:
         return ["a", "b"]
 
-    def size(self, piece: str) -> int:
+    def size(self, unit: str) -> int:
         return 3
 
-    def model(self, piece: str) -> Any:
+    def model(self, unit: str) -> Any:
         return None
 
-    def served(self, piece: str, model: LoadedModel) -> Iterator[list[int]]:
+    def serve(self, unit: str, model: LoadedModel) -> Iterator[list[int]]:
         yield from ([1], [2, 3])
 
-    def summed(self, piece: str, model: LoadedModel, parts: Iterator[list[int]]) -> int:
-        return sum(map(sum, parts))
+    def reduce(self, unit: str, model: LoadedModel, batches: Iterator[list[int]]) -> int:
+        return sum(map(sum, batches))
 
     def differs(self, total: int) -> bool:
         return total != 6
 
     def lines(self, found: Sequence[tuple[str, int]]) -> Iterator[str]:
-        yield from (f"{piece} {total}" for piece, total in found)
+        yield from (f"{unit} {total}" for unit, total in found)
 
 
-def test_progress_counts_items_or_pieces() -> None:
+def test_progress_counts_items_or_units() -> None:
     for by_item, line in ((True, "adding 6/6 (100 %)"), (False, "adding 2/2 (100 %)")):
         measure, text = Adding(), StringIO()
         measure.by_item = by_item  # type: ignore[misc]
