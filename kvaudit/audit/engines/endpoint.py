@@ -13,8 +13,8 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
-from kvaudit.audit.engines.served import all_at_once, first_difference
+from kvaudit.audit.engines.base import GenerationRequest, Engine, EngineFailed, Reply, Session, Settings, EngineContext
+from kvaudit.audit.engines.http_server import ask_concurrently, first_difference
 from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import NOT_SHOWN
@@ -87,13 +87,13 @@ class RunningEndpoint(Engine):
             ) from None
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         """See ``Engine.start``; raises SpecError for an endpoint that makes another prompt of a conversation."""
         return _EndpointSession(settings, work)
 
 
 class _EndpointSession(Session):
-    def __init__(self, settings: Settings, work: Work) -> None:
+    def __init__(self, settings: Settings, work: EngineContext) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
         self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
         from kvaudit.audit.sampling.chat_calls import Readings
@@ -104,7 +104,7 @@ class _EndpointSession(Session):
         unseen = "weights" if held else "weights and chat template"
         self.described = {"prompts": shown, "model": self._first(), NOT_SHOWN: unseen}
 
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         """Replies are texts, or what the server said instead of one."""
         until = time.monotonic() + self._part.answer
         first = {one.messages: n for n, one in reversed(list(enumerate(asked)))}
@@ -114,7 +114,7 @@ class _EndpointSession(Session):
         found = dict[int, Reply]()
         try:
             for part in filter(None, parts):
-                replies = all_at_once(lambda n: self._reply(asked[n], until), part, self._part.at_once, until)
+                replies = ask_concurrently(lambda n: self._reply(asked[n], until), part, self._part.at_once, until)
                 found.update(zip(part, replies, strict=True))
         except Unanswered as why:
             raise self._failed(why) from None
@@ -123,7 +123,7 @@ class _EndpointSession(Session):
     def stop(self) -> None:
         """It is not ours to stop."""
 
-    def _reply(self, asked: Asked, until: float) -> Reply:
+    def _reply(self, asked: GenerationRequest, until: float) -> Reply:
         more: dict[str, Any] = {"temperature": asked.temperature, "seed": asked.seed % _LARGEST_SEED}
         more |= {"top_p": asked.top_p} if asked.top_p < 1 else {}
         try:

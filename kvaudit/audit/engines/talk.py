@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvaudit.audit.engines.base import Asked, Reply, Session, seed_of_turn
+from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
 from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
@@ -35,11 +35,11 @@ class _Row:
         self.logprob: float | None = 0.0
         self.said_in = ""
 
-    def asked(self, decoding: Decoding, seed: int) -> Asked:
+    def asked(self, decoding: Decoding, seed: int) -> GenerationRequest:
         said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
-        own = seed_of_turn(seed, self._turn)
-        return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
+        own = turn_seed(seed, self._turn)
+        return GenerationRequest(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
 
     def take(self, reply: Reply) -> None:
         """Hear what the engine said, and what the environment says to it; end where it says nothing."""
