@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Work
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_condition
+from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.sampling.conversations import opening_of, play
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -91,8 +91,8 @@ class Sides:
         engine.check(settings, how)
         log = Path(tempfile.gettempdir()) / f"bench-engines-{condition.hash}.log"
         stops = tuple(sorted(self._model.chat.stop_ids))
-        asked = [Asked(one.ids, self._new, stops, 0.0, 1.0, 0) for one in self._prompts]
-        with engine.start(settings, Work(self._model, how, log, torch.get_num_threads())) as session:
+        asked = [GenerationRequest(one.ids, self._new, stops, 0.0, 1.0, 0) for one in self._prompts]
+        with engine.start(settings, EngineContext(self._model, how, log, torch.get_num_threads())) as session:
             session.answer(asked[:1])  # what a first request sets up is no speed of a cell
             started = time.perf_counter()
             parts = [asked[start : start + 2 * IN_FLIGHT] for start in range(0, len(asked), 2 * IN_FLIGHT)]

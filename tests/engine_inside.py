@@ -34,7 +34,7 @@ def _answered(does: str, rows: list[Row]) -> Any:
 
 
 def _good(row: Row) -> Row:
-    return {"ids": list(range(row["most"])), "finish": "length", "logprob": -0.5 * row["most"]}
+    return {"ids": list(range(row["max_tokens"])), "finish": "length", "logprob": -0.5 * row["max_tokens"]}
 
 
 def _dies(_: list[Row]) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.engines.base import Drawn
-from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout, read_state
+from kvaudit.audit.engines.base import DrawnRollout
+from kvaudit.audit.engines.exports.llama_cpp import HeadLayout, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -224,7 +224,7 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     def drawn(said: Said, count: int, until: int | None = None) -> None:
         shape = len(said.ids) + count - 1, layers, heads * size
         own = [torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2)]
-        said.take(Drawn(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
+        said.take(DrawnRollout(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
 
     talk, short = Said(ids(37)), Said(ids(20))
     drawn(talk, 9, until=7)
@@ -245,9 +245,9 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
         assert float((found - wanted).abs().max()) < 1e-9
     assert float((whole - wanted).abs().max()) > 1e-3
     unread = Said(ids(3))
-    unread.take(Drawn((5, 6), "stop", (-1.0, -1.0), None))
+    unread.take(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
     unread.give((7, 8))
-    unread.take(Drawn((9,), "stop", (-1.0,), None))
+    unread.take(DrawnRollout((9,), "stop", (-1.0,), None))
     assert unread.rollout(model.model.config, CODED).turns == (), "of which nothing can be replayed"
 
 
@@ -337,13 +337,14 @@ def test_a_state_of_another_form_is_one_line() -> None:
     other[0] += 1
     twice[20] = 1  # the position of the first cell
     for raw, said in (
-        (other, r"it begins with 0x\w+, known: 0xaf143cd8"),
-        (twice, "its cells are not those of the tokens, each once"),
+        (other, r"it begins with 0x\w+, expected 0xaf143cd8"),
+        (twice, "its cells do not hold each position once"),
         (whole[:-3], "cannot reshape|requires a buffer"),
         (whole[:30], "requires a buffer"),
         (np.append(whole, whole[:7]), "7 bytes are left"),
     ):
         with pytest.raises(
-            RunError, match=rf"^the state of llama.cpp's cache is of a form .*{said}.*; draw with naive"
+            RunError,
+            match=rf"^the state of llama.cpp's cache has an unknown form: .*{said}.*; use the correction naive",
         ):
             read_state(raw, HeadLayout(4, False, False, False))

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_served
-from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Settings, Work, require_replies
+from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_serving_mode
+from kvaudit.audit.engines.base import (
+    Engine,
+    EngineContext,
+    EngineFailed,
+    GenerationRequest,
+    Reply,
+    Settings,
+    require_replies,
+)
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.conditions import ENGINE, engine_in, settings_in
@@ -58,7 +66,7 @@ def check_its_text_parses_back(engine: type[Engine], given_: Settings) -> None:
     if found is not None:
         assert parse_condition(found.canonical) == found
         assert parse_condition(found.canonical).canonical == found.canonical
-        assert parse_served(found.canonical) == found
+        assert parse_serving_mode(found.canonical) == found
         assert engine_in(found.canonical) == engine.name
         assert settings_in(found.canonical) == dict(found.settings)
 
@@ -151,13 +159,13 @@ def test_a_setting_that_the_engine_does_not_know_is_refused_by_it(
     name: str, embedded: LoadedModel, tmp_path: Path
 ) -> None:
     engine = ENGINES.get(name)
-    work = Work(embedded, part_of(engine), tmp_path / "log", 1)
+    work = EngineContext(embedded, part_of(engine), tmp_path / "log", 1)
     with pytest.raises((EngineFailed, SpecError), match=r"no[_-]such[_-]setting") as error:
         engine.start(engine.filled({"no_such_setting": "1"}), work).stop()
     assert str(error.value).isprintable()
 
 
-TWO = [Asked((5, 6), 3, (9,), 0.0, 1.0, seed) for seed in (1, 2)]
+TWO = [GenerationRequest((5, 6), 3, (9,), 0.0, 1.0, seed) for seed in (1, 2)]
 GOOD = Reply((7, 9), "stop")
 
 
@@ -166,8 +174,8 @@ GOOD = Reply((7, 9), "stop")
     [
         ([GOOD], "engine it gave 1 replies to 2 requests"),
         ([GOOD, GOOD, GOOD], "gave 3 replies to 2"),
-        ([GOOD, Reply((1, 2, 3, 4), "length")], "an answer of 4 tokens where 3 were the most"),
-        ([Reply((7, 9, 8), "length"), GOOD], "went on behind a token that ends an answer"),
+        ([GOOD, Reply((1, 2, 3, 4), "length")], "an answer of 4 tokens; the limit was 3"),
+        ([Reply((7, 9, 8), "length"), GOOD], "continued an answer after a stop token"),
     ],
 )
 def test_replies_that_cannot_be_are_refused_whoever_brought_the_engine(replies: list[Reply], words: str) -> None:
@@ -180,16 +188,16 @@ def test_replies_that_cannot_be_are_refused_whoever_brought_the_engine(replies: 
 def test_text_that_says_a_thing_twice_or_nothing_is_refused() -> None:
     for text, words in (
         ("openvino:KV_CACHE_PRECISION=u8,KV_CACHE_PRECISION=u4", "has a setting twice"),
-        ("openvino:KV_CACHE_PRECISION", "setting KV_CACHE_PRECISION is '', wanted a word or a number"),
-        ("openvino:=u4", "engine 'openvino' can have no setting ''"),
+        ("openvino:KV_CACHE_PRECISION", "setting KV_CACHE_PRECISION is '', expected a word or a number"),
+        ("openvino:=u4", "engine 'openvino': '' cannot be the name of a setting"),
     ):
         with pytest.raises(SpecError, match=words):
             parse_condition(text)
     for name, value, words in (
-        ("a,b", 1, "can have no setting"),
-        ("a", "\ud800", "wanted a word or a number"),
-        ("a", [1], "wanted a word or a number"),
-        ("a", "x" * 501, "wanted a word or a number"),
+        ("a,b", 1, "cannot be the name of a setting"),
+        ("a", "\ud800", "expected a word or a number"),
+        ("a", [1], "expected a word or a number"),
+        ("a", "x" * 501, "expected a word or a number"),
     ):
         with pytest.raises(SpecError, match=words) as error:
             parse_condition({ENGINE: "openvino", name: value})
@@ -267,7 +275,7 @@ def test_transformers_takes_backend_and_bits_as_its_kv_setting() -> None:
     assert engine.kv("hqq-4") == {"cache": "quantized", "backend": "hqq", "nbits": "4"}
     assert engine.kv("fp8") == {"cache": "quantized", "backend": "fp8"}
     for text in ("", "hqq-", "hqq-four", "-4"):
-        with pytest.raises(SpecError, match="wanted BACKEND-BITS"):
+        with pytest.raises(SpecError, match="expected BACKEND-BITS"):
             engine.kv(text)
 
 
@@ -276,5 +284,5 @@ def test_a_servers_kv_setting_is_one_word(name: str) -> None:
     engine = ENGINES.get(name)
     assert engine.kv("fp8_e5m2") == {"kv_cache_dtype": "fp8_e5m2"}
     for text in ("", "kv_cache_dtype=fp8", "fp8/fp8", "--fp8", "fp8 fp4"):
-        with pytest.raises(SpecError, match=f"engine {name}: --kv is .*, wanted what stands behind kv_cache_dtype="):
+        with pytest.raises(SpecError, match=f"engine {name}: --kv is .*, expected a value of kv_cache_dtype"):
             engine.kv(text)

@@ -19,11 +19,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvaudit.audit.engines import ENGINES, Asked, Condition, Session, parse_condition
-from kvaudit.audit.engines import served as served_module
-from kvaudit.audit.engines.base import EngineFailed, Work
-from kvaudit.audit.engines.life import Process, free_port
-from kvaudit.audit.engines.talk import talk_with
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, Session, http_server, parse_condition
+from kvaudit.audit.engines.base import EngineContext, EngineFailed
+from kvaudit.audit.engines.conversation import converse
+from kvaudit.audit.engines.process import Process, free_port
 from kvaudit.audit.runs.engine_slot import try_out_engines
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
@@ -41,7 +40,7 @@ from kvaudit.suites.base import SUITES
 
 STANDIN = Path(__file__).with_name("engine_standin.py")
 PROMPT = (10, 20, 30, 40, 50)
-ASKED = Asked(PROMPT, 3, (), 0.0, 1.0, 7)
+ASKED = GenerationRequest(PROMPT, 3, (), 0.0, 1.0, 7)
 SETTINGS = {"vllm": {"kv_cache_dtype": "fp8"}, "sglang": {"kv_cache_dtype": "fp8_e5m2"}}
 
 
@@ -67,7 +66,8 @@ def started(model: LoadedModel, python: Path, tmp_path: Path) -> Iterator[Any]:
     def start(engine: str, standin: str = "", *, at_once: int = 4, wait: float = 20, **settings: str) -> Session:
         part = EngineSpec(python=str(python), at_once=at_once, start=20, answer=wait)
         condition = parse_condition({"engine": engine, **SETTINGS[engine], "STANDIN": standin or "none", **settings})
-        session = ENGINES.get(engine).start(dict(condition.settings), Work(model, part, tmp_path / f"{engine}.log", 1))
+        context = EngineContext(model, part, tmp_path / f"{engine}.log", 1)
+        session = ENGINES.get(engine).start(dict(condition.settings), context)
         sessions.append(session)
         return session
 
@@ -81,7 +81,7 @@ ENGINE = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 
 @ENGINE
 def test_token_ids_go_in_and_come_back_with_their_logprob(started: Any, engine: str) -> None:
-    asked = [ASKED, ASKED._replace(ids=(60, 70), most=1), ASKED._replace(ids=(1, 2))]
+    asked = [ASKED, ASKED._replace(ids=(60, 70), max_tokens=1), ASKED._replace(ids=(1, 2))]
     found = started(engine, at_once=2).answer(asked)
     assert [reply.ids for reply in found] == [(11, 21, 31), (61,), (2, 3)]
     assert [(reply.finish, reply.logprob) for reply in found] == [("length", -1.5), ("length", -0.5), ("length", -1.0)]
@@ -105,14 +105,14 @@ def test_a_server_that_takes_its_time_is_waited_for(started: Any) -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("die:2", "ended while it had 4 requests.*had enough.*ended by signal 9"),
+        ("die:2", "ended while answering 4 requests.*had enough.*ended by signal 9"),
         ("500:2", "status 500: CUDA error: an illegal␛.31m memory access"),
         ("garbage:2", "no JSON"),
         ("redirect:2", "status 302"),
-        ("other_ids:2", "cannot be one to 3 tokens"),
-        ("negative:2", "cannot be one to 3 tokens"),
-        ("torn_logprobs:2", "cannot be one to 3 tokens"),
-        ("other_prompt:2", "read another prompt than it was sent"),
+        ("other_ids:2", "gave an invalid reply .limit 3 tokens"),
+        ("negative:2", "gave an invalid reply .limit 3 tokens"),
+        ("torn_logprobs:2", "gave an invalid reply .limit 3 tokens"),
+        ("other_prompt:2", "read a different prompt than was sent"),
     ],
 )
 def test_an_engine_that_misbehaves_from_some_request_on_is_gone(
@@ -128,13 +128,13 @@ def test_an_engine_that_misbehaves_from_some_request_on_is_gone(
 @pytest.mark.parametrize("word", ["hang", "endless"])
 def test_a_batch_without_an_answer_has_a_time_limit(started: Any, word: str) -> None:
     session, began = started("vllm", word, wait=1), time.monotonic()
-    with pytest.raises(EngineFailed, match=r"it has not answered all of 6 requests in 1 s \(engines\..*\.answer\)"):
+    with pytest.raises(EngineFailed, match=r"it did not answer all of 6 requests in 1 s \(engines\..*\.answer\)"):
         session.answer([ASKED] * 6)
     assert time.monotonic() - began < 15  # six of them, four at once, and the end of the process
 
 
 def test_a_huge_reply_is_cut(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module, "_LONGEST", 1 << 18)
+    monkeypatch.setattr(http_server, "_LONGEST_REPLY", 1 << 18)
     with pytest.raises(EngineFailed, match="more than 262144 bytes"):
         started("vllm", "huge").answer([ASKED])
 
@@ -149,9 +149,9 @@ def test_another_port_is_taken_where_somebody_holds_one(started: Any, monkeypatc
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
-        monkeypatch.setattr(served_module, "_KNOCK", 0.3)  # it listens and never answers
+        monkeypatch.setattr(http_server, "_PROBE_SECONDS", 0.3)  # it listens and never answers
         ports = iter([door.getsockname()[1], door.getsockname()[1], free_port()])
-        monkeypatch.setattr(served_module, "free_port", lambda: next(ports))
+        monkeypatch.setattr(http_server, "free_port", lambda: next(ports))
         assert started("vllm").answer([ASKED])[0].ids == (11, 21, 31)
 
 
@@ -159,15 +159,15 @@ def test_a_port_that_is_taken_three_times_is_given_up(started: Any, monkeypatch:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
-        monkeypatch.setattr(served_module, "_KNOCK", 0.3)
-        monkeypatch.setattr(served_module, "free_port", lambda: door.getsockname()[1])
+        monkeypatch.setattr(http_server, "_PROBE_SECONDS", 0.3)
+        monkeypatch.setattr(http_server, "free_port", lambda: door.getsockname()[1])
         with pytest.raises(EngineFailed, match="Address already in use"):
             started("vllm")
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("none") as url:
-        monkeypatch.setattr(served_module, "free_port", lambda: int(url.rpartition(":")[2].partition("/")[0]))
+        monkeypatch.setattr(http_server, "free_port", lambda: int(url.rpartition(":")[2].partition("/")[0]))
         with pytest.raises(EngineFailed, match="in use"):
             started("vllm")
 
@@ -195,7 +195,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     log = tmp_path / "engine.log"
-    process = Process([sys.executable, "-c", code], who="polite", log=log, speaks=False)
+    process = Process([sys.executable, "-c", code], engine="polite", log=log, is_piped=False)
     while "ready" not in process.log_text(100):
         time.sleep(0.02)
     process.stop()
@@ -211,8 +211,8 @@ memory = SharedMemory(create=True, size=1000)
 print(os.getpid(), memory.name, flush=True)
 time.sleep(600)
 """
-    process = Process([sys.executable, "-c", code], who="deaf", log=tmp_path / "engine.log")
-    number, name = process.hear(20, "it started", "start").split()
+    process = Process([sys.executable, "-c", code], engine="deaf", log=tmp_path / "engine.log")
+    number, name = process.read_line(20, "starting", "start").split()
     assert Path("/dev/shm", name).exists()
     process.stop()
     status = Path(f"/proc/{number}/stat")
@@ -221,7 +221,7 @@ time.sleep(600)
 
 
 def test_auto_that_comes_to_a_compressed_cache_is_no_reference(started: Any) -> None:
-    with pytest.raises(SpecError, match="makes fp8_e4m3 of kv_cache_dtype auto"):
+    with pytest.raises(SpecError, match="uses fp8_e4m3 for kv_cache_dtype auto"):
         started("vllm", "resolved:fp8_e4m3", kv_cache_dtype="auto")
 
 
@@ -244,7 +244,7 @@ def test_what_is_ours_to_say_is_refused(name: str) -> None:
 
 
 def test_settings_become_flags_and_variables() -> None:
-    from kvaudit.audit.engines.served import flags, variables
+    from kvaudit.audit.engines.http_server import command_flags, environment_variables
 
     settings = {
         "kv_cache_dtype_skip_layers": "0 2",
@@ -254,12 +254,12 @@ def test_settings_become_flags_and_variables() -> None:
         "seed": "-1",
         "VLLM_X": "2",
     }
-    assert flags(settings) == [
+    assert command_flags(settings) == [
         *("--kv-cache-dtype-skip-layers", "0", "2", "--no-enforce-eager", "--async-scheduling"),
         *('--override-generation-config={"a": 1}', "--seed=-1"),
     ]
-    assert flags({"disable_radix_cache": "false", "seed": "1"}, negated=False) == ["--seed=1"]
-    assert variables(settings) == {"VLLM_X": "2"}
+    assert command_flags({"disable_radix_cache": "false", "seed": "1"}, has_negation=False) == ["--seed=1"]
+    assert environment_variables(settings) == {"VLLM_X": "2"}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -273,15 +273,15 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
 ) -> None:
     import shutil
 
-    from kvaudit.audit.engines.weights import served_folder
+    from kvaudit.audit.engines.weights import safetensors_folder
     from kvaudit.audit.sampling.weights import weights_sha256
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / "kept"))
-    assert served_folder(Work(model, EngineSpec(), tmp_path, 1), "vllm").path == tiny_folder.resolve()
+    assert safetensors_folder(EngineContext(model, EngineSpec(), tmp_path, 1), "vllm").path == tiny_folder.resolve()
     shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path / "other" / "extra.safetensors")
     other = load_model(str(tmp_path / "other"), device="cpu")
-    folder, words, _ = served_folder(Work(other, EngineSpec(), tmp_path, 1), "vllm")
+    folder, words, _ = safetensors_folder(EngineContext(other, EngineSpec(), tmp_path, 1), "vllm")
     assert folder.is_relative_to(tmp_path / "kept")
     assert "transformers" in words
     saved = load_model(str(folder), device="cpu")
@@ -312,15 +312,15 @@ def running(standin: str, port: int = 0) -> Iterator[str]:
 def endpoint(model: LoadedModel, url: str, tmp_path: Path, at_once: int = 2) -> Session:
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin"})
     part = EngineSpec(at_once=at_once, start=20, answer=20)
-    return ENGINES.get("endpoint").start(dict(condition.settings), Work(model, part, tmp_path / "log", 1))
+    return ENGINES.get("endpoint").start(dict(condition.settings), EngineContext(model, part, tmp_path / "log", 1))
 
 
 QUESTION = (Message(Role.USER, "What is 2 + 2?"),)
 
 
-def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> Asked:
+def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> GenerationRequest:
     question = (Message(Role.USER, text),)
-    return ASKED._replace(ids=model.chat.opening(question).ids, messages=question, most=8)
+    return ASKED._replace(ids=model.chat.opening(question).ids, messages=question, max_tokens=8)
 
 
 def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     ]
     prompts = [model.chat.opening(item.messages) for item in items]
     with running(standin) as url, endpoint(model, url, tmp_path, at_once=1) as session:
-        found = talk_with(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
+        found = converse(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
         (_, refused) = session.answer([conversation(model), conversation(model, texts[1])])
     assert [one.grade.outcome is Outcome.UNSCORED for one in found] == [False, True]
     said = [one.answer for one in found]
@@ -402,7 +402,7 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
     for thinks in (False, True):
         with running("says:<think>no END</think>yes END and more") as url, endpoint(model, url, tmp_path) as session:
             asked = [model.chat.opening(item.messages)]
-            (one,) = talk_with(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
+            (one,) = converse(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
         said.append([message.content for message in one.answer.transcript[len(item.messages) :]])
     assert said == [["<think>no END"], ["<think>no END</think>", "yes END"]]
 
@@ -432,7 +432,7 @@ def test_an_endpoint_with_another_template_is_refused_with_the_first_token_that_
 
 def test_an_endpoint_without_a_named_reference_is_refused_in_one_line() -> None:
     condition = parse_condition("endpoint:base_url=http://127.0.0.1:8000/v1,model=m")
-    with pytest.raises(SpecError, match="name what it is compared with, reference: ") as error:
+    with pytest.raises(SpecError, match="name the server to compare it with, reference: ") as error:
         _ = condition.reference
     assert "\n" not in str(error.value)
 
@@ -461,16 +461,16 @@ def test_an_endpoint_whose_key_is_not_set_is_refused_before_anything_is_asked() 
 
 def test_an_endpoint_that_is_away_is_gone(model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key\); go on when it answers"):
+    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key\); resume the run when it answers"):
         endpoint(model, "http://127.0.0.1:9/v1", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("standin", "words"),
     [
-        ("500", r"no answer that counts: status 500: CUDA error.*; go on when it answers"),
-        ("redirect", r"no answer that counts: status 302 .*; mend base_url, model or key"),
-        ("usage:1000", r"no answer that counts: it claims to have read 1000 tokens .*; see whether it serves the"),
+        ("500", r"no valid answer: status 500: CUDA error.*; resume the run when it answers"),
+        ("redirect", r"no valid answer: status 302 .*; correct base_url, model or key"),
+        ("usage:1000", r"no valid answer: it claims to have read 1000 tokens .*; check that it serves the"),
     ],
 )
 def test_what_to_do_about_an_endpoint_is_said_by_what_it_did(
@@ -593,8 +593,8 @@ def vllm_python() -> str:
 
 def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> tuple[list[Any], dict[str, str]]:
     part = EngineSpec(python=python, at_once=4, start=600, answer=600)
-    with ENGINES.get("vllm").start(dict(condition.settings), Work(model, part, log, 1)) as session:
-        return session.answer([ASKED._replace(ids=tuple(range(n, n + 40)), most=12) for n in range(6)]), dict(
+    with ENGINES.get("vllm").start(dict(condition.settings), EngineContext(model, part, log, 1)) as session:
+        return session.answer([ASKED._replace(ids=tuple(range(n, n + 40)), max_tokens=12) for n in range(6)]), dict(
             session.described
         )
 

@@ -171,11 +171,15 @@ def test_f16_says_what_our_own_cache_says_and_fewer_bits_move_the_log_probs(
 @needs_it
 @pytest.mark.engines
 def test_more_requests_than_sequences_are_answered_in_their_order(here: World, tmp_path: Path) -> None:
-    asked = [one._replace(most=most) for one, most in zip(here.asked * 2, (5, 1, 7, 3, 2, 9, 4, 6), strict=True)]
+    asked = [
+        one._replace(max_tokens=limit) for one, limit in zip(here.asked * 2, (5, 1, 7, 3, 2, 9, 4, 6), strict=True)
+    ]
     with here.start(EXACT, tmp_path, PART.model_copy(update={"at_once": 3})) as session:
         found = session.answer(asked)
     assert [len(reply.ids) for reply in found] == [5, 1, 7, 3, 2, 9, 4, 6]
-    assert [reply.ids for reply in found] == [own.ids[: one.most] for own, one in zip(here.own * 2, asked, strict=True)]
+    assert [reply.ids for reply in found] == [
+        own.ids[: one.max_tokens] for own, one in zip(here.own * 2, asked, strict=True)
+    ]
 
 
 @needs_it
@@ -238,8 +242,8 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
     from types import SimpleNamespace
     from typing import Any, cast
 
-    from kvaudit.audit.engines import Asked
-    from kvaudit.audit.engines.base import ENGINES, Work
+    from kvaudit.audit.engines import GenerationRequest
+    from kvaudit.audit.engines.base import ENGINES, EngineContext
 
     model = random_model(FAMILIES[family])
     prompts = [tuple(range(3, 3 + size)) for size in (2, 20, 50)]
@@ -247,6 +251,6 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
         wanted = [cast(Any, model)(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1).max() for ids in prompts]
     loaded = cast(Any, SimpleNamespace(model=model, sha256=family.ljust(64, "0"), name=family, dtype=model.dtype))
     settings = dict(parse_condition(EXACT).settings)
-    with ENGINES.get("llama.cpp").start(settings, Work(loaded, PART, tmp_path / "log", 1)) as session:
-        found = session.answer([Asked(ids, 1, (), 0.0, 1.0, 0) for ids in prompts])
+    with ENGINES.get("llama.cpp").start(settings, EngineContext(loaded, PART, tmp_path / "log", 1)) as session:
+        found = session.answer([GenerationRequest(ids, 1, (), 0.0, 1.0, 0) for ids in prompts])
     assert [reply.logprob for reply in found] == pytest.approx([float(worth) for worth in wanted], abs=1e-4)

@@ -53,7 +53,7 @@ def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Pa
     with here.start("transformers:backend=fp8", tmp_path, PART) as session:
         assert session.described["cache"] == "QuantizedCache"
         assert "Fp8QuantizedLayer" in session.described["layer"]
-        first = session.answer([one._replace(most=1) for one in here.asked])
+        first = session.answer([one._replace(max_tokens=1) for one in here.asked])
         whole = session.answer(here.asked)
     pairs = list(zip(first, here.own, strict=True))
     assert max(abs(float(reply.logprob or 0) - own.logprobs[0]) for reply, own in pairs) < 1e-4
@@ -62,7 +62,7 @@ def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Pa
 
 def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: World, plain: Session) -> None:
     stop = here.own[0].ids[3]
-    asked = [here.asked[0]._replace(stops=(stop,)), here.asked[1]._replace(most=5, stops=(stop,))]
+    asked = [here.asked[0]._replace(stops=(stop,)), here.asked[1]._replace(max_tokens=5, stops=(stop,))]
     heat = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
     stopped, short = plain.answer(asked)
     first = plain.answer(heat)

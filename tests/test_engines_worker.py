@@ -18,28 +18,28 @@ import pytest
 import torch
 from engine_inside import CHANGES
 
-from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Work
-from kvaudit.audit.engines.life import Process
-from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import EngineContext, EngineFailed, GenerationRequest, Reply
+from kvaudit.audit.engines.process import Process
+from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
 INSIDE = Path(__file__).with_name("engine_inside.py")
-ASKED = Asked((5, 6), 4, (1,), 0.0, 1.0, 7)
+ASKED = GenerationRequest((5, 6), 4, (1,), 0.0, 1.0, 7)
 TOKENS = 100
 
 
-def work(folder: Path, **part: Any) -> Work:
+def work(folder: Path, **part: Any) -> EngineContext:
     """For a model of a hundred tokens, which is all that is asked of it here."""
     model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(TOKENS, 1))
     own = EngineSpec(**{"start": 20.0, "answer": 20.0, **part})
-    return Work(cast(Any, SimpleNamespace(model=model)), own, folder / "logs" / "engine.log", 2)
+    return EngineContext(cast(Any, SimpleNamespace(model=model)), own, folder / "logs" / "engine.log", 2)
 
 
 @contextmanager
-def session(folder: Path, does: str, **part: Any) -> Iterator[WorkedSession]:
-    with WorkedSession("stand-in", str(INSIDE), {"does": does}, work(folder, **part), sys.executable) as one:
-        assert isinstance(one, WorkedSession)
+def session(folder: Path, does: str, **part: Any) -> Iterator[WorkerSession]:
+    with WorkerSession("stand-in", str(INSIDE), {"does": does}, work(folder, **part), sys.executable) as one:
+        assert isinstance(one, WorkerSession)
         yield one
 
 
@@ -73,7 +73,7 @@ def open_files() -> int:
 
 def test_replies_come_in_order_whatever_the_engine_prints(tmp_path: Path) -> None:
     with session(tmp_path, "answers") as one:
-        asked = [ASKED._replace(most=most) for most in (3, 1, 2)]
+        asked = [ASKED._replace(max_tokens=limit) for limit in (3, 1, 2)]
         assert one.answer(asked) == [Reply(tuple(range(n)), "length", -0.5 * n) for n in (3, 1, 2)]
         assert one.described["threads"] == "2"
     said = (tmp_path / "logs" / "engine.log").read_text()
@@ -82,20 +82,20 @@ def test_replies_come_in_order_whatever_the_engine_prints(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("does", sorted(CHANGES))
 def test_a_reply_that_cannot_be_one_ends_the_engine(tmp_path: Path, does: str) -> None:
-    assert "engine stand-in: it gave a reply that cannot be one to 4 tokens: {" in last_words(tmp_path, does)
+    assert "engine stand-in: it gave an invalid reply (limit 4 tokens): {" in last_words(tmp_path, does)
 
 
 @pytest.mark.parametrize(
     ("does", "words"),
     [
-        ("dies", "engine stand-in: it ended while it had 2 requests; its last words: "),
+        ("dies", "engine stand-in: it ended while answering 2 requests; last log lines: "),
         ("dies", "out of memory␇"),
-        ("says garbage", "it says what is no JSON"),
-        ("nests", "it says what is no JSON"),
-        ("says a number", "it says 7, wanted replies"),
-        ("says no replies", "it says {'replies': {'7': 7}, 'to': 2}, wanted replies"),
-        ("forgets a row", "it gave another number of replies than the 2 that were asked for"),
-        ("says rows of another form", "it gave a reply that cannot be one to 4 tokens: []"),
+        ("says garbage", "it sent a line that is not JSON"),
+        ("nests", "it sent a line that is not JSON"),
+        ("says a number", "it sent 7, expected 'replies'"),
+        ("says no replies", "it sent {'replies': {'7': 7}, 'to': 2}, expected 'replies'"),
+        ("forgets a row", "it gave 1 replies to 2 requests"),
+        ("says rows of another form", "it gave an invalid reply (limit 4 tokens): []"),
         ("refuses", "engine stand-in refuses: RuntimeError: new_scores_size >= num_snapkv_scores"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_goes_wrong_is_said(tmp_path: Path, does: str, words: str) -> None:
 
 
 def test_one_that_hangs_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
-    assert "it has said nothing for 1 s (engines.stand-in.answer) while it had 2 requests" in last_words(
+    assert "no output for 1 s (engines.stand-in.answer) while answering 2 requests" in last_words(
         tmp_path, "hangs", answer=1.0
     )
 
@@ -114,13 +114,16 @@ def test_one_that_reads_no_more_is_ended_when_its_time_is_up(tmp_path: Path) -> 
     with session(tmp_path, "reads no more", answer=2.0) as one:
         one.answer([ASKED])
         time.sleep(1.0)
-        with pytest.raises(EngineFailed, match="it has not read what it was told for 2 s"):
+        with pytest.raises(EngineFailed, match="it did not read its input for 2 s"):
             one.answer([long])
         assert is_gone(int(one.described["pid"]))
 
 
 def test_a_line_out_of_turn_is_not_taken_for_an_answer(tmp_path: Path) -> None:
-    with session(tmp_path, "speaks twice") as one, pytest.raises(EngineFailed, match="it spoke out of turn"):
+    with (
+        session(tmp_path, "speaks twice") as one,
+        pytest.raises(EngineFailed, match="it sent an answer to no current request"),
+    ):
         one.answer([ASKED])
 
 
@@ -130,13 +133,13 @@ def test_one_that_does_not_start_is_one_line_and_leaves_nothing(tmp_path: Path, 
     with pytest.raises(EngineFailed) as error, session(tmp_path, does):
         pass
     assert str(error.value).isprintable()
-    assert "no property ␛[31mKV_CACHE␛[0m and another" in str(error.value) or "wanted about" in str(error.value)
+    assert "no property ␛[31mKV_CACHE␛[0m and another" in str(error.value) or "expected 'about'" in str(error.value)
     assert open_files() == before
 
 
 def test_an_engine_whose_program_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(EngineFailed, match=r"it ended while it started; its last words: .*No such file") as error:
-        WorkedSession("stand-in", str(INSIDE), {"does": "answers"}, work(tmp_path), str(tmp_path / "python"))
+    with pytest.raises(EngineFailed, match=r"it ended while starting; last log lines: .*No such file") as error:
+        WorkerSession("stand-in", str(INSIDE), {"does": "answers"}, work(tmp_path), str(tmp_path / "python"))
     assert str(error.value).isprintable()
 
 
@@ -190,10 +193,10 @@ def test_an_engine_ends_when_whoever_wanted_it_is_killed(tmp_path: Path) -> None
 
 
 def test_a_line_without_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.engines.life._LONGEST_LINE", 1 << 20)
-    process = Process(["sh", "-c", "yes | tr -d '\\n'"], who="endless", log=tmp_path / "log")
-    with pytest.raises(EngineFailed, match="engine endless: it says a line of more than 1 MiB"):
-        process.hear(20.0, "it was listened to", "answer")
+    monkeypatch.setattr("kvaudit.audit.engines.process._LONGEST_LINE", 1 << 20)
+    process = Process(["sh", "-c", "yes | tr -d '\\n'"], engine="endless", log=tmp_path / "log")
+    with pytest.raises(EngineFailed, match="engine endless: it sent a line of more than 1 MiB"):
+        process.read_line(20.0, "starting", "answer")
 
 
 def test_a_python_that_lacks_a_module_is_told_from_one_that_does_not_run(tmp_path: Path) -> None:
@@ -203,7 +206,7 @@ def test_a_python_that_lacks_a_module_is_told_from_one_that_does_not_run(tmp_pat
         for python in (None, sys.executable):
             with pytest.raises(SpecError, match=r"engine x is not installed.*: pip install x \(no module no_such"):
                 python_with(modules, EngineSpec(python=python), "x", "pip install x")
-    with pytest.raises(SpecError, match="which is no file; give the python of its environment"):
+    with pytest.raises(SpecError, match="which is not a file; give the python of its environment"):
         python_with(("json",), EngineSpec(python=str(tmp_path / "python")), "x", "pip install x")
     (tmp_path / "python").write_text("no program")
     with pytest.raises(SpecError, match="which does not run; give the python of its environment"):

@@ -220,7 +220,7 @@ def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.M
     evaluator, suite = evaluate.Evaluator(model, spec), evaluate.asked_suite(spec, "math")
     items = evaluate.evaluation_items(spec, suite, 192, model.chat.count_tokens)
     list(evaluator.again(parse_policy("none"), suite, items))
-    served = engine.OwnEngine({"embedded": model})
+    served = engine.SamplingEngine({"embedded": model})
     served.submit(REQUEST)[1].result(60)
     served.close()
     assert len(sampled) == 2

@@ -51,7 +51,7 @@ def serve(
         from rich.console import Console
 
         from kvaudit.audit.sampling.checkpoints import load_named
-        from kvaudit.audit.serving.engine import OwnEngine
+        from kvaudit.audit.serving.engine import SamplingEngine
 
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
@@ -61,7 +61,7 @@ def serve(
         listening = _bound(host, port)  # before models are loaded, which takes minutes
         console = Console()
         loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
-        engine = OwnEngine(loaded, aliases)
+        engine = SamplingEngine(loaded, aliases)
         for name in engine.names:
             say(console, f"model: {name}")
         app = application(engine, key=key, log=lambda line: say(console, line))

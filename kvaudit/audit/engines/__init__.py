@@ -1,15 +1,25 @@
-"""Serving engines: one file each. ``parse_served`` gives a policy of ours, or an engine's condition."""
+"""Serving engines, one file each. ``parse_serving_mode`` returns one of our policies or the condition of an engine."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,
-    Asked,
     Condition,
     Engine,
+    GenerationRequest,
     Reply,
-    Served,
+    ServingMode,
     Session,
     parse_condition,
-    parse_served,
+    parse_serving_mode,
 )
 
-__all__ = ["ENGINES", "Asked", "Condition", "Engine", "Reply", "Served", "Session", "parse_condition", "parse_served"]
+__all__ = [
+    "ENGINES",
+    "Condition",
+    "Engine",
+    "GenerationRequest",
+    "Reply",
+    "ServingMode",
+    "Session",
+    "parse_condition",
+    "parse_serving_mode",
+]

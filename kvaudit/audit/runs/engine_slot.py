@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from kvaudit.audit.engines import ENGINES
-from kvaudit.audit.engines.base import Asked as AskedOfEngine
-from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work, require_replies
+from kvaudit.audit.engines.base import Condition, EngineContext, EngineFailed, Reply, Session, require_replies
+from kvaudit.audit.engines.base import GenerationRequest as AskedOfEngine
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import opening_of
 from kvaudit.audit.sampling.model import LoadedModel
@@ -135,7 +135,7 @@ def _where_they_part(one: str, other: str) -> tuple[str, str]:
 def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
     """Start an engine; raises RunError with its last words where it does not come up."""
     log = logs / f"{in_file_name(condition.engine)}-{condition.hash}.log"
-    work = Work(model, spec.engine(condition.canonical), log, torch.get_num_threads())
+    work = EngineContext(model, spec.engine(condition.canonical), log, torch.get_num_threads())
     try:
         return ENGINES.get(condition.engine).start(dict(condition.settings), work)
     except EngineFailed as error:

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from kvaudit.audit.cache.shared import SharedPrefill
-from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
-from kvaudit.audit.engines.talk import EngineRow, talk_with
+from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
+from kvaudit.audit.engines.conversation import EngineAnswer, converse
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.engine_slot import EngineSlot
@@ -62,9 +62,9 @@ def grid(spec: RunSpec) -> list[Unit]:
     return found
 
 
-def served(spec: RunSpec, arm: str | None = None) -> list[Served]:
+def served(spec: RunSpec, arm: str | None = None) -> list[ServingMode]:
     """The ways of serving of the grid, in the order of the spec; those that an arm is served under."""
-    return [parse_served(text) for text in (spec.evaluate.policies if arm is None else spec.served(arm))]
+    return [parse_serving_mode(text) for text in (spec.evaluate.policies if arm is None else spec.served(arm))]
 
 
 def served_by_us(spec: RunSpec, arm: str | None = None) -> list[Policy]:
@@ -260,14 +260,14 @@ class Evaluator:
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
     ) -> list[Record]:
         """The records of a batch: our own cache's, or an engine's."""
-        rows: Sequence[GradedRow | EngineRow] = ()
+        rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
             rows = self._play(Sampler(self._served, unit.policy, shared), suite, items, prompts)
         elif items:
             assert self._slot is not None, "somebody has to hold the engine"
             decoding, seeds, samples, thinks = self._decoding(suite, items)
             session = self._slot.under(unit.policy, self._model)
-            rows = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
+            rows = converse(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, row) for row in rows]
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
@@ -331,7 +331,7 @@ class Evaluator:
     def _batch_tokens(self) -> int:
         return self._spec.evaluate.batch_tokens
 
-    def _record(self, unit: Unit, suite: Suite, said: GradedRow | EngineRow) -> Record:
+    def _record(self, unit: Unit, suite: Suite, said: GradedRow | EngineAnswer) -> Record:
         """The record of a row; an engine shows nobody its cache, we show nobody the log-prob of a whole answer."""
         serving = Serving(
             run=self._spec.name,
@@ -344,7 +344,7 @@ class Evaluator:
             suite_version=suite.version,
             context_tokens=unit.context_tokens,
         )
-        if isinstance(said, EngineRow):
+        if isinstance(said, EngineAnswer):
             return Record.of(serving, said.item, said.grade, said.answer, CacheUse())
         answer = UngradedAnswer(
             sample_index=said.sample_index,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.engines import ENGINES, Condition, parse_served
+from kvaudit.audit.engines import ENGINES, Condition, parse_serving_mode
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
@@ -27,7 +27,7 @@ from kvaudit.suites.contexts import bare_name
 
 def _reference(canonical: str, named: Any) -> str | None:
     """What an engine's condition is compared with: what was named beside it, or what the engine says."""
-    served = parse_served(canonical)
+    served = parse_serving_mode(canonical)
     if not isinstance(served, Condition):
         if named is not None:
             raise SpecError(
@@ -52,7 +52,7 @@ def _check_training(section: TrainSpec) -> None:
 
 
 NAMES = Names(
-    policy=lambda written: parse_served(written).canonical,
+    policy=lambda written: parse_serving_mode(written).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
     placements=lambda suite: SUITES.get(suite).placements,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
+from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.model import EMBEDDED
@@ -46,17 +46,17 @@ class Way:
     engines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServingMode:
         """The policy of our cache, or the engine's condition."""
         if isinstance(self.policy, Mapping):
-            return parse_served({name: value for name, value in self.policy.items() if name != _REFERENCE})
-        return parse_served(self.policy)
+            return parse_serving_mode({name: value for name, value in self.policy.items() if name != _REFERENCE})
+        return parse_serving_mode(self.policy)
 
     @property
-    def named_reference(self) -> Served | None:
+    def named_reference(self) -> ServingMode | None:
         """What it is compared with, where the way itself names that: of a server another."""
         named = self.policy.get(_REFERENCE) if isinstance(self.policy, Mapping) else None
-        return parse_served({ENGINE: self.policy[ENGINE], **named}) if named else None
+        return parse_serving_mode({ENGINE: self.policy[ENGINE], **named}) if named else None
 
 
 class MadeUp(NamedTuple):
@@ -217,7 +217,7 @@ def engine_way(
 
 def policy_way(text: str) -> Way:
     """A policy of our own cache; raises SpecError and UnknownName."""
-    served = parse_served(text)
+    served = parse_serving_mode(text)
     if not isinstance(served, Policy) or served.canonical == "none":
         raise SpecError(f"--policy is {text!r}, wanted a policy of kvaudit's own cache that compresses (list policies)")
     return Way(text)

@@ -33,19 +33,19 @@ _OPEN_END = "�"  # what the first bytes of a character decode to until the oth
 TextListener = Callable[[int, str], None]  # number of the choice, and its text so far
 
 
-class Busy(RunError):
+class QueueFull(RunError):
     """More requests wait than the server holds."""
 
 
 @dataclass(frozen=True)
-class ServedName:
+class ModelAndPolicy:
     """What a model name stands for."""
 
     model: LoadedModel
     policy: Policy
 
 
-class Answering(Future[list[Choice]]):
+class PendingAnswers(Future[list[Choice]]):
     """The answers to be of one request."""
 
     is_abandoned = False  # nobody waits for them: what is under way ends at its next token
@@ -61,11 +61,11 @@ class _Job:
     """One request on its way. ``listener`` hears of text as it is drawn, from the sampling thread."""
 
     asked: ChatRequest
-    served: ServedName
+    served: ModelAndPolicy
     prompt: Rendered
     limit: int
     listener: TextListener | None
-    done: Answering = field(default_factory=Answering)
+    done: PendingAnswers = field(default_factory=PendingAnswers)
     answers: dict[int, Choice] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class _Job:
             self.done.set_result([self.answers[n] for n in range(self.asked.choices)])
 
 
-class OwnEngine:
+class SamplingEngine:
     """Checkpoints by name, served under any policy. ``aliases`` are other names, which do not tell what they serve."""
 
     def __init__(
@@ -111,17 +111,17 @@ class OwnEngine:
         """What a client can ask for; a checkpoint's name alone is served under none."""
         return [*self._models, *self._aliases]
 
-    def served(self, name: str) -> ServedName:
+    def served(self, name: str) -> ModelAndPolicy:
         """What a name stands for; raises UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)
-        return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
+        return ModelAndPolicy(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Answering]:
+    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
         """Queue a request; its prompt tokens, and answers to be. Raises SpecError, UnknownName, Busy or RunError."""
         if self._waiting.qsize() + len(self._next) >= self._most_waiting:
-            raise Busy(f"{self._most_waiting} requests wait already; try again later")
+            raise QueueFull(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
         self._check_length(asked)
         prompt = served.model.chat.opening(asked.messages)
@@ -279,7 +279,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.rows = 0  # all there ever were
-        self._texts: dict[int, _Text] = {}  # of the rows that are not over
+        self._texts: dict[int, _RowText] = {}  # of the rows that are not over
         self._first: _Job | None = None
         self._episode: AnyEpisode | None = None
 
@@ -304,7 +304,7 @@ class _Batch:
         """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
         self._first = self._first or jobs[0]
         # numbered on behind all there ever were
-        self._texts |= {n: _Text(*row) for n, row in enumerate(_rows(jobs), self.rows)}
+        self._texts |= {n: _RowText(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
         if self._episode is None:
             self._episode = episode
@@ -334,7 +334,7 @@ def _seed(job: _Job) -> int:
     return job.asked.seed if job.asked.seed is not None else secrets.randbits(63)
 
 
-class _Text:
+class _RowText:
     """The text of one row as it grows, cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:

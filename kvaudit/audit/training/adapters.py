@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvaudit.audit.cache.attention import decoder_of
-from kvaudit.audit.engines.drawing import each_once
+from kvaudit.audit.engines.rollouts import unique_weights
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
@@ -137,7 +137,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     Sums are float32. Of a sharded model that is gathered they are on the CPU.
     """
     layers, found = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in each_once(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
+    for name, tensor in unique_weights(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
         if _MARK in name:
             continue
         owner, adapted, _ = name.partition(f".{_BASE}.weight")

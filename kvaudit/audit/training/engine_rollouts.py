@@ -21,8 +21,8 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_condition
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext, EngineFailed, turn_seed
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import Rendered
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
@@ -138,7 +138,7 @@ class EngineQuestioner(Questioner):
 
     def _started(self) -> Drawer:
         if self._drawer is None:
-            work = Work(self._base, self._use.part, self._log, torch.get_num_threads())
+            work = EngineContext(self._base, self._use.part, self._log, torch.get_num_threads())
             self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
             self._use.hold(self._condition, self._drawer.described)
         return self._drawer
@@ -166,7 +166,7 @@ class EngineQuestioner(Questioner):
         return [row.talk.played(row.said.rollout(config, self._config.store)) for row in rows]
 
 
-def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
+def _draw(asked: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> list[DrawnRollout]:
     return drawer.draw(asked, keep=keep)
 
 
@@ -192,7 +192,7 @@ class Said:
         self._sampled += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)
 
-    def take(self, drawn: Drawn, until: int | None = None) -> None:
+    def take(self, drawn: DrawnRollout, until: int | None = None) -> None:
         """The tokens of an answer, the first ``until`` of them."""
         start = len(self.ids)
         self.ids += drawn.ids[:until]
@@ -232,12 +232,12 @@ class _Row:
     def __init__(self, talk: Conversation, prompt: Rendered, seed: int) -> None:
         self.talk, self.said, self._seed, self._turn = talk, Said(prompt.ids), seed, 0
 
-    def asked(self, stops: tuple[int, ...], temperature: float) -> Asked:
+    def asked(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
         """What the engine is to answer next: the whole conversation so far."""
         most = self.talk.suite.max_new_tokens
-        return Asked(tuple(self.said.ids), most, stops, temperature, 1.0, seed_of_turn(self._seed, self._turn))
+        return GenerationRequest(tuple(self.said.ids), most, stops, temperature, 1.0, turn_seed(self._seed, self._turn))
 
-    def take(self, drawn: Drawn) -> None:
+    def take(self, drawn: DrawnRollout) -> None:
         """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
         ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.ended(drawn.ids[:end]))
         until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
@@ -269,7 +269,9 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
         return
     condition = parse_condition(section.rollouts)
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    work = Work(without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads())
+    work = EngineContext(
+        without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads()
+    )
     try:
         ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
     except EngineFailed as error:
@@ -277,7 +279,7 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
     shutil.rmtree(logs)  # where an error names it, it stays
 
 
-def drawn_rollout(config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None) -> Rollout:
+def drawn_rollout(config: Any, prompt: Sequence[int], drawn: DrawnRollout, store: EngineStore | None = None) -> Rollout:
     """An engine's answer to a prompt as a rollout; ``config`` is the model's."""
     said = Said(prompt)
     said.take(drawn)

@@ -23,7 +23,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from kvaudit.audit.sampling.checkpoints import load_named
-from kvaudit.audit.serving.engine import OwnEngine
+from kvaudit.audit.serving.engine import SamplingEngine
 from kvaudit.audit.serving.wire import ChatRequest
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
@@ -49,7 +49,7 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
             raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
         loaded = load_named(checkpoint, **{"dtype": "float32", **options})
-        self._engine = OwnEngine({_NAME: loaded})
+        self._engine = SamplingEngine({_NAME: loaded})
         policy = policy.replace(";", ",")  # Inspect takes what follows a comma as another model
         self._served = f"{_NAME}@{policy or 'none'}"
         self._engine.served(self._served)  # a policy that is none is said now
