@@ -189,11 +189,11 @@ def test_the_reference_neither_evicts_nor_reads_sparsely() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("max_cache_size=128", "wants start_size, recent_size, max_cache_size beside it; add start_size, recent_size"),
-        ("kvcrush_config.budget=1", "wants start_size, recent_size, max_cache_size beside it"),
-        (f"{EVICTING},kvcrush_config.rng_seed=1", "does nothing without a kvcrush_config.budget above 0"),
-        (f"{EVICTING},kvcrush_config.budget=1,aggregation_mode=ADAPTIVE_RKV", "does nothing under aggregation_mode"),
-        ("use_sparse_attention=false,sparse_attention_config.mode=TRISHAPE", "does nothing with use_sparse_attention"),
+        ("max_cache_size=128", "requires start_size, recent_size, max_cache_size; add start_size, recent_size"),
+        ("kvcrush_config.budget=1", "requires start_size, recent_size, max_cache_size; add"),
+        (f"{EVICTING},kvcrush_config.rng_seed=1", "has no effect without a kvcrush_config.budget above 0"),
+        (f"{EVICTING},kvcrush_config.budget=1,aggregation_mode=ADAPTIVE_RKV", "has no effect with aggregation_mode"),
+        ("use_sparse_attention=false,sparse_attention_config.mode=TRISHAPE", "has no effect with use_sparse_attention"),
     ],
 )
 def test_settings_of_a_part_that_is_off_are_refused(settings: str, words: str) -> None:
@@ -255,7 +255,7 @@ def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_ag
     size = weights.stat().st_size
     with weights.open("r+b") as file:
         file.truncate(size // 2)
-    with pytest.raises(RunError, match=r"is not the conversion that was written there; delete it") as error:
+    with pytest.raises(RunError, match=r"was changed after its conversion; delete it") as error:
         here.start(CONDITIONS["f32"], tmp_path)
     assert str(folder) in str(error.value)
     (folder / CONVERSION).unlink()  # as a kill leaves it
@@ -314,7 +314,7 @@ def test_a_library_that_cannot_write_is_one_line(tmp_path: Path, monkeypatch: py
     def convert(_: Path) -> dict[str, str]:
         raise RuntimeError("basic_ios::clear: iostream error")
 
-    with pytest.raises(RunError, match=r"iostream error\); see whether there is room"):
+    with pytest.raises(RunError, match=r"iostream error\); check the free space"):
         convert_once("test", "ab" * 32, "one", convert)
 
 
@@ -325,7 +325,7 @@ def test_a_conversion_whose_story_is_spoilt_is_refused(
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
     folder = convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"}).path
     (folder / CONVERSION).write_text(story)
-    with pytest.raises(RunError, match="is not the conversion that was written there; delete it"):
+    with pytest.raises(RunError, match="was changed after its conversion; delete it"):
         convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"})
 
 
@@ -349,7 +349,7 @@ def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch
 def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Path) -> None:
     from kvaudit.core.spec_evaluate import EngineSpec
 
-    with pytest.raises(SpecError, match=r"wanted a folder that holds openvino_model.xml"):
+    with pytest.raises(SpecError, match=r"expected a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]
     assert OpenVino.install == install_line("openvino")
 
@@ -359,7 +359,7 @@ def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path)
     settings = dict(parse_condition("openvino:num_kv_blocks=1,cache_size=0").settings)
     asked = GenerationRequest(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
     work = EngineContext(model, EngineSpec(), tmp_path / "log", 1)
-    said = r"ended after \d+ of 8 tokens without an end; the prompt has 900"
+    said = r"ended after \d+ of 8 tokens without a stop token; the prompt has 900"
     with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(EngineFailed, match=said):
         session.answer([asked])
 

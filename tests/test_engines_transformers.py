@@ -45,7 +45,7 @@ def test_a_static_cache_is_another_layout_of_the_same_numbers(here: World, tmp_p
         found = static.answer(here.asked)
     assert here.says_the_same(found)
     assert max(here.gaps(found)) < 1e-5
-    with pytest.raises(SpecError, match="nbits does nothing with cache static; write cache: quantized"):
+    with pytest.raises(SpecError, match="nbits has no effect with cache static; write cache: quantized"):
         parse_condition({"engine": "transformers", "cache": "static", "nbits": 4})
 
 
@@ -74,13 +74,13 @@ def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: 
 
 
 def test_what_does_nothing_or_is_unknown_is_refused(here: World, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="nbits does nothing with cache dynamic; write cache: quantized"):
+    with pytest.raises(SpecError, match="nbits has no effect with cache dynamic; write cache: quantized"):
         parse_condition({"engine": "transformers", "cache": "dynamic", "nbits": 4})
     with pytest.raises(EngineFailed, match=r"The `fp8` backend quantizes per-tensor and does not support \['nbits'\]"):
         here.start("transformers:backend=fp8,nbits=4", tmp_path, PART)
     with pytest.raises(EngineFailed, match="Unknown quantization backend `int3`"):
         here.start("transformers:backend=int3", tmp_path, PART)
-    with pytest.raises(SpecError, match="it reads the checkpoint itself; leave it out"):
+    with pytest.raises(SpecError, match="it reads the checkpoint itself; remove it"):
         here.start("transformers", tmp_path, EngineSpec(weights="/nowhere"))
 
 

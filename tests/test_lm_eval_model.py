@@ -114,7 +114,9 @@ def test_a_pinned_role_is_kept_where_a_chat_says_which_text_is_whose(tasks: Path
     policy = "streaming:budget=48,sink=0,window=8,pin=system"
     assert len(evaluated(served(policy), tasks, "door", limit=2)) == 2
     assert len(evaluated(served(policy), tasks, "door_choice", limit=2)) == 2
-    with pytest.raises(SpecError, match="the policy pins roles, which plain text has not; add --apply_chat_template"):
+    with pytest.raises(
+        SpecError, match="the policy pins roles, which plain text does not have; add --apply_chat_template"
+    ):
         evaluated(served(policy), tasks, "door", limit=2, chat=False)
 
 
@@ -153,13 +155,13 @@ def test_a_cache_of_answers_that_knows_no_policy_is_refused(tmp_path: Path) -> N
 def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
     with pytest.raises(SpecError, match=r"model_args has window, known are .* policy=snapkv:budget=96;window=8"):
         served("snapkv:budget=48", window=8)
-    with pytest.raises(SpecError, match="batch_size is 'auto', wanted a number of rows"):
+    with pytest.raises(SpecError, match="batch_size is 'auto', expected a number of rows"):
         served(batch_size="auto")
-    with pytest.raises(SpecError, match="the task asks for num_beams; kvaudit draws with temperature and top_p alone"):
+    with pytest.raises(SpecError, match="the task asks for num_beams; kvaudit supports only temperature and top_p"):
         evaluated(served(), tasks, "door", num_beams=2)
     with pytest.raises(SpecError, match=r"a prompt of \d+ tokens and an answer of 90000 exceed the model's"):
         evaluated(served(), tasks, "door", max_gen_toks=90000)
-    with pytest.raises(SpecError, match="answers of max_gen_toks 0, wanted 1 or more"):
+    with pytest.raises(SpecError, match="answers of max_gen_toks 0, expected 1 or more"):
         evaluated(served(), tasks, "door", max_gen_toks=0)
 
 

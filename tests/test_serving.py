@@ -215,20 +215,20 @@ def test_a_log_line_holds_nothing_of_what_was_said(server: Server) -> None:
     [
         ({"model": "other"}, "unknown model 'other'"),
         ({"model": "embedded@snapvk:budget=4"}, "snapkv"),
-        ({"messages": []}, "wanted a list of messages"),
+        ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
-        ({"messages": [{"role": "user", "content": 7}]}, "wanted text"),
+        ({"messages": [{"role": "user", "content": 7}]}, "expected text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 30_000}, "positions"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"tools": [{"type": "function"}]}, "cannot do"),
-        ({"top_k": 20}, "top_k is 20, which this server cannot do"),
-        ({"repetition_penalty": 1.1}, "cannot do"),
+        ({"tools": [{"type": "function"}]}, "does not support"),
+        ({"top_k": 20}, "top_k is 20, which this server does not support"),
+        ({"repetition_penalty": 1.1}, "does not support"),
         ({"guided_json": {"type": "object"}}, "guided_json is"),
-        ({"truncate_prompt_tokens": 8}, "cannot do"),
+        ({"truncate_prompt_tokens": 8}, "does not support"),
         ({"messages": [{"role": [], "content": "x"}]}, "has role []"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a character"),
-        ({"model": "\ud800"}, "wanted text"),
+        ({"model": "\ud800"}, "expected text"),
     ],
 )
 def test_what_a_client_can_mend_is_one_line(server: Server, change: dict[str, Any], words: str) -> None:
@@ -246,7 +246,7 @@ def test_what_is_no_request_is_refused(server: Server, raw: bytes) -> None:
 def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
     from kvaudit.audit.serving.engine import QueueFull
 
-    engine = SamplingEngine({"embedded": load_model()}, most_waiting=0)
+    engine = SamplingEngine({"embedded": load_model()}, max_waiting=0)
     asked = read_request({"model": "embedded", "messages": CHAT})
     with pytest.raises(QueueFull, match="try again later"):
         engine.submit(asked)
@@ -372,7 +372,7 @@ def test_a_server_with_half_a_request_and_one_under_way_ends_when_it_is_told_to(
 def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
     from kvaudit.audit.serving.engine import QueueFull
 
-    engine = SamplingEngine({"embedded": load_model()}, most_waiting=2)
+    engine = SamplingEngine({"embedded": load_model()}, max_waiting=2)
     held = [
         Held(engine, "embedded").begun(),
         Held(engine, f"embedded@{HIDDEN}"),
@@ -603,14 +603,14 @@ def test_no_part_of_a_character_is_told() -> None:
     asked = read_request({"model": "embedded", "messages": CHAT, "stop": ["b😀x"]})
     chat = SimpleNamespace(text=lambda ids: texts[len(ids) - 1])
     job = SimpleNamespace(
-        asked=asked,
-        done=PendingAnswers(),
-        served=SimpleNamespace(model=SimpleNamespace(chat=chat)),
+        request=asked,
+        pending=PendingAnswers(),
+        target=SimpleNamespace(model=SimpleNamespace(chat=chat)),
         listener=lambda _, text: told.append(text),
     )
     text = _RowText(cast(Any, job), 0)
     for count in range(1, len(texts) + 1):
-        text.heard(range(count))
+        text.update(range(count))
     assert told == ["a", "ab😀c"]
 
 

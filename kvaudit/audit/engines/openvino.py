@@ -157,7 +157,7 @@ def _check_effective(settings: Settings) -> None:
     evicting = [name for name in settings if name in _EVICTION] + crush
     missing = [name for name in _SIZES if name not in settings]
     if evicting and missing:
-        raise SpecError(f"engine openvino: {evicting[0]} needs {', '.join(_SIZES)}; add {', '.join(missing)}")
+        raise SpecError(f"engine openvino: {evicting[0]} requires {', '.join(_SIZES)}; add {', '.join(missing)}")
     if crush and settings.get(_CRUSH[0], "0") == "0":
         raise SpecError(f"engine openvino: {crush[0]} has no effect without a {_CRUSH[0]} above 0; set it, in blocks")
     if crush and settings.get("aggregation_mode") == "ADAPTIVE_RKV":

@@ -166,7 +166,7 @@ def model_weights(model: Any) -> dict[str, Tensor]:
 
 def unique_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights by name, tied weights only under their first name."""
-    unique = dict[int, tuple[str, Tensor]]()
+    unique: dict[int, tuple[str, Tensor]] = {}  # by address: tied weights share their memory
     for name, tensor in weights.items():
         unique.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(unique.values())

@@ -286,8 +286,8 @@ def _find_readers(model: Any, weights: dict[str, np.ndarray]) -> dict[str, list[
     missing = [name for name, inputs in readers.items() if not inputs]
     if missing:
         raise ValueError(
-            f"{len(missing)} of the learner's {len(weights)} weights are not constants of their own in the engine's "
-            f"model: {missing[0]}"
+            f"{len(missing)} of the learner's {len(weights)} weights match no constant in the engine's model: "
+            f"{missing[0]}"
         )
     return readers
 
