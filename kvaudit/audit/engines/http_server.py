@@ -27,7 +27,7 @@ from kvaudit.audit.engines.base import (
 )
 from kvaudit.audit.engines.process import Process, free_port
 from kvaudit.audit.engines.weights import safetensors_folder
-from kvaudit.audit.engines.worker_client import parse_reply, python_with, vocabulary_size
+from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_with, vocabulary_size
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -55,6 +55,7 @@ class ServerEngine(Engine):
     """
 
     ours: ClassVar[Collection[str]] = ()
+    session: ClassVar[type[ServerSession]]
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
@@ -89,47 +90,33 @@ class ServerEngine(Engine):
     @classmethod
     def start(cls, settings: Settings, context: EngineContext) -> Session:
         weights = safetensors_folder(context, cls.name)
-        session = cls.served_from(weights.path, settings, context)
+        session = cls.session(cls.name, weights.path, settings, context)
         session.described = {**session.described, **weights.described}
         return session
 
-    @classmethod
-    def served_from(cls, folder: Path, settings: Settings, context: EngineContext) -> ServerSession:
-        """Start the server on a checkpoint's folder."""
-        raise NotImplementedError
-
 
 class ServerSession(Session):
-    """A session whose engine is a server. Subclasses define its requests, its replies and its description.
+    """A session whose engine is a server, with ``path`` for requests and ``/health``, which answers once it is ready.
 
-    ``command`` starts the server, with ``--port`` and ``name_flag``, the flag for the model's name. That name is
-    random, which tells our server from another one on the same port. ``health`` is a path that answers once the server
-    is ready, ``path`` the one for requests.
+    The name under which the model is served is random, which tells our server from another one on the same port.
     """
 
-    health: ClassVar[str] = "health"
     path: ClassVar[str] = ""
 
-    def __init__(
-        self,
-        engine: str,
-        command: Sequence[str],
-        name_flag: str,
-        context: EngineContext,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, engine: str, folder: Path, settings: Settings, context: EngineContext) -> None:
         self.name = f"kvaudit-{secrets.token_hex(4)}"
         self._engine, self._spec, self._vocabulary = engine, context.spec, vocabulary_size(context)
-        environment = {"OMP_NUM_THREADS": str(context.threads), **_OFFLINE, **environment}
+        command = [python_of(context.spec.python, engine), *self._command(folder, settings, context)]
+        environment = {"OMP_NUM_THREADS": str(context.threads), **_OFFLINE, **self._environment(settings, context)}
         for number in range(1, _PORTS + 1):
             port = free_port()
-            words = [*command, f"--port={port}", f"{name_flag}={self.name}"]
+            words = [*command, "--host=127.0.0.1", f"--port={port}", f"--served-model-name={self.name}"]
             self._process = Process(words, engine=engine, log=context.log, environment=environment, is_piped=False)
             endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=self._spec.answer, tries=_TRIES)
             self._client = endpoint.client("engine", partial(over_http, longest=_LONGEST_REPLY))
             try:
                 self._wait_until_up(port)
-                self.described = {name: inline(one_line(text)) for name, text in self._described().items()}
+                self.described = {name: inline(one_line(text)) for name, text in self._facts().items()}
                 return
             except EngineFailed as error:
                 # another program took the port between free_port and the server's start: try another port
@@ -140,8 +127,15 @@ class ServerSession(Session):
                 raise
 
     @abstractmethod
+    def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
+        """Return the arguments of Python that start the server on a checkpoint's folder."""
+
+    def _environment(self, settings: Settings, context: EngineContext) -> Mapping[str, str]:  # noqa: ARG002
+        return environment_variables(settings)
+
+    @abstractmethod
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        """Return the body of a request to the server."""
+        """Return the body of a request."""
 
     @abstractmethod
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
@@ -151,12 +145,12 @@ class ServerSession(Session):
         """
 
     @abstractmethod
-    def _says_name(self) -> Any:
+    def _served_name(self) -> Any:
         """Return the name of the served model; raise Unanswered, KeyError, IndexError or TypeError if there is none."""
 
     @abstractmethod
-    def _described(self) -> dict[str, str]:
-        """Return the facts for ``described``, those that the server reports; the same at every start."""
+    def _facts(self) -> dict[str, str]:
+        """Return what the server reports about itself; the same at every start."""
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
         until = time.monotonic() + self._spec.answer
@@ -185,12 +179,12 @@ class ServerSession(Session):
                     f"it was not ready {self._spec.start:g} s (engines.{self._engine}.start) after its start"
                 )
             try:
-                self._client.fetch_text(self.health, min(until, time.monotonic() + _PROBE_SECONDS))
+                self._client.fetch_text("health", min(until, time.monotonic() + _PROBE_SECONDS))
                 break
             except Unanswered:
                 time.sleep(_POLL)
         try:
-            is_ours = self._says_name() == self.name
+            is_ours = self._served_name() == self.name
         except (Unanswered, KeyError, IndexError, TypeError):
             is_ours = False
         if not is_ours:

@@ -100,7 +100,6 @@ class WorkerDrawer(Drawer):
         return path, arrays_sha256(arrays)
 
     def _read(self, path: Path, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values of each row and delete the file."""
         import numpy as np
 
         with np.load(path, allow_pickle=False) as file:
@@ -117,7 +116,6 @@ class WorkerDrawer(Drawer):
     def _rollout(
         self, row: Mapping[str, Any], request: GenerationRequest, written: tuple[Tensor, Tensor] | None
     ) -> DrawnRollout:
-        """Return a reply as a rollout; raise RunError if any token has no log-prob."""
         # a row has a log-prob per token, and no sum
         reply = self._session.parse({**row, "logprob": None}, request)
         logprobs = row.get("logprobs")

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvaudit.audit.engines.base import EngineContext, GenerationRequest, Settings
-from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags, environment_variables
-from kvaudit.audit.engines.worker_client import python_of
+from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags
 
 _OURS = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
@@ -26,31 +25,12 @@ _FACTS = (  # of its server_info
 )
 
 
-class SgLang(ServerEngine):
-    """SGLang's server with its own ``/generate``."""
-
-    name = "sglang"
-    says = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"
-    install = "pip install sglang in its own environment; give its --python, or engines: {sglang: {python: ...}}"
-    compresses: ClassVar = {
-        "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
-        **dict.fromkeys(("quantization_param_path", "enable_hisparse", "hisparse_config"), ()),
-    }
-    uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
-    ours: ClassVar = _OURS
-    always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
-
-    @classmethod
-    def served_from(cls, folder: Path, settings: Settings, context: EngineContext) -> ServerSession:
-        return SgLangSession(folder, settings, context)
-
-
 class SgLangSession(ServerSession):
     """The server. It always ends answers at the model's own end tokens too, which no request can turn off."""
 
     path = "generate"
 
-    def __init__(self, folder: Path, settings: Settings, context: EngineContext) -> None:
+    def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
         defaults = {
             "context_length": str(context.model.max_positions),
             "max_running_requests": str(context.spec.at_once),
@@ -58,9 +38,7 @@ class SgLangSession(ServerSession):
             "disable_radix_cache": "true",
         }
         self._flags = command_flags({**defaults, **settings}, has_negation=False)
-        python = python_of(context.spec.python, SgLang.name)
-        command = [python, "-m", "sglang.launch_server", f"--model-path={folder}", *self._flags, "--host=127.0.0.1"]
-        super().__init__(SgLang.name, command, "--served-model-name", context, environment_variables(settings))
+        return ["-m", "sglang.launch_server", f"--model-path={folder}", *self._flags]
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling: dict[str, Any] = {
@@ -87,13 +65,28 @@ class SgLangSession(ServerSession):
         finish = metadata["finish_reason"]["type"]
         return {"ids": ids, "finish": finish, "logprob": math.fsum(row[0] for row in logprobs), "read": read}
 
-    def _says_name(self) -> Any:
+    def _served_name(self) -> Any:
         return self._client.fetch("model_info")["served_model_name"]
 
-    def _described(self) -> dict[str, str]:
-        """Return its version and its resolved settings."""
+    def _facts(self) -> dict[str, str]:
         # the path depends on the release
         info = self._fetched("server_info") or self._fetched("get_server_info")
         facts = {name: str(info[name]) for name in _FACTS if info.get(name) is not None}
         version = {"version": f"sglang {info['version']}"} if "version" in info else {}
         return {**version, "flags": " ".join(self._flags), **facts}
+
+
+class SgLang(ServerEngine):
+    """SGLang's server with its own ``/generate``."""
+
+    name = "sglang"
+    says = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"
+    install = "pip install sglang in its own environment; give its --python, or engines: {sglang: {python: ...}}"
+    compresses: ClassVar = {
+        "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
+        **dict.fromkeys(("quantization_param_path", "enable_hisparse", "hisparse_config"), ()),
+    }
+    uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
+    ours: ClassVar = _OURS
+    always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    session: ClassVar = SgLangSession

@@ -23,7 +23,6 @@ from kvaudit.core.errors import SpecError
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
 
-_SERVER = "vllm.entrypoints.openai.api_server"
 _OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
 _UNCOMPRESSED = ("auto", "float16", "bfloat16")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
@@ -42,6 +41,71 @@ _ROUNDED: dict[str, str | None] = {
 }
 
 
+class _VllmSession(ServerSession):
+    path = "v1/completions"
+
+    def __init__(self, engine: str, folder: Path, settings: Settings, context: EngineContext) -> None:
+        super().__init__(engine, folder, settings, context)
+        # a quantised checkpoint may ask for a compressed cache
+        dtype = self.described.get("cache_dtype", "auto")
+        if settings["kv_cache_dtype"] == "auto" and dtype not in (*_UNCOMPRESSED, "float32"):
+            self.stop()
+            raise SpecError(
+                f"engine vllm uses {dtype} for kv_cache_dtype auto, because of the checkpoint; set kv_cache_dtype"
+            )
+
+    def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
+        self._flags = _flags(settings, context)
+        return ["-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", *self._flags]
+
+    def _environment(self, settings: Settings, context: EngineContext) -> Mapping[str, str]:
+        return _environment(settings, context)
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "prompt": list(request.ids),
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "stop_token_ids": list(request.stops),
+            "ignore_eos": True,  # only stop_token_ids end an answer
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+
+    def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:  # noqa: ARG002
+        choice = reply["choices"][0]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        if len(logprobs) != len(choice["token_ids"]):
+            raise ValueError("the log-probs are of other tokens")
+        return {
+            "ids": choice["token_ids"],
+            "finish": choice["finish_reason"],
+            "logprob": math.fsum(logprobs),
+            "read": choice["prompt_token_ids"],
+        }
+
+    def _served_name(self) -> Any:
+        return self._client.fetch("v1/models")["data"][0]["id"]
+
+    def _facts(self) -> dict[str, str]:
+        log = [_LOG_PREFIX.sub("", line) for line in self._process.log_text(_LOG_BYTES).splitlines()]
+        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._shown("metrics"), re.MULTILINE)
+        cache = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
+        facts = {
+            "version": f"vllm {self._fetched('version').get('version', 'unknown')}",
+            "flags": " ".join(self._flags),
+            **{name: cache[name] for name in _CACHE_FACTS if name in cache},
+            "dtype": _first_match(log, r"\bdtype=([\w.]+)"),
+            "attention": _first_match(log, r"[Uu]sing (.{1,60} backend)"),
+            "scales": " / ".join(dict.fromkeys(line for line in log if _SCALES.search(line)))[:200],
+        }
+        return {name: text for name, text in facts.items() if text}
+
+
 class Vllm(ServerEngine):
     """vLLM's OpenAI-compatible server."""
 
@@ -57,10 +121,7 @@ class Vllm(ServerEngine):
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
     ours: ClassVar = _OURS
     always: ClassVar[Settings] = {"dtype": "float32", "kv_cache_dtype": "auto"}
-
-    @classmethod
-    def served_from(cls, folder: Path, settings: Settings, context: EngineContext) -> ServerSession:
-        return _VllmSession(folder, settings, context)
+    session: ClassVar = _VllmSession
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
@@ -110,73 +171,7 @@ class Vllm(ServerEngine):
         return EngineStore(Rounded(dtype, toward_zero=truncates), Rounded(dtype, toward_zero=truncates))
 
 
-class _VllmSession(ServerSession):
-    path = "v1/completions"
-
-    def __init__(self, folder: Path, settings: Settings, context: EngineContext) -> None:
-        self._flags = _flags(settings, context)
-        python = python_of(context.spec.python, Vllm.name)
-        command = [python, "-m", _SERVER, f"--model={folder}", *self._flags, "--host=127.0.0.1"]
-        super().__init__(Vllm.name, command, "--served-model-name", context, _environment(settings, context))
-        self._check_reference(settings)
-
-    def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        return {
-            "model": self.name,
-            "prompt": list(request.ids),
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "seed": request.seed,
-            "stop_token_ids": list(request.stops),
-            "ignore_eos": True,  # only stop_token_ids end an answer
-            "logprobs": 0,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
-
-    def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:  # noqa: ARG002
-        choice = reply["choices"][0]
-        logprobs = choice["logprobs"]["token_logprobs"]
-        if len(logprobs) != len(choice["token_ids"]):
-            raise ValueError("the log-probs are of other tokens")
-        return {
-            "ids": choice["token_ids"],
-            "finish": choice["finish_reason"],
-            "logprob": math.fsum(logprobs),
-            "read": choice["prompt_token_ids"],
-        }
-
-    def _says_name(self) -> Any:
-        return self._client.fetch("v1/models")["data"][0]["id"]
-
-    def _described(self) -> dict[str, str]:
-        """Return its version, its cache by its metrics, and the backend and scales by its log."""
-        log = [_LOG_PREFIX.sub("", line) for line in self._process.log_text(_LOG_BYTES).splitlines()]
-        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._shown("metrics"), re.MULTILINE)
-        cache = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
-        facts = {
-            "version": f"vllm {self._fetched('version').get('version', 'unknown')}",
-            "flags": " ".join(self._flags),
-            **{name: cache[name] for name in _CACHE_FACTS if name in cache},
-            "dtype": _first_match(log, r"\bdtype=([\w.]+)"),
-            "attention": _first_match(log, r"[Uu]sing (.{1,60} backend)"),
-            "scales": " / ".join(dict.fromkeys(line for line in log if _SCALES.search(line)))[:200],
-        }
-        return {name: text for name, text in facts.items() if text}
-
-    def _check_reference(self, settings: Settings) -> None:
-        """Raise SpecError if ``auto`` is a compressed cache, which a quantised checkpoint may request."""
-        dtype = self.described.get("cache_dtype", "auto")
-        if settings["kv_cache_dtype"] == "auto" and dtype not in (*_UNCOMPRESSED, "float32"):
-            self.stop()
-            raise SpecError(
-                f"engine vllm uses {dtype} for kv_cache_dtype auto, because of the checkpoint; set kv_cache_dtype"
-            )
-
-
 def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]:
-    """Return its command line: our defaults, updated with the settings."""
     length = _max_length(settings, context)
     defaults = {
         "max_model_len": str(length),

@@ -168,7 +168,6 @@ for module in sys.argv[1:]:
 
 
 def _missing(python: str, modules: Sequence[str], engine: str) -> list[str]:
-    """Return the modules that another interpreter does not find."""
     command = [python, "-c", _PRINT_MISSING, *modules]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()

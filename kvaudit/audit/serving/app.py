@@ -159,7 +159,6 @@ class _TooLarge(AuditError):
 
 
 async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
-    """Return the answers; raise _ClientGone once the client has disconnected."""
     finished = asyncio.wrap_future(answers)
     while not finished.done():
         await asyncio.wait([finished], timeout=_POLL)
@@ -207,7 +206,6 @@ async def _events(
 async def _queued_texts(
     texts: asyncio.Queue[tuple[int, str]], finished: asyncio.Future[list[Choice]]
 ) -> AsyncIterator[tuple[int, str]]:
-    """Yield from the queue until the answers are finished and it is empty."""
     while not (finished.done() and texts.empty()):
         next_text = asyncio.ensure_future(texts.get())
         try:

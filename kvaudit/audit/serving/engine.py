@@ -252,7 +252,6 @@ def _prefill(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
 
 
 def _rows(jobs: Sequence[_Job]) -> list[tuple[_Job, int]]:
-    """Return a row for each choice: its request and its number there."""
     return [(job, number) for job in jobs for number in range(job.request.choices)]
 
 

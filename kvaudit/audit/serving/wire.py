@@ -101,7 +101,7 @@ def _message(row: Any, number: int) -> Message:
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if not parts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise SpecError(f"messages[{number}] has content {shown(content)}, expected text or a list of text parts")
-    text = "".join(texts)
+    text = "".join(map(str, texts))
     if not is_text(text):
         raise SpecError(f"messages[{number}] holds a lone surrogate (half of a character), which cannot be tokenized")
     return Message(_ROLES[role], text)

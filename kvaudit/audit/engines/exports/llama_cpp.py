@@ -229,7 +229,6 @@ class _State:
         return int(position)
 
     def _rows(self, cells: int) -> Tensor:
-        """Read the numbers [cells, H * D] of a layer."""
         kind, width = self._take("iQ")
         return self._numbers(kind, cells, width)
 

@@ -166,7 +166,6 @@ class _LoadedEngine:
         return replies
 
     def _state(self, sequence: int) -> Any:
-        """Return the cache of a sequence as the library saves it, uint8."""
         size = lib.llama_state_seq_get_size(self._context, sequence)
         state = np.empty(size, np.uint8)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

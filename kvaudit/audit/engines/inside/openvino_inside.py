@@ -55,7 +55,6 @@ def _set_eviction(scheduler: Any, settings: dict[str, str]) -> None:
 
 
 def _set_sparse_prefill(scheduler: Any, settings: dict[str, str]) -> None:
-    """Move the settings of sparse prefill from ``settings`` to the scheduler."""
     fields = _pop_fields(settings, _SPARSE)
     if "use_sparse_attention" in settings:
         scheduler.use_sparse_attention = _number(settings.pop("use_sparse_attention"))
@@ -64,7 +63,6 @@ def _set_sparse_prefill(scheduler: Any, settings: dict[str, str]) -> None:
 
 
 def _pop_fields(settings: dict[str, str], prefix: str) -> dict[str, str]:
-    """Remove the fields of a nested configuration from ``settings`` and return them."""
     names = [name for name in settings if name.startswith(f"{prefix}.")]
     return {name.removeprefix(f"{prefix}."): settings.pop(name) for name in names}
 
@@ -91,7 +89,6 @@ def _member(name: str, enum: Any, text: str) -> Any:
 
 
 def _describe(scheduler: Any) -> dict[str, str]:
-    """Return the facts about batching, cache size, eviction and sparse prefill."""
     names = ("max_num_seqs", "max_num_batched_tokens", "dynamic_split_fuse", "cache_size", "enable_prefix_caching")
     facts = {"scheduler": ", ".join(f"{name} {getattr(scheduler, name)}" for name in names)}
     if not scheduler.use_cache_eviction:
@@ -142,7 +139,6 @@ def _reply(result: Any, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(text: str) -> Any:
-    """Return text as a boolean, an integer, or unchanged."""
     if text in ("true", "false"):
         return text == "true"
     try:
