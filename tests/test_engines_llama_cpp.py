@@ -90,15 +90,15 @@ def test_queries_and_keys_of_a_llama_have_their_halves_side_by_side(tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MistralConfig(**SIZES, sliding_window=16), "layers of another kind than full attention"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "its hidden_act is gelu, wanted silu"),
+        (MistralConfig(**SIZES, sliding_window=16), "some of its layers do not use full attention"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "its hidden_act is gelu, expected silu"),
         (
             Qwen2Config(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-            "its positions are of the kind linear, which qwen2 there has not",
+            "qwen2 has no positions of the kind linear there",
         ),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
-            "its positions are of the kind yarn",
+            "its yarn positions",
         ),
     ],
 )
@@ -113,7 +113,9 @@ def test_an_unknown_architecture_is_one_line(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(SpecError, match=r"its architecture is gpt2, known: llama, mistral, qwen2, qwen3; give a GGUF"):
+    with pytest.raises(
+        SpecError, match=r"its architecture is gpt2, supported: llama, mistral, qwen2, qwen3; give a GGUF"
+    ):
         export_gguf(model, tmp_path)
 
 
@@ -208,13 +210,13 @@ def test_answers_are_drawn_by_seed_and_end_with_a_stop(here: World, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("type_k=q6_K", "type_k is 'q6_K', its cache has f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"),
-        ("type_v=8", "type_v is '8', its cache has f32"),
+        ("type_k=q6_K", "type_k is 'q6_K', expected f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"),
+        ("type_v=8", "type_v is '8', expected f32"),
         ("type_v=q8_0,flash_attn=false", "quantized V cache requires flash_attn to be enabled"),
-        ("flash_attn=yes", "flash_attn is 'yes', wanted true, false, auto"),
+        ("flash_attn=yes", "flash_attn is 'yes', expected true, false, auto"),
         ("n_batch=many", "n_batch is 'many'"),
-        ("n_ctx=-5", "n_ctx is -5, which its field"),
-        ("cb_eval=1", "cb_eval is nothing that a word can set"),
+        ("n_ctx=-5", "n_ctx is -5, out of range"),
+        ("cb_eval=1", "cb_eval cannot be set by text"),
     ],
 )
 def test_what_the_engine_does_not_know_is_said(here: World, tmp_path: Path, settings: str, words: str) -> None:

@@ -60,10 +60,10 @@ def test_on_a_processor_prompts_are_read_whole_unless_the_settings_say_how() -> 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("enable_prefix_caching", "true", "keeps keys and values of weights"),
-        ("tensor_parallel_size", "2", "tensor_parallel_size is 2, .* take train.ranks"),
-        ("pipeline_parallel_size", "2", "wanted 1"),
-        ("data_parallel_size", "4", "wanted 1"),
+        ("enable_prefix_caching", "true", "would reuse keys and values of an earlier"),
+        ("tensor_parallel_size", "2", "tensor_parallel_size is 2, .* set train.ranks"),
+        ("pipeline_parallel_size", "2", "expected 1"),
+        ("data_parallel_size", "4", "expected 1"),
     ],
 )
 def test_what_it_cannot_draw_by_is_refused_by_name(name: str, value: str, words: str) -> None:

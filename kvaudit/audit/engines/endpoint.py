@@ -13,15 +13,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import (
-    Engine,
-    EngineContext,
-    EngineFailed,
-    GenerationRequest,
-    Reply,
-    Session,
-    Settings,
-)
+from kvaudit.audit.engines.base import Engine, EngineContext, EngineFailed, GenerationRequest, Reply, Session, Settings
 from kvaudit.audit.engines.http_server import ask_concurrently, first_difference
 from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
@@ -147,12 +139,7 @@ class _EndpointSession(Session):
         return Reply((), answer.finish, text=answer.text, thought=answer.thought, said_in=answer.said_in)
 
     def _answer(
-        self,
-        messages: Sequence[Message],
-        prompt_tokens: int,
-        max_tokens: int,
-        options: Mapping[str, Any],
-        until: float,
+        self, messages: Sequence[Message], prompt_tokens: int, max_tokens: int, options: Mapping[str, Any], until: float
     ) -> Answer:
         """Return the answer to a conversation of ``prompt_tokens`` tokens.
 

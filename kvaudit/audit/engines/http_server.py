@@ -16,15 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvaudit.audit.engines.base import (
-    Engine,
-    EngineContext,
-    EngineFailed,
-    GenerationRequest,
-    Reply,
-    Session,
-    Settings,
-)
+from kvaudit.audit.engines.base import Engine, EngineContext, EngineFailed, GenerationRequest, Reply, Session, Settings
 from kvaudit.audit.engines.process import Process, free_port
 from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_with, vocabulary_size
@@ -276,19 +268,21 @@ def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]
 
     ``false`` becomes ``--no-FLAG``, or is left out if the parser has no such flags (``has_negation`` false).
     """
-    named = {name: value for name, value in settings.items() if _FLAG.fullmatch(name)}
-    return [word for name, value in named.items() if has_negation or value != "false" for word in _flag(name, value)]
-
-
-def _flag(name: str, value: str) -> list[str]:
-    flag = name.replace("_", "-")
-    if value in ("true", "false"):
-        return [f"--{flag}" if value == "true" else f"--no-{flag}"]
-    words = value.split()
-    # JSON is one value even if it holds spaces
-    if len(words) > 1 and value[0] not in "{[" and not any(word.startswith("-") for word in words):
-        return [f"--{flag}", *words]
-    return [f"--{flag}={value}"]
+    flags = list[str]()
+    for name, value in settings.items():
+        flag, words = name.replace("_", "-"), value.split()
+        if not _FLAG.fullmatch(name):
+            continue
+        if value == "true":
+            flags.append(f"--{flag}")
+        elif value == "false":
+            flags += [f"--no-{flag}"] if has_negation else []
+        # JSON is one value even if it holds spaces
+        elif len(words) > 1 and value[0] not in "{[" and not any(word.startswith("-") for word in words):
+            flags += [f"--{flag}", *words]
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
 
 
 def environment_variables(settings: Settings) -> dict[str, str]:

@@ -117,18 +117,13 @@ class Process:
         return self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def failure(self, why: str) -> EngineFailed:
-        """Stop the engine and return the error, with its last log lines."""
+        """Stop the engine and return the error, with the last log lines that name an error and the very last."""
         self.stop()
-        lines = self.last_lines()
-        tail = f"; last log lines: {lines}" if lines else ""
-        return EngineFailed(f"engine {self._engine}: {why}{tail} (full log: {self._log})")
-
-    def last_lines(self) -> str:
-        """Return the last log lines of this start as one line: those that name an error, and the very last."""
         lines = [line for text in self.log_text(_LAST_BYTES).splitlines() if (line := one_line(text))]
         errors = [line for line in lines if _ERROR.search(line) and "WARNING" not in line]
         telling = dict.fromkeys([*errors, lines[-1]] if errors else lines)
-        return inline(" / ".join(list(telling)[-_LAST_LINES:]))
+        tail = f"; last log lines: {inline(' / '.join(list(telling)[-_LAST_LINES:]))}" if telling else ""
+        return EngineFailed(f"engine {self._engine}: {why}{tail} (full log: {self._log})")
 
     def log_text(self, limit: int) -> str:
         """Return the last ``limit`` bytes of the log of this start."""
