@@ -184,13 +184,9 @@ def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]
     }
     unchunked = {"enable_chunked_prefill": "false", "max_num_batched_tokens": str(max(length, _BATCH_TOKENS))}
     # vLLM 0.32 crashes on a CPU if a prompt with a seed is read in chunks
-    cpu_defaults = {} if _on_gpu(context) else unchunked
+    cpu_defaults = {} if context.model.device.type == "cuda" else unchunked
     # settings override both, and come before the long cpu_defaults, because ``described`` is cut at its end
     return command_flags({**defaults, **settings, **cpu_defaults, **settings})
-
-
-def _on_gpu(context: EngineContext) -> bool:
-    return context.model.device.type == "cuda"
 
 
 def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
@@ -207,7 +203,7 @@ def _own_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
     import torch
 
     device = context.model.device
-    if not _on_gpu(context) or settings.get("tensor_parallel_size", "1") != "1":
+    if device.type != "cuda" or settings.get("tensor_parallel_size", "1") != "1":
         return {}
     visible = [name for name in os.environ.get(_GPUS, "").split(",") if name]
     # the device of a rank has no index: it is the current device of the process
