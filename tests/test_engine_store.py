@@ -337,13 +337,14 @@ def test_a_state_of_another_form_is_one_line() -> None:
     other[0] += 1
     twice[20] = 1  # the position of the first cell
     for raw, said in (
-        (other, r"it begins with 0x\w+, known: 0xaf143cd8"),
-        (twice, "its cells are not those of the tokens, each once"),
+        (other, r"it begins with 0x\w+, expected 0xaf143cd8"),
+        (twice, "its cells do not hold each position once"),
         (whole[:-3], "cannot reshape|requires a buffer"),
         (whole[:30], "requires a buffer"),
         (np.append(whole, whole[:7]), "7 bytes are left"),
     ):
         with pytest.raises(
-            RunError, match=rf"^the state of llama.cpp's cache is of a form .*{said}.*; draw with naive"
+            RunError,
+            match=rf"^the state of llama.cpp's cache has an unknown form: .*{said}.*; use the correction naive",
         ):
             read_state(raw, HeadLayout(4, False, False, False))

@@ -1,4 +1,4 @@
-"""Conversations that an engine speaks in: every turn of a batch goes to it at once, as tokens that we rendered."""
+"""Conversations with an engine: each turn of a batch is sent at once, as token ids that we rendered."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
 
 
-class EngineRow(NamedTuple):
-    """A graded row of an engine. Its log-prob is of all turns, None where one has none; seconds are its share."""
+class EngineAnswer(NamedTuple):
+    """An answer with its grade. Its log-prob covers all turns; its seconds are an equal share of the batch's."""
 
     item: Item
     grade: Grade
@@ -27,22 +27,27 @@ class EngineRow(NamedTuple):
 
 
 class _Row:
-    """A conversation with the tokens that the engine is to read next."""
+    """A conversation with the tokens of its next prompt."""
 
     def __init__(self, talk: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
         self.talk, self._model = talk, model
         self._ids, self._turn = prompt.ids, 0
-        self.logprob: float | None = 0.0
+        self.logprob: float | None = 0.0  # of all turns; None once a turn has none
         self.said_in = ""
 
-    def asked(self, decoding: Decoding, seed: int) -> GenerationRequest:
-        said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
-        stops = tuple(sorted(self._model.chat.stop_ids))
-        own = turn_seed(seed, self._turn)
-        return GenerationRequest(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
+    def request(self, decoding: Decoding, seed: int) -> GenerationRequest:
+        return GenerationRequest(
+            ids=tuple(self._ids),
+            max_tokens=self.talk.suite.max_new_tokens,
+            stops=tuple(sorted(self._model.chat.stop_ids)),
+            temperature=decoding.temperature,
+            top_p=decoding.top_p,
+            seed=turn_seed(seed, self._turn),
+            messages=tuple(heard(self.talk.exchange.transcript)),
+        )
 
     def take(self, reply: Reply) -> None:
-        """Hear what the engine said, and what the environment says to it; end where it says nothing."""
+        """Add a reply and the environment's next message; the conversation is over if there is none."""
         from kvaudit.audit.sampling.decoding import Completion
 
         self._turn += 1
@@ -55,14 +60,15 @@ class _Row:
             self._take_text(reply.text, reply.finish, reply.thought)
             return
         ids = reply.ids
-        if self.talk.suite.until:  # texts that end an answer
-            # the shortest beginning that ends
+        if self.talk.suite.until:  # texts that end an answer: cut after the first
             ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.has_ended(ids[:end])), len(ids))]
-        cut = len(ids) < len(reply.ids)
-        # a sum over tokens that were cut off again is not the answer's
-        known = None if cut or reply.logprob is None else reply.logprob
-        self.logprob = None if known is None or self.logprob is None else self.logprob + known
-        self.talk.answer(Completion(ids, (), "stop" if cut else reply.finish))
+        is_cut = len(ids) < len(reply.ids)
+        # the engine's sum includes the tokens that were cut
+        if is_cut or reply.logprob is None or self.logprob is None:
+            self.logprob = None
+        else:
+            self.logprob += reply.logprob
+        self.talk.answer(Completion(ids, (), "stop" if is_cut else reply.finish))
         self._ids = (*self._ids, *ids, *self.talk.take_pending().ids)
 
     def _take_text(self, text: str, finish: str, thought: str | None) -> None:
@@ -73,11 +79,11 @@ class _Row:
         self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
         messages = self.talk.exchange.step(text, finish, thought)
         self.talk.exchange.add(messages)
-        # no tokens of the answer to go on from: the whole conversation is rendered anew
+        # without the answer's token ids the next prompt is rendered from the whole transcript
         self._ids = self._model.chat.prompt(self.talk.exchange.transcript).ids if self.talk.open else ()
 
 
-def talk_with(
+def converse(
     session: Session,
     model: LoadedModel,
     suite: Suite,
@@ -88,10 +94,11 @@ def talk_with(
     group: int = 1,
     *,
     thinks: bool = False,
-) -> list[EngineRow]:
+) -> list[EngineAnswer]:
     """Have the engine answer every item ``group`` times and grade it; rows are item-major, one seed per row.
 
-    ``model`` is what the engine serves: of it the chat and the positions are used. Raises EngineFailed.
+    ``model`` is the checkpoint that the engine serves; only its chat template and positions are used. Raises
+    EngineFailed.
     """
     from kvaudit.audit.sampling.conversations import AskedItem, Conversation
 
@@ -101,19 +108,18 @@ def talk_with(
         for item, prompt in zip(items, prompts, strict=True)
         for member in range(group)
     ]
-    while speaking := [n for n, row in enumerate(rows) if row.talk.open]:
-        replies = session.answer([rows[n].asked(decoding, seeds[n]) for n in speaking])
-        for n, reply in zip(speaking, replies, strict=True):
+    while open_rows := [n for n, row in enumerate(rows) if row.talk.open]:
+        replies = session.answer([rows[n].request(decoding, seeds[n]) for n in open_rows])
+        for n, reply in zip(open_rows, replies, strict=True):
             rows[n].take(reply)
     seconds = (time.perf_counter() - started) / max(1, len(rows))
     return [_graded(row, seconds) for row in rows]
 
 
-def _graded(row: _Row, seconds: float) -> EngineRow:
+def _graded(row: _Row, seconds: float) -> EngineAnswer:
     exchange = row.talk.exchange
-    said = exchange.transcript
-    if not any(message.role is Role.ASSISTANT for message in said[len(exchange.item.messages) :]):
-        exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+    if not any(message.role is Role.ASSISTANT for message in exchange.transcript[len(exchange.item.messages) :]):
+        exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript always holds an answer, even an empty one
     answer = UngradedAnswer(
         sample_index=row.talk.member,
         transcript=exchange.transcript,
@@ -125,4 +131,4 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
         unanswered=exchange.unanswered,
         said_in=row.said_in,
     )
-    return EngineRow(exchange.item, exchange.grade(), answer)
+    return EngineAnswer(exchange.item, exchange.grade(), answer)
