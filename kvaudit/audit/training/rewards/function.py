@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from kvaudit.audit.training.rewards.base import Played, Reward, Scores
+from kvaudit.audit.training.rewards.base import GradedRows, Reward, Scores
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.core.text import reason, shown
@@ -66,7 +66,7 @@ class Function(Reward):
             ) from None
         super().check(suites)
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         try:
             scores: Scores = self._called(list(played), **self.options)
         except AuditError:

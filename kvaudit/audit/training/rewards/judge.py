@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
-from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Played, Reward, Scores, asks_a_judge
+from kvaudit.audit.training.rewards.base import PROGRAMMATIC, RewardFn, GradedRows, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.options import IDENTITY_DIGITS, made_of
 from kvaudit.core.questions import Question
@@ -96,10 +96,10 @@ class Judged(Reward):
     def paid_by(self, suite: Suite) -> str:
         return self.label if self.constitution_file or asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         return self._settled(self._words, played)
 
-    def kept_in(self, folder: Path) -> Pays:
+    def kept_in(self, folder: Path) -> RewardFn:
         """As ``rewards``; ``rewards-NAME-12hex.jsonl`` keeps failures too, so that a resumed run is told the same."""
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         # a word on refusals is yes or no, one on a constitution a number
@@ -107,7 +107,7 @@ class Judged(Reward):
         kinds = (float if self.constitution_file else bool, NoneType)
         return partial(self._settled, Answers(path, Judge.key_of, self._words, field, kinds).answers)
 
-    def _settled(self, ask: Ask, played: Played) -> Scores:
+    def _settled(self, ask: Ask, played: GradedRows) -> Scores:
         asked = [self._question(row) for row in played]
         words = iter(ask([question for question in asked if question is not None]))
         return [
