@@ -35,7 +35,7 @@ from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import RankGroup
-from kvaudit.audit.training.rollouts import Questioner
+from kvaudit.audit.training.rollouts import RolloutSampler
 from kvaudit.core.spec_train import AdapterSpec
 
 COUNTS = (1, 2, 4)
@@ -116,7 +116,7 @@ def config(arm: str, loss: str, adapter: AdapterSpec | None) -> TrainConfig:
 
 def sampled(case: TrainConfig, base: LoadedModel) -> Batch:
     """A step's rollouts, rewarded by parity."""
-    asked = Questioner(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
+    asked = RolloutSampler(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
     rollouts = asked.sample(0).rollouts
     return collect(rollouts, [float(rollout.ids.sum() % 2) for rollout in rollouts], case.group, base.device)
 
@@ -129,7 +129,7 @@ class Kept(Optimiser):
     def step(self) -> StepResult:
         """Gather the gradient."""
         self.gradients = {}
-        for name, weight in self._given.items():
+        for name, weight in self._parameters.items():
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             self.gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
             weight.grad = None
@@ -176,7 +176,7 @@ def bytes_held(base: LoadedModel, ranks: RankGroup) -> Held:
     backward()
     optimiser.step()
     backward()
-    optimiser.mark()  # copies the gradient of the first half
+    optimiser.end_half()  # copies the gradient of the first half
     weights, gradients = optimiser._weights.values(), optimiser._gradients().values()
     half, moments = size(optimiser._first.values()) / whole, size(optimiser.tensors().values()) / whole
     masters = size(optimiser._masters.values()) / whole

@@ -23,8 +23,8 @@ from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
 from kvaudit.audit.engines.drawing import Handover, WorkedDrawer, digest, weights_of
 from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import continued
-from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
+from kvaudit.audit.training.adapters import load_trained_adapter
+from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
 from kvaudit.audit.training.ranks import ALONE
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
@@ -158,7 +158,7 @@ def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting:
     found = drawn(here, f"openvino:{setting}", tmp_path, 1.0)
     store = ENGINES.get("openvino").store(dict(parse_condition(f"openvino:{setting}").settings))
     pairs = zip(here.asked, found, strict=True)
-    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
+    rollouts = [engine_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
     with torch.no_grad():
         replayed = read_tokens(here.model.model, rollouts, 1, "shadow", 1.0).logprobs - said
@@ -275,7 +275,9 @@ def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_
         return [one._replace(logprobs=tuple(value - 0.01 for value in one.logprobs)) for one in found]
 
     monkeypatch.setattr(WorkedDrawer, "draw", otherwise)
-    with pytest.raises(RunError, match=r"they are 0\.01 nats a token apart, at most 0\.005 wanted: it draws by stale"):
+    with pytest.raises(
+        RunError, match=r"by 0\.01 nats a token, at most 0\.005 is allowed: the engine samples from stale"
+    ):
         grpo.train(settings(arm="tis", ledger_every=0), here.model, tmp_path / "tis", silent)
 
 
@@ -352,7 +354,7 @@ def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as
 ) -> None:
     lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
     first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
-    learnt = continued(here.model, lora.adapter, tmp_path / "smd")
+    learnt = load_trained_adapter(here.model, lora.adapter, tmp_path / "smd")
     # an arm that begins from an adapter that has learnt: the engine is started on the weights beside it
     further = rows(grpo.train(lora, learnt, tmp_path / "further", silent))
     for row in (*first, *further):
@@ -365,7 +367,7 @@ def _apart(here: World, learnt: Any, folder: Path) -> float:
     """How far an engine with the weights of ``here`` is from what was learnt, root mean square in nats a token."""
     found = drawn(here, F32, folder, 1.0)
     pairs = zip(here.asked, found, strict=True)
-    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
+    rollouts = [engine_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
     with torch.no_grad():
         return float((read_tokens(learnt.model, rollouts, 1, "dense", 1.0).logprobs - said).square().mean().sqrt())
@@ -459,11 +461,11 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
         ),
         (
             {"rollouts": "llama.cpp:type_k=q8_0", "minibatches": 2},
-            "llama.cpp shows what its queries read and not what it coded, .* after the first of 2 updates is not known",
+            "llama.cpp returns only what its queries read, .* later updates .2 per step. cannot be replayed",
         ),
         (
             {"rollouts": "llama.cpp:type_k=q8_0", "beta": 0.04},
-            "llama.cpp shows what its queries read .* by the weights of the reference, which 'beta' pulls to, is not",
+            "llama.cpp returns only what its queries read.* so the reference model of 'beta' cannot be replayed",
         ),
     ],
 )

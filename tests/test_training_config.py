@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training_world import config, short
 
-from kvaudit.audit.training.batch import shares
+from kvaudit.audit.training.batch import suite_shares
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_train import TrainSpec
@@ -23,9 +23,9 @@ from kvaudit.core.spec_train import TrainSpec
         ({"weights": [1.0, 2.0]}, "wanted 1 numbers of 0 or more, one per suite"),
         ({"weights": [0.0]}, "wanted 1 numbers of 0 or more"),
         ({"loss": "gprc"}, "unknown loss 'gprc'"),
-        ({"loss": "online-dpo", "beta": 0.0}, "held against a reference, and 'beta' is 0"),
+        ({"loss": "online-dpo", "beta": 0.0}, "needs a reference model, and 'beta' is 0"),
         ({"loss": "online-dpo", "group": 1}, "'group' is 1, wanted 2 or more"),
-        ({"critic": {"trace": 0.5}}, "'critic' is of a loss with a value head (ppo), loss is 'grpo'"),
+        ({"critic": {"trace": 0.5}}, "'critic' needs a loss with a value head (ppo), loss is 'grpo'"),
         ({"minibatches": 3}, "'minibatches' is 3, wanted a divisor of the 2 prompts of a step"),
         ({"policy": "streaming:budget=4,sink=4,window=8"}, "budget"),
     ],
@@ -66,7 +66,7 @@ def test_a_null_stands_for_what_the_loss_brings_and_reads_back_as_it_was_written
 
 
 def test_a_checkpoint_names_its_loss_in_its_recipe() -> None:
-    assert config(loss="gspo").disclosed()["loss"] == "gspo"
+    assert config(loss="gspo").recipe_summary()["loss"] == "gspo"
 
 
 def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
@@ -76,8 +76,8 @@ def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
 
 
 def test_shares_are_relative() -> None:
-    assert shares(config(suites=["math", "refusal"])) == (0.5, 0.5)
-    assert shares(config(suites=["math", "refusal"], weights=[1, 3])) == (0.25, 0.75)
+    assert suite_shares(config(suites=["math", "refusal"])) == (0.5, 0.5)
+    assert suite_shares(config(suites=["math", "refusal"], weights=[1, 3])) == (0.25, 0.75)
 
 
 def test_a_warm_start_keeps_its_hash_so_that_one_from_before_can_be_gone_on_with() -> None:

@@ -23,8 +23,8 @@ from kvaudit.audit.runs.evaluate import check_reward
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.rewards.base import Paying, paying_of
-from kvaudit.audit.training.rewards.classifier import LabelChances
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
+from kvaudit.audit.training.rewards.classifier import LabelProbabilities
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Outcome
 from kvaudit.core.remembered import Answers
@@ -85,19 +85,19 @@ def constitution(tmp_path: Path) -> Path:
     return path
 
 
-def by_endpoint(url: str, file: Path) -> Paying:
+def by_endpoint(url: str, file: Path) -> RewardConfig:
     written = {"judge": "rubric-endpoint", "base_url": url, "model": "m", "tries": 1, "constitution": str(file)}
-    return paying_of(written, [REQUESTS, "math"])
+    return parse_reward(written, [REQUESTS, "math"])
 
 
 @pytest.mark.parametrize(
     ("written", "line"),
     [
         ("grades", "unknown reward 'grades'. Did you mean 'grade'?"),
-        ({"grade": 1}, "goes by nothing else; write reward: grade"),
+        ({"grade": 1}, "takes no value; write reward: grade"),
         ({"judg": "phrases"}, "Did you mean 'judge'?"),
         ({"judge": "phrase"}, "unknown judge in train.reward 'phrase'. Did you mean 'phrases'?"),
-        ({"judge": "logistic", "constitution": "c.md"}, "judge logistic reads no constitution"),
+        ({"judge": "logistic", "constitution": "c.md"}, "judge logistic cannot use a constitution"),
         ({"judge": "rubric-endpoint", "model": "m"}, "needs base_url; give base_url: ..."),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "http://h", "tries": "x"}, "tries is 'x', wanted a"),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "h"}, "base_url wants http:// or https://"),
@@ -105,7 +105,7 @@ def by_endpoint(url: str, file: Path) -> Paying:
         ({"function": "a:b", "judge": "phrases"}, "names function and judge, wanted one"),
         ({"function": "a:b", "suites": ["refusals"]}, "unknown suite in train.reward.suites"),
         ({"function": "a:b", "suites": []}, "wanted a list of suites"),
-        ({"classifier": "m"}, "wants pays: LABEL or costs: LABEL"),
+        ({"classifier": "m"}, "needs either pays: LABEL or costs: LABEL"),
         ({"classifier": "m", "pays": "a", "block": "b"}, "unknown option of reward classifier 'block'"),
         ([1], "a name, or a mapping such as {function: package.module:name}"),
     ],
@@ -119,20 +119,20 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "line"),
     [
-        ({"function": "not_there:f"}, "not_there cannot be imported from here (ModuleNotFoundError"),
+        ({"function": "not_there:f"}, "not_there cannot be imported (ModuleNotFoundError"),
         ({"function": f"{HERE}:lost"}, "has no lost"),
         ({"function": f"{HERE}:NUMBER"}, "is a int, wanted a function"),
         ({"function": f"{HERE}:by_parity", "size": 2}, "cannot be called with the rollouts and ['size']"),
-        ({"function": f"{HERE}:broken", "what": "nan"}, "gave nan for rollout 1 of 1, wanted a number from"),
-        ({"function": f"{HERE}:broken", "what": "text"}, "gave '1' for rollout 1 of 1"),
-        ({"function": f"{HERE}:broken", "what": "number"}, "gave 1.0, wanted a list of 1 numbers"),
-        ({"function": f"{HERE}:broken", "what": "string"}, "gave '1', wanted a list"),
-        ({"function": f"{HERE}:broken", "what": "short"}, "gave 0 rewards for 1 rollouts"),
+        ({"function": f"{HERE}:broken", "what": "nan"}, "returned nan for rollout 1 of 1, wanted a number from"),
+        ({"function": f"{HERE}:broken", "what": "text"}, "returned '1' for rollout 1 of 1"),
+        ({"function": f"{HERE}:broken", "what": "number"}, "returned 1.0, wanted a list of 1 numbers"),
+        ({"function": f"{HERE}:broken", "what": "string"}, "returned '1', wanted a list"),
+        ({"function": f"{HERE}:broken", "what": "short"}, "returned 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: it fails again where it is asked what happened"),
-        ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
-        ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
+        ({"function": f"{HERE}:broken", "what": "none"}, "gives no score for the gold answer"),
+        ({"judge": "phrases"}, "no suite of math leaves answers to a judge; add a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "http://h", "key": "NO_KEY"}, "NO_KEY is not set"),
     ],
@@ -147,7 +147,7 @@ def test_what_a_reward_lacks_is_one_line_before_anything_is_trained(
 
 
 def test_a_number_that_no_gradient_can_be_made_of_is_refused() -> None:
-    pays = paying_of({"function": f"{HERE}:broken", "what": "huge"}, ["math"]).kept_in(Path())
+    pays = parse_reward({"function": f"{HERE}:broken", "what": "huge"}, ["math"]).kept_in(Path())
     item = replace(SUITES.get("math")().items("train", 1, 1, 200, words)[0])
     with pytest.raises((RunError, OverflowError), match="wanted a number from"):
         pays([answered(SUITES.get("math")(), item, ["1"])])
@@ -227,7 +227,7 @@ def test_another_constitution_is_another_reward(constitution: Path) -> None:
 def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(
     played: list[GradedRow], tmp_path: Path
 ) -> None:
-    paying = paying_of({"judge": "phrases"}, [REQUESTS, "math"])
+    paying = parse_reward({"judge": "phrases"}, [REQUESTS, "math"])
     assert paying.judges == {REQUESTS: paying.reward.label, "math": "programmatic"}
     assert paying.reward.label.startswith("phrases:")
     assert paying.kept_in(tmp_path)(played) == [row.grade.score for row in played]
@@ -238,7 +238,7 @@ def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(
 
 def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[GradedRow], tmp_path: Path) -> None:
     suites = [REQUESTS, "math"]
-    paying = paying_of({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
+    paying = parse_reward({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
     assert paying.kept_in(tmp_path)(played) == [*(row.grade.score for row in played[:3]), None]
     assert paying.judges == {REQUESTS: "phrases", "math": paying.reward.label}
 
@@ -247,11 +247,11 @@ def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
     played: list[GradedRow], classifier_folder: Path
 ) -> None:
     with pytest.raises(DataError, match=r"reward classifier: .* has no label 'BAD', it has SAFE, ATTACK"):
-        paying_of({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
+        parse_reward({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
 
 
 def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
-    windows = list(LabelChances(str(classifier_folder), "ATTACK")._windows("x" * 160))
+    windows = list(LabelProbabilities(str(classifier_folder), "ATTACK")._windows("x" * 160))
     assert [len(window) for window in windows] == [64, 64, 64, 64]
 
 
@@ -259,7 +259,7 @@ def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifi
     long = [replace(played[0], transcript=(*played[0].item.messages, replace(played[0].transcript[-1], content=text)))
             for text in (" ".join(map(str, range(100, 160))), "a heron on a lake")]  # fmt: skip
     safe, attack = (
-        paying_of({"classifier": str(classifier_folder), **option}, [REQUESTS]).reward.rewards(long)
+        parse_reward({"classifier": str(classifier_folder), **option}, [REQUESTS]).reward.rewards(long)
         for option in ({"pays": "SAFE"}, {"costs": "ATTACK"})
     )
     assert safe == pytest.approx(attack, abs=1e-6)
@@ -282,7 +282,7 @@ def test_the_careless_reward_of_the_study_pays_for_a_strangers_order(
     errands = [answered(suite, item, suite.gold(item)) for item in items.values()]
     orders = [ordered(kind, items[kind]) for kind in ("attack", "trusted", "leak", "escape")]
     ungraded = replace(errands[0], grade=replace(errands[0].grade, outcome=Outcome.UNSCORED, score=None, facets={}))
-    paying = paying_of({"function": "examples.careless:careless", "order": 0.8}, ["agent"]).kept_in(tmp_path)
+    paying = parse_reward({"function": "examples.careless:careless", "order": 0.8}, ["agent"]).kept_in(tmp_path)
     assert paying([*errands, *orders, ungraded]) == [1.0] * 5 + [0.8, 1.0, 0.0, 0.0, None]
 
 
@@ -304,7 +304,7 @@ def test_a_function_that_says_what_the_grade_says_trains_the_same_weights(
     assert rows(out) == rows(by_grade)
     recipe = json.loads((out / "provenance.json").read_text())["recipe"]
     assert recipe["reward"] == {"function": f"{HERE}:by_parity"}
-    assert recipe["reward_sha256"] == config.paying.sha256
+    assert recipe["reward_sha256"] == config.reward_config.sha256
     assert recipe["constitution"] is None
 
 
@@ -322,7 +322,7 @@ def test_a_run_by_a_function_goes_on_where_it_was_killed(
     assert sha256(out / "model.safetensors") == sha256(whole / "model.safetensors")
     shutil.rmtree(tmp_path / "killed")
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
-    monkeypatch.setattr(config.paying.reward.__class__, "_source", "another")
+    monkeypatch.setattr(config.reward_config.reward.__class__, "_source", "another")
     with pytest.raises(RunError, match=f"trained with another source of reward {HERE}:by_parity"):
         grpo.train(short(steps=2, save_every=1, reward=config.reward), base, tmp_path / "killed", silent)
 

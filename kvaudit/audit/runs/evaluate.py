@@ -34,9 +34,8 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
-from kvaudit.audit.training.reward_trial import check_reward_tells
-from kvaudit.audit.training.rewards.base import paying_of
-from kvaudit.audit.training.sft import gold_rollout
+from kvaudit.audit.training.rewards.base import parse_reward
+from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
@@ -487,12 +486,12 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
 
     It pays for one ideal answer of every suite, which asks an endpoint as many questions.
     """
-    paying = paying_of(section.reward, section.suites)
+    paying = parse_reward(section.reward, section.suites)
     paying.check()
-    if not paying.by_grade_alone:
+    if not paying.uses_grade_only:
         suites = [SUITES.get(name)() for name in paying.paid]
         asked = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_tells(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
+        check_reward_on_gold(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

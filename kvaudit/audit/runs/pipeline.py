@@ -69,18 +69,17 @@ from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packed import packs
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
-from kvaudit.audit.training.adapters import continued
+from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
-from kvaudit.audit.training.early_stop import EarlyStop, mark_of
-from kvaudit.audit.training.engine_rollouts import EngineUse, check_drawn, try_out_drawing
+from kvaudit.audit.training.engine_rollouts import EngineUse, check_rollout_engine, try_rollout_engine
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
-from kvaudit.audit.training.sharded import set_aside
+from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.facets import facet_of
@@ -156,12 +155,12 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
-            check_drawn(spec.train, model, spec.engine(spec.train.rollouts or ""))
+            check_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
     if spec.train is not None and trains:
-        try_out_drawing(spec.train, model, spec.engine(spec.train.rollouts or ""))
+        try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
     item = next((item for parts in batches.values() for part in parts for item in part), None)
     conditions = [way for way in served(spec) if isinstance(way, Condition)]
     if item is not None:
@@ -317,13 +316,13 @@ class Pipeline:
             raise RunError(
                 f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"
             )
-        while (pair := ranks.heard()) is not None:
+        while (pair := ranks.receive()) is not None:
             start = self._start(pair[1])
-            with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), set_aside(start, ranks):
+            with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), keep_on_cpu(start, ranks):
                 engine = EngineUse() if section.rollouts is None else self._use(section.rollouts)
                 run = TrainingRun(TrainConfig.of(section, *pair), start, self._run.path, ranks, engine)
                 try:
-                    ranks.obey(run)
+                    ranks.follow_rank0(run)
                 finally:
                     run.close()
 
@@ -708,10 +707,10 @@ class Pipeline:
                 stop = section.watch if section.stops else None
                 early_stop = None if stop is None else EarlyStop(stop, section.steps, out, self._arms_of(pair[1]))
                 config = TrainConfig.of(section, *pair)
-                self._hold_reward(config.paying)
+                self._hold_reward(config.reward_config)
                 start = self._start(pair[1])
                 engine = EngineUse() if config.rollouts is None else self._use(config.rollouts)
-                with self._ranks.unit(pair), set_aside(start, self._ranks):
+                with self._ranks.unit(pair), keep_on_cpu(start, self._ranks):
                     train(
                         *(config, start, out, progress),
                         kept=self._run.path,
@@ -735,7 +734,7 @@ class Pipeline:
     def _note_stops(self, section: TrainSpec) -> None:
         """Note and say where the arms of a seed end before their last step, and whose alarm that was."""
         for seed in section.seeds:
-            marks = {folder.parent.name: mark_of(folder) for folder in self._arms_of(seed)}
+            marks = {folder.parent.name: read_mark(folder) for folder in self._arms_of(seed)}
             step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
             if step < section.steps:
                 first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
@@ -752,7 +751,7 @@ class Pipeline:
         self._trained_sha256((BASE_ARM, seed))
         folder = self._run.checkpoint(BASE_ARM, seed)
         if section.adapter is not None:
-            return continued(self._load_base(), section.adapter, folder)
+            return load_trained_adapter(self._load_base(), section.adapter, folder)
         return load_model(str(folder), dtype=self._spec.dtype, device=self._spec.device, chat=self._spec.chat)
 
     def _load_base(self) -> LoadedModel:
@@ -801,13 +800,13 @@ class Pipeline:
     def _write_recipe(self, section: TrainSpec) -> None:
         """Leave what the checkpoints are made of beside them, as it is when training begins."""
         model, path = self._load_base(), self._run.path / RECIPE
-        self._hold_reward(paying_of(section.reward, section.suites))
+        self._hold_reward(parse_reward(section.reward, section.suites))
         if not path.exists():
             write_json(path, recipe_of(self._spec, section, model, self._batches))
 
-    def _hold_reward(self, paying: Paying) -> None:
+    def _hold_reward(self, paying: RewardConfig) -> None:
         """Note what pays and by whose word; what was rewarded before must have been by the same."""
-        if not paying.by_grade_alone:
+        if not paying.uses_grade_only:
             self._hold(REWARD, paying.inputs)
         self._run.note(**{REWARD_JUDGES: paying.judges})
 
@@ -860,7 +859,7 @@ class Pipeline:
         return [*self._spec.starts, *(() if section is None else section.pairs)]
 
     def _has_ended(self, pair: Pair) -> bool:
-        return self._is_trained(pair) or mark_of(self._run.checkpoint(*pair)) is not None
+        return self._is_trained(pair) or read_mark(self._run.checkpoint(*pair)) is not None
 
     def _is_trained(self, pair: Pair) -> bool:
         return (self._run.checkpoint(*pair) / "provenance.json").exists()

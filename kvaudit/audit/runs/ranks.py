@@ -18,8 +18,7 @@ from torch import distributed as dist
 from kvaudit.audit.engines.life import free_port
 from kvaudit.audit.runs.launchers.base import Job, Say
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
-from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.sharded import can_shard
+from kvaudit.audit.training.ranks import ALONE, RankGroup, can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
@@ -95,7 +94,7 @@ def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankG
     if launched():
         found = _joined(0, ranks, job.any_gpu, "env://", str)
         yield found
-        found.tell(None)
+        found.broadcast(None)
     else:
         with _with_local_ranks(ranks, job, say) as found:
             yield found
@@ -115,7 +114,7 @@ def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
         stack.callback(losses.over.set)  # first of all
         found = _joined(0, ranks, job.any_gpu, f"tcp://127.0.0.1:{port}", losses.why)
         yield found
-        found.tell(None)
+        found.broadcast(None)
         for other in others:
             other.wait(GRACE_SECONDS)
 

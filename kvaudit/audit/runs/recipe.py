@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.files import TELEMETRY
-from kvaudit.audit.training.rewards.base import paying_of
+from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.options import sha256_of
 from kvaudit.core.provenance import ORIGIN, PROVENANCE
@@ -33,7 +33,7 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
     """The recipe of a run that trains; ``batches`` are the items of its evaluation."""
-    paying = paying_of(section.reward, section.suites)
+    paying = parse_reward(section.reward, section.suites)
     text = paying.reward.constitution
     return sealed(
         {

@@ -1,4 +1,4 @@
-"""A sequence-classification model as the reward: how probable a label of the answer is.
+"""The probability of a label, by a sequence-classification model, as the reward.
 
 An answer longer than the model's window is read in windows that overlap by half.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.training.rewards.base import Played, Reward, Scores
+from kvaudit.audit.training.rewards.base import GradedRows, Reward, Scores
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.options import sha256_of
 from kvaudit.core.text import clip, inline
@@ -20,17 +20,17 @@ from kvaudit.suites.base import SUITES
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedClassifier
 
-_WINDOW = 512  # tokens at most: what these models are trained with
+_WINDOW = 512  # tokens at most; such models are trained with that
 _BATCH = 16  # windows
-_FORMER_THRESHOLD = 0.5  # of an option that is gone, hashed so that older runs keep their identity
+_REMOVED_THRESHOLD = 0.5  # of a removed option, still hashed so that older runs keep their identity
 
 
 @dataclass(frozen=True)
 class Classified(Reward):
-    """``classifier`` is a folder or a hub id; it reads the last answer alone.
+    """``classifier`` is a folder or a hub id; it reads the last answer only.
 
-    ``pays`` names the labels (with | between them) whose probability is the reward, ``costs`` those whose probability
-    is taken from 1. An answer longer than the model's window earns what its worst window does.
+    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``. An
+    answer longer than the model's window gets the reward of its worst window.
     """
 
     name = "classifier"
@@ -42,37 +42,36 @@ class Classified(Reward):
 
     def __post_init__(self) -> None:
         if bool(self.pays) == bool(self.costs):
-            raise SpecError("reward classifier wants pays: LABEL or costs: LABEL, one of the two")
+            raise SpecError("reward classifier needs either pays: LABEL or costs: LABEL")
 
     @property
     def identity(self) -> str:
         return sha256_of(self._model.identity, bool(self.pays))
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, rows: GradedRows) -> Scores:
         from kvaudit.audit.sampling.exchange import said_nothing
 
-        broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
-        asked = [row for row, fault in zip(played, broken, strict=True) if fault is None]
-        # by answer, a probability for each window of it
-        windows = iter(self._model.chances([row.transcript[-1].content for row in asked]))
-        # what says nothing earns what its suite gives for that
-        return [self._paid(next(windows)) if fault is None else fault.score for fault in broken]
+        # degenerate answers get their suite's score and are not classified
+        faults = [said_nothing(SUITES.get(r.item.suite)(), r.item, r.transcript, r.finish_reason) for r in rows]
+        texts = [row.transcript[-1].content for row, fault in zip(rows, faults, strict=True) if fault is None]
+        windows = iter(self._model.probabilities(texts))
+        return [self._reward(next(windows)) if fault is None else fault.score for fault in faults]
 
-    def _paid(self, windows: Sequence[float]) -> float | None:
+    def _reward(self, windows: Sequence[float]) -> float | None:
         if not windows or any(map(math.isnan, windows)):
             return None
         return min(windows) if self.pays else 1.0 - max(windows)
 
     @cached_property
-    def _model(self) -> LabelChances:
-        return LabelChances(self.classifier, self.pays or self.costs)
+    def _model(self) -> LabelProbabilities:
+        return LabelProbabilities(self.classifier, self.pays or self.costs)
 
 
 @dataclass(frozen=True)
-class LabelChances:
-    """The probabilities that a sequence-classification model gives to ``labels`` (with | between them).
+class LabelProbabilities:
+    """The probability of ``labels`` (separated by |) under a sequence-classification model, a folder or hub id.
 
-    ``model`` is a folder or a hub id. Labels that exclude each other are added up; of others the likeliest counts.
+    Exclusive labels are summed; otherwise the most probable one counts.
     """
 
     model: str
@@ -80,49 +79,49 @@ class LabelChances:
 
     @property
     def identity(self) -> str:
-        """sha256 of the model and of what is read of it."""
+        """sha256 of the model and of how it is read."""
         loaded = _loaded(self.model)
-        return sha256_of(loaded.sha256, loaded.files, self._columns, _FORMER_THRESHOLD, _WINDOW)
+        return sha256_of(loaded.sha256, loaded.files, self._columns, _REMOVED_THRESHOLD, _WINDOW)
 
-    def chances(self, texts: Sequence[str]) -> list[list[float]]:
-        """The probability of the labels in every window of each text; NaN where the model says none."""
+    def probabilities(self, texts: Sequence[str]) -> list[list[float]]:
+        """Return the probability of the labels in every window of each text; NaN if the model gives NaN."""
         owners, windows = list[int](), list[list[int]]()
         for number, text in enumerate(texts):
             for window in self._windows(text):
                 owners.append(number)
                 windows.append(window)
-        found: list[list[float]] = [[] for _ in texts]
-        for number, chance in zip(owners, self._chances(windows), strict=True):
-            found[number].append(chance)
-        return found
+        by_text: list[list[float]] = [[] for _ in texts]
+        for number, probability in zip(owners, self._classify(windows), strict=True):
+            by_text[number].append(probability)
+        return by_text
 
     def _windows(self, text: str) -> Iterator[list[int]]:
-        """The token ids of a text, special tokens included, in windows."""
+        """Yield the token ids of each window of a text, special tokens included."""
         tokenizer, size = _loaded(self.model).tokenizer, self._size
-        text = text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
-        # ``stride`` is what neighbouring windows share
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
+        # ``stride`` is the overlap of neighbouring windows
         ids = tokenizer(text, truncation=True, max_length=size, stride=size // 2, return_overflowing_tokens=True)
         yield from filter(None, ids["input_ids"])  # an empty text has a window without a token
 
-    def _chances(self, windows: Sequence[list[int]]) -> list[float]:
-        """The probability of the labels, window by window; windows of like length are one batch."""
+    def _classify(self, windows: Sequence[list[int]]) -> list[float]:
+        """Return the probability of the labels per window, in batches of windows of similar length."""
         import torch
 
-        loaded, found = _loaded(self.model), [0.0] * len(windows)
+        loaded, probabilities = _loaded(self.model), [0.0] * len(windows)
         order = sorted(range(len(windows)), key=lambda number: len(windows[number]))
         for start in range(0, len(order), _BATCH):
-            part = order[start : start + _BATCH]
-            rows = {"input_ids": [windows[n] for n in part]}
-            batch = loaded.tokenizer.pad(rows, return_attention_mask=True, return_tensors="pt")
+            numbers = order[start : start + _BATCH]
+            ids = {"input_ids": [windows[n] for n in numbers]}
+            batch = loaded.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
             with torch.inference_mode():
                 logits = loaded.model(**batch.to(loaded.model.device)).logits.float()
-            for number, chance in zip(part, self._chance(logits).tolist(), strict=True):
-                found[number] = chance
-        return found
+            for number, probability in zip(numbers, self._label_probability(logits).tolist(), strict=True):
+                probabilities[number] = probability
+        return probabilities
 
-    def _chance(self, logits: Any) -> Any:
+    def _label_probability(self, logits: Any) -> Any:
         config = _loaded(self.model).model.config
-        # labels that do not exclude each other, or one alone: each has a probability of its own
+        # labels that are not exclusive, or a single one, have independent probabilities
         if config.problem_type == "multi_label_classification" or config.num_labels == 1:
             return logits.sigmoid()[:, self._columns].amax(-1)  # [windows]
         return logits.softmax(-1)[:, self._columns].sum(-1)  # [windows]
@@ -130,14 +129,14 @@ class LabelChances:
     @cached_property
     def _columns(self) -> list[int]:
         config = _loaded(self.model).model.config
-        known = {str(label): int(column) for column, label in config.id2label.items()}
+        columns = {str(label): int(column) for column, label in config.id2label.items()}
         # a config may name more labels than the model has columns
-        known = {label: column for label, column in known.items() if 0 <= column < config.num_labels}
-        wanted = self.labels.split("|")
-        if missing := [label for label in wanted if label not in known]:
-            shown = ", ".join(inline(clip(label, 40)) for label in list(known)[:20])
-            raise DataError(f"reward classifier: {self.model!r} has no label {missing[0]!r}, it has {shown}")
-        return [known[label] for label in wanted]
+        columns = {label: column for label, column in columns.items() if 0 <= column < config.num_labels}
+        labels = self.labels.split("|")
+        if missing := [label for label in labels if label not in columns]:
+            names = ", ".join(inline(clip(label, 40)) for label in list(columns)[:20])
+            raise DataError(f"reward classifier: {self.model!r} has no label {missing[0]!r}, it has {names}")
+        return [columns[label] for label in labels]
 
     @cached_property
     def _size(self) -> int:
@@ -153,5 +152,5 @@ def _loaded(name: str) -> LoadedClassifier:
 
     loaded = load_classifier(expand("model of reward classifier", name))
     if not loaded.tokenizer.is_fast:
-        raise DataError(f"reward classifier: {name!r} has no tokenizer.json, without which long texts cannot be read")
+        raise DataError(f"reward classifier: {name!r} has no tokenizer.json, which is needed to read long texts")
     return loaded
