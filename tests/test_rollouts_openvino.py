@@ -304,7 +304,7 @@ from test_rollouts_openvino import settings, silent
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import continued
+from kvaudit.audit.training.adapters import load_trained_adapter
 torch.set_num_threads(1)
 ask, pushes = WorkedSession.ask, []
 def kills(self, rows, doing):
@@ -313,7 +313,7 @@ def kills(self, rows, doing):
         os.kill(os.getpid(), signal.SIGKILL)
     return ask(self, rows, doing)
 WorkedSession.ask = kills
-grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, kept=Path(sys.argv[2]))
+grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, run_folder=Path(sys.argv[2]))
 """
 
 
@@ -329,7 +329,7 @@ def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_wh
     assert killed.returncode == -signal.SIGKILL
     (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
     assert (left / "weights.npz").stat().st_size > 1e6
-    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, kept=kept), arms["smd"])
+    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, run_folder=kept), arms["smd"])
     assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
     assert (living.path / "weights.npz").read_bytes() == b"of another"
     living.remove()
@@ -343,9 +343,7 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
         raise EngineFailed("engine openvino is gone: it ended")
 
     monkeypatch.setattr(WorkedDrawer, "draw", gone)
-    with pytest.raises(
-        RunError, match=r"^engine openvino is gone: it ended; what is saved stays: start the run again$"
-    ):
+    with pytest.raises(RunError, match=r"^engine openvino is gone: it ended; saved work is kept: start the run again$"):
         grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
 
 
@@ -448,7 +446,7 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
     [
         (
             {"rollouts": f"{U8},KEY_CACHE_GROUP_SIZE=16"},
-            "is not known .no ledger, no quantiser.; take naive, tis or mis",
+            "is not known .no ledger, no quantiser.; use naive, tis or mis",
         ),
         (
             {"rollouts": f"{U8},max_num_batched_tokens=64"},

@@ -24,7 +24,7 @@ from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
-from kvaudit.audit.training.rewards.classifier import LabelProbabilities
+from kvaudit.audit.training.rewards.classifier import Classified
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Outcome
 from kvaudit.core.remembered import Answers
@@ -251,7 +251,7 @@ def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
 
 
 def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
-    windows = list(LabelProbabilities(str(classifier_folder), "ATTACK")._windows("x" * 160))
+    windows = list(Classified(str(classifier_folder), pays="ATTACK")._windows("x" * 160))
     assert [len(window) for window in windows] == [64, 64, 64, 64]
 
 

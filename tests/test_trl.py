@@ -461,7 +461,7 @@ def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
     plan = HostedArm.of("tis", None, "vLLM")
     given = config(Path("out"), use_vllm=True, vllm_importance_sampling_clip_max=9.0)
     with pytest.raises(SpecError, match=r"clip_max=9\.0, arm 'tis' needs 2\.0; remove it"):
-        plan.settle(given)
+        plan.apply_settings(given)
 
 
 @pytest.mark.parametrize("outside", ["vLLM", "rollout_func"])
@@ -469,11 +469,11 @@ def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
 def test_whoever_samples_does_so_from_the_whole_distribution(outside: str, cut: dict[str, Any]) -> None:
     plan = HostedArm.of("tis", None, outside)
     whole = config(Path("out"), use_vllm=outside == "vLLM")
-    plan.settle(whole)
+    plan.apply_settings(whole)
     (name,) = cut
     setattr(whole, name, cut[name])
     with pytest.raises(SpecError, match=f"has {name}=.* so {outside} must sample from it too; remove {name}"):
-        plan.settle(whole)
+        plan.apply_settings(whole)
 
 
 def test_tools_are_refused(tmp_path: Path) -> None:

@@ -489,7 +489,7 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     paying = parse_reward(section.reward, section.suites)
     paying.check()
     if not paying.uses_grade_only:
-        suites = [SUITES.get(name)() for name in paying.paid]
+        suites = [SUITES.get(name)() for name in paying.reward_suites]
         asked = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
         check_reward_on_gold(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
 

@@ -713,7 +713,7 @@ class Pipeline:
                 with self._ranks.unit(pair), keep_on_cpu(start, self._ranks):
                     train(
                         *(config, start, out, progress),
-                        kept=self._run.path,
+                        run_folder=self._run.path,
                         early_stop=early_stop,
                         ranks=self._ranks,
                         engine=engine,

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +38,7 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
 from kvaudit.audit.training.engine_rollouts import EngineRolloutSampler, EngineUse, engine_gap_numbers
 from kvaudit.audit.training.learner import Learner, OldPolicy
-from kvaudit.audit.training.losses.base import LOSSES, Loss, LossInputs, LossOutputs, StepCounts
+from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, Loss, LossInputs, LossOutputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult, read_floats
 from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights, gather_weights, on_all_ranks
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, rollouts_by_policy
@@ -57,7 +55,7 @@ def train(
     out: Path,
     progress: Progress,
     *,
-    kept: Path | None = None,
+    run_folder: Path | None = None,
     early_stop: EarlyStop | None = None,
     ranks: RankGroup = ALONE,
     engine: EngineUse = EngineUse(),
@@ -65,18 +63,18 @@ def train(
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is left alone. ``progress`` gets the
-    steps done, all steps and the telemetry row. ``kept`` is where judge answers are stored, by default ``out``. With
-    ``early_stop`` an arm that stops stays unfinished until all arms of its seed have stopped. With several ``ranks``,
-    rank 0 calls this and the others follow it with a ``TrainingRun`` each. ``engine``: how to run the engine that
-    samples, if one does. Raises RunError (folder of another run, full disk, failing reward, lost rank or engine, stale
-    engine weights) and DataError (changed state, ledger or checkpoint).
+    steps done, all steps and the telemetry row. ``run_folder``, by default ``out``, keeps judge answers and engine
+    logs. With ``early_stop`` an arm that stops stays unfinished until all arms of its seed have stopped. With several
+    ``ranks``, rank 0 calls this and the others follow it with a ``TrainingRun`` each. ``engine``: how to run the engine
+    that samples, if one does. Raises RunError (folder of another run, full disk, failing reward, lost rank or engine,
+    stale engine weights) and DataError (changed state, ledger or checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
         drop_state(out)
         return out
     ranks.announce_unit()
-    run = TrainingRun(config, model, kept or out, ranks, engine)
+    run = TrainingRun(config, model, run_folder or out, ranks, engine)
     try:
         return _train_steps(run, folder, progress, early_stop)
     finally:
@@ -86,13 +84,20 @@ def train(
 def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
     config, out = run.config, folder.path
     end = None if early_stop is None else early_stop.step
-    run.resume_rank(out, position := folder.resume(run.learner, end))
-    # once all arms agree on the end, train up to it and ignore alarms
-    rows, stop, keep = folder.telemetry.rows(), early_stop if end is None else None, partial(write_ledgers, out)
-    # checked before the step: the process may have been killed between saving a state and marking the stop
-    while not (stopped := stop is not None and stop.ends(position.step, rows)) and position.step < (
-        end or config.steps
-    ):
+    position = folder.resume(run.learner, end)
+    run.resume_rank(out, position)
+    rows = folder.telemetry.rows()
+
+    def write(stem: str, sampled: StepRollouts) -> tuple[tuple[str, str], ...]:
+        return tuple(write_ledgers(out, *ledger) for ledger in rollouts_by_policy(stem, sampled, config))
+
+    while True:
+        # checked before the step: the process may have been killed between saving a state and marking the stop;
+        # once all arms agree on the end, train up to it and ignore alarms
+        if early_stop is not None and end is None and early_stop.ends(position.step, rows):
+            return out
+        if position.step >= (end or config.steps):
+            break
         row, sampled = run.step(position.step)
         done = position.step + 1
         # an alarm compares with the first row, which at the first step is this one
@@ -100,7 +105,7 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += tuple(starmap(keep, rollouts_by_policy(f"step-{done}", sampled, config)))
+            ledgers += write(f"step-{done}", sampled)
         # after its row and ledgers are on disk, so that no saved position refers to missing data
         position = Position(done, run.learner.optimiser.updates, folder.telemetry.size, ledgers)
         is_stop_due = early_stop is not None and early_stop.is_due(done)
@@ -108,13 +113,11 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
             tensors = run.learner.tensors()
             folder.save_state(position, tensors, others=run.save_part, keep_older=early_stop is not None)
         progress(done, config.steps, rows[-1])
-    if stopped:
-        return out
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.keeps_ledger(config.ledger_every):
-        final = starmap(keep, rollouts_by_policy(FINAL_LEDGER, run.sample_final(position.step), config))
-        position = replace(position, ledgers=(*position.ledgers, *final))
+        final = write(FINAL_LEDGER, run.sample_final(position.step))
+        position = replace(position, ledgers=position.ledgers + final)
     run.gather_weights()
     folder.finish(run.model, position)
     return out
@@ -124,7 +127,7 @@ class TrainingRun(Resumable):
     """One arm in training, in one rank: the learner, the rollout sampler and the validation."""
 
     def __init__(
-        self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
+        self, config: TrainConfig, base: LoadedModel, folder: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
     ) -> None:
         self.config = config
         checkpointing = config.gradient_checkpointing
@@ -134,12 +137,12 @@ class TrainingRun(Resumable):
             self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        arguments = (config, self.model, questions, config.reward_config.kept_in(kept))
+        arguments = (config, self.model, questions, config.reward_config.kept_in(folder))
         self._sampler: RolloutSampler
         if config.rollout_engine is None:
             self._sampler = RolloutSampler(*arguments, ranks)
         else:
-            logs = kept / "logs" / "engines"
+            logs = folder / "logs" / "engines"
             self._sampler = EngineRolloutSampler(*arguments, base=base, use=engine, logs=logs, ranks=ranks)
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
@@ -225,7 +228,7 @@ def learn(
     # each rank read its own groups; from here on all have the whole batch
     loss_sums, tallies = zip(*ranks.all_gather((_sum(losses), tally_metrics(metrics, tokens))), strict=True)
     first_logprobs, tally = ranks.all_reduce(first_logprobs), sum(tallies, Tally())
-    # rows of later minibatches: their log-probs before the first update, which their own pass came after
+    # rows of later minibatches were passed after the first update, so their log-probs come from before it
     for later in plan[1 : config.minibatches]:
         assert targets.old is not None
         first_logprobs[later.rows] = targets.old.logprobs[later.rows]
@@ -253,8 +256,8 @@ def _prepare_targets(
 ) -> _Targets:
     """Compute advantages, pi_old and its correction, and reference log-probs.
 
-    If a single pass over one microbatch is all there is, pi_old is that pass, detached; otherwise a pass without
-    gradient comes first.
+    pi_old is the gradient pass itself, detached, unless the batch has several updates, a critic, or a correction that
+    needs the whole batch while passes see parts of it; then a pass without gradient comes first.
     """
     config, correction = learner.config, learner.config.design.correction
     is_split = learner.ranks.count > 1 or len(plan[0].microbatches) > 1
@@ -281,6 +284,9 @@ def _microbatch_loss(
         correction = correct(logprobs.detach(), part.sampler_logprobs, part.mask)
     else:
         correction = targets.correction.of(index)
+    critic = None
+    if values is not None and targets.returns is not None and old is not None and old.values is not None:
+        critic = CriticInputs(values, old.values[index], targets.returns[index], config.critic.clip)
     inputs = LossInputs(
         logprobs=logprobs,
         correction=correction,
@@ -294,7 +300,7 @@ def _microbatch_loss(
         ref_logprobs=None if ref_logprobs is None else ref_logprobs[index],
         distill_weight=config.distill_weight,
         distill_kl=learner.distillation_kl(part, read),
-        critic=None if old is None else old.critic_inputs(values, targets.returns, index, config.critic.clip),
+        critic=critic,
     )
     outputs = loss(inputs)
     entropy = part.select_graded(read.entropy).sum()  # nats, of graded rollouts

@@ -13,7 +13,7 @@ from kvaudit.audit.cache.upload import uploaded
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.losses.base import LOSSES, CriticInputs
+from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights
 from kvaudit.audit.training.token_logprobs import TokenPredictions, pass_logprobs, read_tokens
@@ -91,15 +91,7 @@ class OldPolicy(NamedTuple):
     """What the weights before the first gradient step on a batch predict, [B, R]: pi_old, and the critic's values."""
 
     logprobs: Tensor  # nats, 0 where nothing was sampled
-    values: Tensor | None = None
-
-    def critic_inputs(
-        self, values: Tensor | None, returns: Tensor | None, rows: Tensor, clip: float
-    ) -> CriticInputs | None:
-        """Return the critic's side of a loss for some rows; None without a critic."""
-        if values is None or returns is None or self.values is None:
-            return None
-        return CriticInputs(values, self.values[rows], returns[rows], clip)
+    values: Tensor | None  # None without a critic
 
 
 class Learner:

@@ -127,7 +127,7 @@ def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, 
     """
     if model.chat.opens_thought:
         return
-    scored = [(suite, item) for suite, item in questions if suite.name in config.paid]
+    scored = [(suite, item) for suite, item in questions if suite.name in config.reward_suites]
     rows = [_gold_row(model, suite, item) for suite, item in scored if type(suite).gold is not Suite.gold]
     if config.uses_grade_only or not rows:
         return

@@ -119,7 +119,7 @@ class Loss:
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
+    def estimate(self, batch: BatchRewards) -> Estimate:
         """Return the advantage of every token, from the rewards of whole groups."""
         raise NotImplementedError
 
@@ -133,10 +133,10 @@ class ClippedLoss(Loss):
 
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
+    def estimate(self, batch: BatchRewards) -> Estimate:
         """Give every token of a rollout its group-relative advantage (Shao 2024, 2402.03300)."""
-        rows = group_advantages(rewarded.rewards, rewarded.graded, rewarded.group, by_std=self.by_std)
-        return Estimate(rows[:, None] * rewarded.mask)
+        rows = group_advantages(batch.rewards, batch.graded, batch.group, by_std=self.by_std)
+        return Estimate(rows[:, None] * batch.mask)
 
     def share(self, inputs: LossInputs) -> Tensor:
         """Return the weight of each token in the average, broadcastable to [B, T]."""
@@ -249,21 +249,19 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return zeros.scatter(1, best[:, None], sign).scatter(1, worst[:, None], -sign).reshape(-1)
 
 
-def generalised_advantages(rewarded: BatchRewards) -> Estimate:
+def generalised_advantages(batch: BatchRewards) -> Estimate:
     """Return GAE (Schulman 2016, eq. 16, 1506.02438) with the reward at a rollout's last sampled token; returns A + V.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens only, so
     tool replies between turns take none. The value after the last token is 0.
     """
-    assert rewarded.values is not None
-    values, mask = rewarded.values, rewarded.mask
-    rewards, advantages = rewarded.rewards, values.new_zeros(values.shape)
+    assert batch.values is not None
+    values, mask = batch.values, batch.mask
+    rewards, advantages = batch.rewards, values.new_zeros(values.shape)
     next_value = next_advantage = rewards.new_zeros(rewards.shape)  # of the next sampled token
     for column in reversed(range(values.shape[1])):
         is_sampled, value = mask[:, column], values[:, column]  # bool [B] and [B]
-        advantage = (
-            rewards + rewarded.discount * next_value - value + rewarded.discount * rewarded.trace * next_advantage
-        )
+        advantage = rewards + batch.discount * next_value - value + batch.discount * batch.trace * next_advantage
         advantages[:, column] = advantage.where(is_sampled, 0.0)
         next_value, next_advantage = value.where(is_sampled, next_value), advantage.where(is_sampled, next_advantage)
         rewards = rewards.where(~is_sampled, 0.0)  # paid once, at the last sampled token

@@ -32,10 +32,10 @@ class OnlineDpo(Loss):
     whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
+    def estimate(self, batch: BatchRewards) -> Estimate:
         """Give tokens of a group's best rollout 1, those of its worst -1."""
-        graded = rewarded.graded & rewarded.mask.any(dim=1)  # a rollout without sampled tokens cannot be in a pair
-        return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)
+        graded = batch.graded & batch.mask.any(dim=1)  # a rollout without sampled tokens cannot be in a pair
+        return Estimate(best_and_worst(batch.rewards, graded, batch.group)[:, None] * batch.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         from torch.nn.functional import logsigmoid

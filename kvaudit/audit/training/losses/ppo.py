@@ -34,9 +34,9 @@ class Ppo(ClippedLoss):
     name = "ppo"
     critic = True
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
-        estimate = generalised_advantages(rewarded)
-        return estimate._replace(advantages=whiten(estimate.advantages, rewarded.mask))
+    def estimate(self, batch: BatchRewards) -> Estimate:
+        estimate = generalised_advantages(batch)
+        return estimate._replace(advantages=whiten(estimate.advantages, batch.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
         return token_mean_share(inputs)

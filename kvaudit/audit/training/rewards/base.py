@@ -104,12 +104,12 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` in the suites ``paid``, ``grade`` in the rest of ``suites``."""
+    """The reward of a training run: ``reward`` in the suites ``reward_suites``, ``grade`` in the rest of ``suites``."""
 
     reward: Reward
     grade: Reward
     suites: tuple[str, ...]
-    paid: tuple[str, ...]
+    reward_suites: tuple[str, ...]
 
     @property
     def uses_grade_only(self) -> bool:
@@ -120,12 +120,12 @@ class RewardConfig:
     def sha256(self) -> str:
         """The hash of everything that rewards depend on, including the versions of the suites' graders."""
         versions = {name: SUITES.get(name).version for name in self.suites}
-        return sha256_of(self.reward.identity, sorted(self.paid), versions)
+        return sha256_of(self.reward.identity, sorted(self.reward_suites), versions)
 
     @property
     def judges(self) -> dict[str, str]:
         """The label of what scores the answers, by suite."""
-        rewards = {name: self.reward if name in self.paid else self.grade for name in self.suites}
+        rewards = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
         return {name: reward.paid_by(SUITES.get(name)()) for name, reward in rewards.items()}
 
     @property
@@ -141,7 +141,7 @@ class RewardConfig:
 
     def check(self) -> None:
         """Raise SpecError or DataError now for errors that would otherwise appear once there are rollouts."""
-        self.reward.check([SUITES.get(name)() for name in self.paid])
+        self.reward.check([SUITES.get(name)() for name in self.reward_suites])
 
     def kept_in(self, folder: Path) -> RewardFn:
         """Return the function that scores a step's rollouts, with results checked; see ``Reward.kept_in``."""
@@ -152,7 +152,7 @@ class RewardConfig:
         def score(rows: GradedRows) -> list[float | None]:
             scores: list[float | None] = [None] * len(rows)
             for reward, function, is_paid in parts:
-                places = [n for n, row in enumerate(rows) if (row.item.suite in self.paid) is is_paid]
+                places = [n for n, row in enumerate(rows) if (row.item.suite in self.reward_suites) is is_paid]
                 part = function([rows[n] for n in places]) if places else []
                 for n, value in zip(places, check_scores(reward, part, len(places)), strict=True):
                     scores[n] = value

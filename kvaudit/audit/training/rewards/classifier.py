@@ -29,8 +29,9 @@ _REMOVED_THRESHOLD = 0.5  # of a removed option, still hashed so that older runs
 class Classified(Reward):
     """``classifier`` is a folder or a hub id; it reads the last answer only.
 
-    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``. An
-    answer longer than the model's window gets the reward of its worst window.
+    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``;
+    exclusive labels are summed, otherwise the most probable one counts. An answer longer than the model's window gets
+    the reward of its worst window.
     """
 
     name = "classifier"
@@ -46,7 +47,10 @@ class Classified(Reward):
 
     @property
     def identity(self) -> str:
-        return sha256_of(self._model.identity, bool(self.pays))
+        loaded = self._loaded
+        # two nested hashes, so that older runs keep their identity
+        model = sha256_of(loaded.sha256, loaded.files, self._columns, _REMOVED_THRESHOLD, _WINDOW)
+        return sha256_of(model, bool(self.pays))
 
     def rewards(self, rows: GradedRows) -> Scores:
         from kvaudit.audit.sampling.exchange import said_nothing
@@ -54,50 +58,22 @@ class Classified(Reward):
         # degenerate answers get their suite's score and are not classified
         faults = [said_nothing(SUITES.get(r.item.suite)(), r.item, r.transcript, r.finish_reason) for r in rows]
         texts = [row.transcript[-1].content for row, fault in zip(rows, faults, strict=True) if fault is None]
-        windows = iter(self._model.probabilities(texts))
-        return [self._reward(next(windows)) if fault is None else fault.score for fault in faults]
+        windows = [list(self._windows(text)) for text in texts]
+        probabilities = iter(self._classify([window for text in windows for window in text]))
+        answers = iter([self._reward([next(probabilities) for _ in text]) for text in windows])
+        return [next(answers) if fault is None else fault.score for fault in faults]
 
     def _reward(self, windows: Sequence[float]) -> float | None:
+        """Return an answer's reward from the probability in each window; None if the model gave NaN."""
         if not windows or any(map(math.isnan, windows)):
             return None
         return min(windows) if self.pays else 1.0 - max(windows)
 
-    @cached_property
-    def _model(self) -> LabelProbabilities:
-        return LabelProbabilities(self.classifier, self.pays or self.costs)
-
-
-@dataclass(frozen=True)
-class LabelProbabilities:
-    """The probability of ``labels`` (separated by |) under a sequence-classification model, a folder or hub id.
-
-    Exclusive labels are summed; otherwise the most probable one counts.
-    """
-
-    model: str
-    labels: str
-
-    @property
-    def identity(self) -> str:
-        """sha256 of the model and of how it is read."""
-        loaded = _loaded(self.model)
-        return sha256_of(loaded.sha256, loaded.files, self._columns, _REMOVED_THRESHOLD, _WINDOW)
-
-    def probabilities(self, texts: Sequence[str]) -> list[list[float]]:
-        """Return the probability of the labels in every window of each text; NaN if the model gives NaN."""
-        owners, windows = list[int](), list[list[int]]()
-        for number, text in enumerate(texts):
-            for window in self._windows(text):
-                owners.append(number)
-                windows.append(window)
-        by_text: list[list[float]] = [[] for _ in texts]
-        for number, probability in zip(owners, self._classify(windows), strict=True):
-            by_text[number].append(probability)
-        return by_text
-
     def _windows(self, text: str) -> Iterator[list[int]]:
         """Yield the token ids of each window of a text, special tokens included."""
-        tokenizer, size = _loaded(self.model).tokenizer, self._size
+        tokenizer, config = self._loaded.tokenizer, self._loaded.model.config
+        longest = config.to_dict().get("max_position_embeddings") or _WINDOW
+        size = int(min(_WINDOW, tokenizer.model_max_length, longest))
         text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         # ``stride`` is the overlap of neighbouring windows
         ids = tokenizer(text, truncation=True, max_length=size, stride=size // 2, return_overflowing_tokens=True)
@@ -107,7 +83,7 @@ class LabelProbabilities:
         """Return the probability of the labels per window, in batches of windows of similar length."""
         import torch
 
-        loaded, probabilities = _loaded(self.model), [0.0] * len(windows)
+        loaded, probabilities = self._loaded, [0.0] * len(windows)
         order = sorted(range(len(windows)), key=lambda number: len(windows[number]))
         for start in range(0, len(order), _BATCH):
             numbers = order[start : start + _BATCH]
@@ -120,7 +96,7 @@ class LabelProbabilities:
         return probabilities
 
     def _label_probability(self, logits: Any) -> Any:
-        config = _loaded(self.model).model.config
+        config = self._loaded.model.config
         # labels that are not exclusive, or a single one, have independent probabilities
         if config.problem_type == "multi_label_classification" or config.num_labels == 1:
             return logits.sigmoid()[:, self._columns].amax(-1)  # [windows]
@@ -128,25 +104,23 @@ class LabelProbabilities:
 
     @cached_property
     def _columns(self) -> list[int]:
-        config = _loaded(self.model).model.config
+        config = self._loaded.model.config
         columns = {str(label): int(column) for column, label in config.id2label.items()}
         # a config may name more labels than the model has columns
         columns = {label: column for label, column in columns.items() if 0 <= column < config.num_labels}
-        labels = self.labels.split("|")
+        labels = (self.pays or self.costs).split("|")
         if missing := [label for label in labels if label not in columns]:
             names = ", ".join(inline(clip(label, 40)) for label in list(columns)[:20])
-            raise DataError(f"reward classifier: {self.model!r} has no label {missing[0]!r}, it has {names}")
+            raise DataError(f"reward classifier: {self.classifier!r} has no label {missing[0]!r}, it has {names}")
         return [columns[label] for label in labels]
 
-    @cached_property
-    def _size(self) -> int:
-        loaded = _loaded(self.model)
-        longest = loaded.model.config.to_dict().get("max_position_embeddings") or _WINDOW
-        return int(min(_WINDOW, loaded.tokenizer.model_max_length, longest))
+    @property
+    def _loaded(self) -> LoadedClassifier:
+        return _load(self.classifier)
 
 
 @cache
-def _loaded(name: str) -> LoadedClassifier:
+def _load(name: str) -> LoadedClassifier:
     from kvaudit.audit.sampling.model import load_classifier
     from kvaudit.core.spec import expand
 

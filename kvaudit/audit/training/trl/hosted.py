@@ -36,24 +36,24 @@ _FOR_OUR_CACHE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class HostedArm:
-    """An arm and its sampler: our cache under ``policy``, or an external one (``outside``)."""
+    """An arm and its sampler: our cache under ``policy``, or an external one."""
 
     arm: Arm
     policy: Policy | None
-    outside: str | None
-    sampled_under: str  # the sampler's settings in words
+    external_sampler: str | None
+    sampler_settings: str  # the sampler's settings in words
 
     @classmethod
-    def of(cls, arm: str, policy: str | None, outside: str | None) -> HostedArm:
-        """Raises UnknownName, and SpecError for combinations that TRL cannot train."""
+    def of(cls, arm: str, policy: str | None, external_sampler: str | None) -> HostedArm:
+        """Combine an arm and a sampler; raises UnknownName, and SpecError for what TRL cannot train."""
         design = get_arm(arm)
         if design.distill:
             raise SpecError(
                 f"arm {arm!r} distils whole distributions, and TRL's loss has the sampled tokens only; use arm 'smd', "
                 "or train it with kvaudit run"
             )
-        if outside is not None:
-            return cls(design, None, outside, _external_settings(design, policy, outside))
+        if external_sampler is not None:
+            return cls(design, None, external_sampler, _external_settings(design, policy, external_sampler))
         if policy is None and design.rollout == "compressed":
             raise SpecError(f"arm {arm!r} samples under a policy; give one, such as policy='snapkv:budget=512'")
         given = parse_policy(policy or "none")
@@ -69,30 +69,30 @@ class HostedArm:
         return cls(design, used, None, used.canonical)
 
     @property
-    def by_trl(self) -> bool:
+    def trl_corrects(self) -> bool:
         """Whether TRL's own code corrects: vLLM's rollouts, in arms whose correction it has."""
-        return self.outside == VLLM and self.arm.correction in TRL_CORRECTIONS
+        return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
-    def settle(self, config: Any) -> None:
+    def apply_settings(self, config: Any) -> None:
         """Set TRL's correction in a GRPOConfig; raises SpecError for settings that contradict the arm."""
-        if self.arm.correction != "none" and config.loss_type == "vespo" and not self.by_trl:
+        if self.arm.correction != "none" and config.loss_type == "vespo" and not self.trl_corrects:
             raise SpecError(
                 f"loss_type 'vespo' weights rollouts by its own ratio and arm {self.arm.name!r} by another; use "
                 "another loss_type, or arm 'naive'"
             )
-        sampler = self.outside or "kvaudit's cache"
-        for name, allowed in (_FOR_OUR_CACHE if self.outside is None else _FULL_DISTRIBUTION).items():
+        sampler = self.external_sampler or "kvaudit's cache"
+        for name, allowed in (_FOR_OUR_CACHE if self.external_sampler is None else _FULL_DISTRIBUTION).items():
             if (value := getattr(config, name)) not in allowed:
                 raise SpecError(
                     f"GRPOConfig has {name}={value!r}, but the learner's log-probs are of the full distribution, so "
                     f"{sampler} must sample from it too; remove {name}"
                 )
-        if self.outside == VLLM:
-            self._settle_vllm(config)
+        if self.external_sampler == VLLM:
+            self._apply_vllm_settings(config)
 
-    def _settle_vllm(self, config: Any) -> None:
-        settings = {_CORRECTION: self.by_trl}
-        if self.by_trl:
+    def _apply_vllm_settings(self, config: Any) -> None:
+        settings = {_CORRECTION: self.trl_corrects}
+        if self.trl_corrects:
             options = TRL_CORRECTIONS[self.arm.correction]
             settings |= {f"vllm_importance_sampling_{name}": value for name, value in options.items()}
         defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
@@ -106,7 +106,7 @@ class HostedArm:
     def recipe_summary(self) -> dict[str, Any]:
         """Return how the checkpoint was trained, readable without this project's table of arms."""
         return {
-            "rollouts": self.sampled_under,
+            "rollouts": self.sampler_settings,
             "rollouts_hash": None if self.policy is None else self.policy.hash,
             "learner": self.arm.learner,
             "correction": self.arm.correction,
@@ -115,39 +115,39 @@ class HostedArm:
 
 
 def check_logprobs(
-    outside: str, completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]] | None
+    sampler: str, completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]] | None
 ) -> None:
     """Raise DataError if an external sampler did not return one log-prob per token; None means not scored."""
     if logprobs is None:
-        raise DataError(f"{outside} returned no log-probs, and every arm needs one per token; have it return them")
+        raise DataError(f"{sampler} returned no log-probs, and every arm needs one per token; have it return them")
     # errors in a list are reported before a wrong number of lists
     for number, (ids, values) in enumerate(zip(completions, logprobs, strict=False)):
         if len(ids) != len(values):
-            raise DataError(f"{outside} returned {len(values)} log-probs for the {len(ids)} tokens of rollout {number}")
+            raise DataError(f"{sampler} returned {len(values)} log-probs for the {len(ids)} tokens of rollout {number}")
         positive = next((value for value in values if value is not None and value > LOGPROB_ROUNDING), None)
         if positive is not None:
             raise DataError(
-                f"{outside} returned log-prob {positive} in rollout {number}, wanted at most 0: the natural logarithm "
+                f"{sampler} returned log-prob {positive} in rollout {number}, wanted at most 0: the natural logarithm "
                 "of a probability"
             )
     if len(completions) != len(logprobs):
-        raise DataError(f"{outside} returned log-probs of {len(logprobs)} rollouts for {len(completions)}")
+        raise DataError(f"{sampler} returned log-probs of {len(logprobs)} rollouts for {len(completions)}")
 
 
-def _external_settings(arm: Arm, policy: str | None, outside: str) -> str:
+def _external_settings(arm: Arm, policy: str | None, sampler: str) -> str:
     """Return the user's words for an external sampler's settings, which cannot be verified."""
     if arm.learner == "shadow":
         raise SpecError(
-            f"arm {arm.name!r} replays the ledger of kvaudit's cache, but {outside} samples and leaves none; use arm "
+            f"arm {arm.name!r} replays the ledger of kvaudit's cache, but {sampler} samples and leaves none; use arm "
             "'tis', or let kvaudit's cache sample"
         )
     if policy is None:
-        return "none" if arm.rollout == "dense" else f"{outside}, its cache settings not told"
+        return "none" if arm.rollout == "dense" else f"{sampler}, its cache settings not told"
     try:
         ours = parse_policy(policy).canonical
     except AuditError:
         return policy  # an engine's settings
-    if outside == VLLM and ours != "none":
+    if sampler == VLLM and ours != "none":
         raise SpecError(
             f"policy {ours!r} is of kvaudit's own cache, but vLLM samples; describe how vLLM was started, such as "
             "policy='vllm:kv_cache_dtype=fp8', or remove use_vllm"

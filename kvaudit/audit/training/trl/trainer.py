@@ -82,11 +82,11 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         require_trl()
         arguments = signature(GRPOTrainer).bind(model, *args, **options).arguments
         config = arguments.get("args")
-        outside = FUNCTION if arguments.get("rollout_func") is not None else None
-        outside = VLLM if config is not None and config.use_vllm else outside
-        self._hosted = HostedArm.of(arm, policy, outside)
+        external_sampler = FUNCTION if arguments.get("rollout_func") is not None else None
+        external_sampler = VLLM if config is not None and config.use_vllm else external_sampler
+        self._hosted = HostedArm.of(arm, policy, external_sampler)
         if config is not None:
-            self._hosted.settle(config)
+            self._hosted.apply_settings(config)
         super().__init__(model, *args, **options)
         self._rollouts: Sequence[Rollout] = ()  # of the rows in the learner's next pass
         self._logprobs: Tensor | None = None  # [b, T] nats, of the learner's last pass
@@ -97,7 +97,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # hashed now, because a resume loads other weights before training begins
         self._base = base_sha256(self.accelerator.unwrap_model(self.model)) if self.is_world_process_zero() else ""
         self.add_callback(_OnTrainBegin(self._begin))
-        if outside is None:
+        if external_sampler is None:
             self._check_host()
             prepare(unwrapped(self.accelerator.unwrap_model(self.model)))
 
@@ -120,9 +120,9 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate(self, prompts: list[Any]) -> Any:
         """Generate as TRL does, and check that an external sampler returned log-probs."""
         generated = super()._generate(prompts)
-        if self._hosted.outside is not None:
+        if self._hosted.external_sampler is not None:
             # 1 and 4 are the completions' tokens and log-probs in TRL's tuple
-            check_logprobs(self._hosted.outside, generated[1], generated[4])
+            check_logprobs(self._hosted.external_sampler, generated[1], generated[4])
         return generated
 
     def _generate_single_turn(
@@ -195,7 +195,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * rows
         part = correction.of(slice(first, first + rows))
         batch |= {_LEARNER: learner, _ADVANTAGES: batch["advantages"]}
-        if not self._hosted.by_trl:
+        if not self._hosted.trl_corrects:
             batch["advantages"] = batch["advantages"][:, None] * part.weights[:, :width]  # [B, T]
         if arm.correction == "naive-ratio":
             batch[_OLD] = part.old_logprobs[:, :width]
@@ -301,13 +301,13 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         arm, base = self._hosted.arm.name, self._base
         questions = output.questions_sha256(self.train_dataset)
         policy = None if self._hosted.policy is None else self._hosted.policy.canonical
-        config = settings | {"arm": arm, "policy": policy or self._hosted.sampled_under, "loss": self.loss_type}
+        config = settings | {"arm": arm, "policy": policy or self._hosted.sampler_settings, "loss": self.loss_type}
         config |= {"steps": self.state.max_steps, "ledger_every": 0, "questions_sha256": questions}
         self._folder = OutputFolder(Path(self.args.output_dir), config, base)
         names = dict.fromkeys(self.reward_func_names, "function")
         reward = {"written": names, "sha256": output.reward_sha256(self.reward_funcs), "graded_by": names}
         origin = {"name": str(model.config._name_or_path), "sha256": base}
-        sections = output.sections_of(arm, self._hosted.sampled_under, origin, reward, questions, settings)
+        sections = output.sections_of(arm, self._hosted.sampler_settings, origin, reward, questions, settings)
         self._folder.begin(self.state.global_step, sections)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
