@@ -13,7 +13,7 @@ from kvaudit.core.spec_train import DENSE_ARM
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How one arm trains; everything else (items, seeds, optimiser, updates) is equal between arms."""
+    """The design of one arm; everything else (items, seeds, optimiser, updates) is equal between arms."""
 
     name: str
     rollout: Literal["dense", "compressed"]  # the sampler's cache

@@ -51,7 +51,7 @@ _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
+    """The progress of a run: steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
 
     step: int = 0
     updates: int = 0

@@ -73,7 +73,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """How that engine stores keys and values; None if that is unknown or the learner cannot replay it."""
+        """That engine's format of keys and values; None if it is unknown or the learner cannot replay it."""
         condition = self.rollout_engine
         if condition is None:
             return None

@@ -49,14 +49,14 @@ _KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """How to run the sampling engine; ``on_start`` gets its condition and self-description at every start."""
+    """The settings of the sampling engine; ``on_start`` gets its condition and description at every start."""
 
     spec: EngineSpec = EngineSpec()
     on_start: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
 
 
 class EngineRolloutSampler(RolloutSampler):
-    """Samples every step's rollouts from an engine with the weights of ``model``; ``base`` is the model it began as.
+    """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model it began as.
 
     The engine starts at the first question and restarts, up to _TRIES times, if it died. Every rank has its own.
     """

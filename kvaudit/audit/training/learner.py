@@ -88,14 +88,14 @@ class Critic:
 
 
 class OldPolicy(NamedTuple):
-    """What the weights before the first gradient step on a batch predict, [B, R]: pi_old, and the critic's values."""
+    """The predictions for a batch before its first gradient step, [B, R]: log-probs of pi_old, and critic values."""
 
     logprobs: Tensor  # nats, 0 where nothing was sampled
     values: Tensor | None  # None without a critic
 
 
 class Learner:
-    """A model trained as its arm and loss say; ``reference`` is the model for the KL term, or None.
+    """The model in training with its arm's view and optimisers; ``reference`` is the model for the KL term, or None.
 
     With several ranks, each reads its own groups, and whole-batch results are summed over ranks.
     """

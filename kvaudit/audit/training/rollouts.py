@@ -42,7 +42,7 @@ class StepRollouts:
 
 
 class RolloutSampler:
-    """Samples and grades the rollouts of every step; ``max_tokens`` is the most tokens a rollout can have."""
+    """The source of every step's graded rollouts; ``max_tokens`` is the most tokens a rollout can have."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Seque
 
 
 class LearningResult(NamedTuple):
-    """What the gradient steps on one batch measured.
+    """The measurements of the gradient steps on one batch.
 
     ``metrics`` are means over tokens of graded rollouts (nats) and over all updates; None without tokens.
     """

@@ -34,7 +34,7 @@ _MISMATCH = ("overlap_p5", "k3_kl")  # of the panel of the compressed sampler ag
 
 
 class Validation:
-    """Samples and grades a run's held-out items; ``trained_on`` are the questions that the run trains on."""
+    """The validation of a run on held-out items; ``trained_on`` are the questions that the run trains on."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class _SamplerModel:
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
-    """Calls a function when training begins, after a resume has set the steps done."""
+    """A callback for the start of training, after a resume has set the steps done."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
