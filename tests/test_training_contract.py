@@ -24,11 +24,10 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
-from kvaudit.audit.training.losses.base import BatchRewards
 from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, split_halves
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
-from kvaudit.audit.training.losses.base import LOSSES, ClippedLoss, Loss, LossInputs, StepCounts
+from kvaudit.audit.training.losses.base import LOSSES, BatchRewards, ClippedLoss, Loss, LossInputs, StepCounts
 from kvaudit.audit.training.rewards.base import REWARDS, Reward, check_scores
 from kvaudit.core.records import Grade, Item, Outcome
 from kvaudit.suites.base import SUITES, Suite

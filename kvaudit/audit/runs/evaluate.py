@@ -34,9 +34,8 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
-from kvaudit.audit.training.sft import check_reward_on_gold
 from kvaudit.audit.training.rewards.base import parse_reward
-from kvaudit.audit.training.sft import gold_rollout
+from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer

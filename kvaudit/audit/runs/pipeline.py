@@ -72,15 +72,14 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
-from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.audit.training.engine_rollouts import EngineUse, check_rollout_engine, try_rollout_engine
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.footprint import check_memory
 from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
-from kvaudit.audit.training.ranks import keep_on_cpu
+from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.core.alarms import ringing
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.facets import facet_of
@@ -317,7 +316,7 @@ class Pipeline:
             raise RunError(
                 f"the first rank has base weights {known[:12]}, rank {ranks.number} {self._base.sha256[:12]}"
             )
-        while (pair := ranks.heard()) is not None:
+        while (pair := ranks.receive()) is not None:
             start = self._start(pair[1])
             with _enough_memory(f"{pair[0]} seed {pair[1]}", _TRAINING_KNOBS), keep_on_cpu(start, ranks):
                 engine = EngineUse() if section.rollouts is None else self._use(section.rollouts)
@@ -714,7 +713,7 @@ class Pipeline:
                 with self._ranks.unit(pair), keep_on_cpu(start, self._ranks):
                     train(
                         *(config, start, out, progress),
-                        kept=self._run.path,
+                        run_folder=self._run.path,
                         early_stop=early_stop,
                         ranks=self._ranks,
                         engine=engine,
