@@ -30,7 +30,7 @@ from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
 from kvaudit.audit.training.ranks import ALONE, RankGroup, full_state_dict, is_sharded, shard
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 _NAME = "default"  # peft's name for an adapter
 _BASE = "base_layer"  # peft's name for the layer that an adapter wraps
@@ -156,7 +156,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise RunError(f"training an adapter needs another package: {install_line('lora')}") from None
+        raise RunError(f"training an adapter needs another package: {install_command('lora')}") from None
     names = linear_layers(model)
     for target in adapter.targets:
         if target not in names:

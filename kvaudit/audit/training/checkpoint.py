@@ -38,7 +38,7 @@ from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.ranks import RankGroup, full_state_dict, is_sharded, on_all_ranks
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
-from kvaudit.core.provenance import PROVENANCE, own_files
+from kvaudit.core.provenance import PROVENANCE, listed_files
 
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
@@ -212,7 +212,7 @@ class CheckpointFolder:
                 f"{str(folder / STATE)!r} was not written by a step of this run (check step, updates, telemetry_bytes "
                 "and config_hash)"
             )
-        ledgers = own_files(state["ledgers"], folder / STATE)
+        ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
     def _broken(self, problem: str) -> DataError:
@@ -231,7 +231,7 @@ class Resumable:
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
-            digests = own_files(read_json(state / STATE).get(_PARTS), state / STATE)
+            digests = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
             if not part.is_file() or file_sha256(part) != digests.get(part.name):
                 raise DataError(
                     f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "

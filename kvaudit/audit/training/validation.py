@@ -79,7 +79,7 @@ class Validation:
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
         """Return each suite's mean score, None if nothing was graded, and the share of degenerate answers."""
         row: TelemetryRow = {}
-        for name in self._config.watched:
+        for name in self._config.validation_suites:
             grades = [graded.grade for graded in played if graded.item.suite == name]
             scores = [grade.score for grade in grades if grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
@@ -97,7 +97,7 @@ def held_out(
     # compared by message, because ids of two draws are unrelated
     trained_messages = {item.messages for step in trained_on for _, item in step}
     questions: list[TrainingItem] = []
-    for name in config.watched:
+    for name in config.validation_suites:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
         items = suite.items("train", suite.item_count("train", spec.items, seed), seed, config.context_tokens, count)
         fresh = [(suite, item) for item in items if item.messages not in trained_messages]

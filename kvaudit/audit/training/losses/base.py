@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.options import IDENTITY_DIGITS, made_of, sha256_of
-from kvaudit.core.registry import Registry
-from kvaudit.core.text import shown
+from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping, sha256_of
+from kvaudit.core.plugins import Registry
+from kvaudit.core.text import short_repr
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class Reward:
         names = [field.name for field in fields(cls)]
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} takes no value; write reward: {cls.name}")
-        return made_of(cls, f"reward {cls.name}", dict(options) if value is None else {names[0]: value, **options})
+        return plugin_from_mapping(
+            cls, f"reward {cls.name}", dict(options) if value is None else {names[0]: value, **options}
+        )
 
     @property
     def identity(self) -> str:
@@ -165,13 +167,13 @@ def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
     """Return the rewards of ``count`` rollouts as floats; raises RunError for anything but finite numbers and None."""
     label = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):
-        raise RunError(f"{label} returned {shown(scores)}, wanted a list of {count} numbers, one for each rollout")
+        raise RunError(f"{label} returned {short_repr(scores)}, wanted a list of {count} numbers, one for each rollout")
     if len(scores) != count:
         raise RunError(f"{label} returned {len(scores)} rewards for {count} rollouts, wanted one for each")
     for number, score in enumerate(scores, start=1):
         if score is not None and not (isinstance(score, numbers.Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
             raise RunError(
-                f"{label} returned {shown(score)} for rollout {number} of {count}, wanted a number from "
+                f"{label} returned {short_repr(score)} for rollout {number} of {count}, wanted a number from "
                 f"{-MAX_REWARD:g} to {MAX_REWARD:g}, or None for ungraded"
             )
     return [None if score is None else float(score) for score in scores]
@@ -187,10 +189,10 @@ def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> Rew
     if len(names) > 1:
         raise SpecError(f"train.reward names {' and '.join(names)}, wanted one reward")
     if not isinstance(paid, list) or not paid:
-        raise SpecError(f"train.reward.suites is {shown(paid)}, wanted a list of suites that are trained on")
+        raise SpecError(f"train.reward.suites is {short_repr(paid)}, wanted a list of suites that are trained on")
     for name in paid:
         if name not in suites:
-            raise UnknownName("suite in train.reward.suites", shown(name), suites)
+            raise UnknownName("suite in train.reward.suites", short_repr(name), suites)
     value = options.pop(names[0])
     grade = REWARDS.get("grade").of(None, {})
     return RewardConfig(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))

@@ -14,12 +14,12 @@ from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, GradedRows, Reward, RewardFn, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.options import IDENTITY_DIGITS, made_of
-from kvaudit.core.questions import Question
+from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping
+from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Role
-from kvaudit.core.remembered import Answers
+from kvaudit.core.judge_answers import AnswerCache
 from kvaudit.core.spec import expand
-from kvaudit.core.thoughts import heard
+from kvaudit.core.completions import without_thoughts
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Judged(Reward):
         file = judge_options.pop("constitution", "")
         if not isinstance(value, str) or value not in JUDGES.all():
             raise UnknownName("judge in train.reward", str(value), JUDGES.all())
-        judge = made_of(JUDGES.get(value), f"judge {value}", judge_options)
+        judge = plugin_from_mapping(JUDGES.get(value), f"judge {value}", judge_options)
         if not isinstance(file, str) or ("constitution" in options and not file):
             raise SpecError("train.reward.constitution must be the path of a text file")
         if file and not isinstance(judge, RubricJudge):
@@ -104,7 +104,7 @@ class Judged(Reward):
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
-        return partial(self._score_rows, Answers(path, Judge.key_of, self._ask, field, kinds).answers)
+        return partial(self._score_rows, AnswerCache(path, Judge.key_of, self._ask, field, kinds).answers)
 
     def _score_rows(self, ask: AskJudge, rows: GradedRows) -> Scores:
         questions = [self._question(row) for row in rows]
@@ -124,7 +124,7 @@ class Judged(Reward):
         if question is not None or not self.constitution_file or grade_degenerate(*answer):
             return question
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
-        messages = heard(row.transcript)[len(row.item.messages) :]
+        messages = without_thoughts(row.transcript)[len(row.item.messages) :]
         return Question(request, "\n".join(m.content for m in messages if m.role is Role.ASSISTANT))
 
     def _score(self, row: GradedRow, ruling: Ruling) -> float | None:

@@ -36,9 +36,9 @@ from kvaudit.audit.training.telemetry import CERTIFICATE, TelemetryRow, entries_
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.core.recipe import RECIPE, sealed
+from kvaudit.core.provenance import RECIPE, seal_recipe
 
 # the settings of TRL that affect what is learned; not paths, logging or service keys
 LEARNING_SETTINGS = (
@@ -110,7 +110,7 @@ class OutputFolder:
         with guarded(self.path):
             (self.path / PROVENANCE).unlink(missing_ok=True)  # the weights are about to change
             write_json(self.path / CLAIM, self._claim)
-            write_json(self.path / RECIPE, sealed(sections))
+            write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
         """Write a row with its alarms; return the alarms."""
