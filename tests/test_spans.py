@@ -122,7 +122,7 @@ def test_a_record_keeps_its_spans_and_one_without_any_is_as_it_was_before() -> N
 )  # fmt: skip
 def test_what_is_no_table_of_spans_is_named_with_its_line(spans: object, tmp_path: Path) -> None:
     line = json.dumps(json.loads(record().to_json()) | {"spans": spans})
-    with pytest.raises(DataError, match="record holds spans"):
+    with pytest.raises(DataError, match="record has spans"):
         Record.from_json(line)
     (tmp_path / "u.jsonl").write_text(f"{record().to_json()}\n{line}\n")
     problems: list[Problem] = []

@@ -155,7 +155,7 @@ class Judging(Regrading[Question, Reading]):
         for answer, readings in self.graded(unit):
             suite, item = answer.asked()
             grade, sure = self._grade(answer.record, suite, item, readings)
-            yield answer.record, answer.record.graded_again(suite.version, item, grade, unsure=not sure)
+            yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not sure)
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Reading | None]) -> tuple[Grade, bool]:
         """The grade of an answer by what the judge says of it, and whether it is sure of that."""

@@ -18,7 +18,7 @@ import pandas as pd
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, wanted_of
+from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, wanted_of
 
 _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
@@ -65,7 +65,7 @@ def floor_of(records: pd.DataFrame, asked: AskedAgain, comparison: Comparison) -
 
 def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[FloorUnit]:
     metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in again)]
-    columns = [*ONE_ANSWER, SAID, *metrics]
+    columns = [*ONE_ANSWER, ANSWER_HASH, *metrics]
     pairs = records[columns].merge(again[columns], on=ONE_ANSWER, suffixes=("", "_again"))
     for index, part in pairs.groupby(_UNIT, observed=True):
         arm, seed, policy, suite, context = cast(tuple[str, int, str, str, int], index)
@@ -77,7 +77,7 @@ def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[Flo
             suite=str(suite),
             context_tokens=int(context),
             answers=len(part),
-            same=int((part[SAID] == part[f"{SAID}_again"]).sum()),
+            same=int((part[ANSWER_HASH] == part[f"{ANSWER_HASH}_again"]).sum()),
             flips=tuple(_flips(str(suite), part)),
         )
 

@@ -24,7 +24,7 @@ from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import AGAIN
-from kvaudit.reports.records.rows import LOGPROB, SAID
+from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 
 CANARY = "CANARY"
@@ -90,14 +90,14 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
 
 
 def _under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
-    return records.loc[records["policy"] == policy, [*_ANSWER, SAID, LOGPROB]]
+    return records.loc[records["policy"] == policy, [*_ANSWER, ANSWER_HASH, LOGPROB]]
 
 
 def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     """By answer whether the text differs, and by how much the log-prob does: NaN where one of them has none."""
     pairs = one.merge(other, on=_ANSWER, suffixes=("", "_other"))
     found = pairs[_ANSWER].copy()
-    found["text"] = (pairs[SAID] != pairs[f"{SAID}_other"]).astype(np.float64)
+    found["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
     found["logprob"] = (pairs[LOGPROB] - pairs[f"{LOGPROB}_other"]).abs().astype(np.float64)
     return found
 

@@ -30,7 +30,7 @@ from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_ca
 from kvaudit.reports.drift.comparison import Comparison, Looked, Reason, run_reasons
 from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unwanted
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
+from kvaudit.reports.records.rows import LIVE_BYTES, NULLABLE, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.betting import betting_effect
 from kvaudit.reports.stats.churn import Flips, flips
 from kvaudit.reports.stats.clustered import cr3_effect
@@ -50,7 +50,7 @@ NO_HARM_GRADER = (
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
 FEW_CLUSTERS = "FEW_CLUSTERS"
-BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
+BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE_BYTES]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
@@ -489,13 +489,13 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
     survival = [f"survival_{role}" for role in ROLES]
     means = grouped[["retention", "new_tokens", *BYTES, *survival]].mean()
-    for name in OPTIONAL:  # a mean over some of the records would mislead
+    for name in NULLABLE:  # a mean over some of the records would mislead
         if name in means:
             means.loc[grouped[name].count() < grouped.size(), name] = np.nan
     clusters = grouped["cluster_id"].nunique()
     unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
     order = sorted(means.index, key=lambda index: _position(comparison, index))
-    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE)
+    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE_BYTES)
     for index in order:
         arm, policy, suite, context = cast(tuple[str, str, str, int], index)
         panel = tables[suite, int(context)]

@@ -11,7 +11,7 @@ from kvaudit.reports.gate.rules import CONTRASTED
 from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
 from kvaudit.reports.layout.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.records.rows import LIVE
+from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 
@@ -95,8 +95,8 @@ def limits(findings: Decided) -> tuple[str, ...]:
     ]
     if lacks_live(findings.drift):
         lines.append(
-            f"Live bytes of the cache are not known: some records hold no {LIVE}, which earlier versions of kvaudit "
-            "did not count. What was allocated is known."
+            f"Live bytes of the cache are not known: some records hold no {LIVE_BYTES}, which earlier versions of "
+            "kvaudit did not count. What was allocated is known."
         )
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")

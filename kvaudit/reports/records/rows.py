@@ -1,9 +1,7 @@
-"""One file of records -> columns, hashed in the same read: a block of lines at a time, no record object, no transcript.
+"""Record files -> one table of scores, a block of lines at a time, hashed in the same read; then one panel per suite.
 
-A block whose every value is plainly what a record holds goes through whole columns at once. Any other block is read
-line by line by ``Record.from_json``, whose word counts: what the columns let through it would accept too.
-
-Of the table a ``Panel`` for every suite and length: items by (arm, seed, policy), samples averaged inside the item.
+A block of valid records goes through the fast reader. Any other block is parsed line by line with ``Record.from_json``
+and ``check_record``, which are authoritative. A ``Panel`` has items by (arm, seed, policy), samples averaged per item.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -22,104 +20,121 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, WELL_FORMED
-from kvaudit.core.records import TOKEN_ROLES, Outcome, Record, Role
+from kvaudit.core.records import TOKEN_ROLES, Outcome, Record, Role, schema_of
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import is_text, one_line
-from kvaudit.reports.records.blocks import FACET_CODES, LARGEST_STORED, UNREAD, Array, answers_said, block_of, by_name
-
-ROLES = (*(role.value for role in TOKEN_ROLES), "format")
-COPIED = (
-    *("checkpoint", "arm", "train_seed", "policy", "policy_hash", "suite", "suite_version", "item_id", "cluster_id"),
-    *("context_tokens", "placement", "sample_index", "finish_reason", "new_tokens", "retention"),
-    *("kv_bytes_peak", "kv_bytes_dense", "seconds", "judge"),
+from kvaudit.reports.records.blocks import (
+    FACET_CODES,
+    LARGEST_STORED,
+    UNREAD,
+    Array,
+    columns_by_name,
+    model_answers,
+    parse_block,
 )
-_KINDS = {name: str(kind) for name, kind in Record.__annotations__.items()}
-_WORDS = (*(name for name in COPIED if _KINDS[name] == "str"), "outcome")
-WHOLE_NUMBERS = tuple(name for name in COPIED if _KINDS[name] == "int")
+
+
+class TableColumns(NamedTuple):
+    """The columns of the table that are fields of a record, by how they are stored."""
+
+    words: tuple[str, ...]  # categories
+    whole_numbers: tuple[str, ...]  # int64
+    real_numbers: tuple[str, ...]  # float64, NaN for None
+    nullable: Mapping[str, tuple[type, ...]]  # of the real numbers those that may be None; the types of a value
+
+
+def table_columns(record: type[Record]) -> TableColumns:
+    """Return the columns of a record class, derived from its fields; ``score`` is checked by the record itself."""
+    kinds = {name: field.type for name, field in schema_of(record).fields.items() if field.in_table}
+    nullable = {name: _NULLABLE_TYPES[kind] for name, kind in kinds.items() if kind in _NULLABLE_TYPES}
+    del nullable["score"]
+    return TableColumns(
+        words=tuple(name for name, kind in kinds.items() if kind in (str, Outcome)),
+        whole_numbers=tuple(name for name, kind in kinds.items() if kind is int),
+        real_numbers=tuple(name for name, kind in kinds.items() if kind in (float, bool, *_NULLABLE_TYPES)),
+        nullable=nullable,
+    )
+
+
+_NULLABLE_TYPES: dict[Any, tuple[type, ...]] = {int | None: (int,), float | None: (int, float)}
+_SCALAR_TYPES: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
+_SCALARS = {name: _SCALAR_TYPES[f.type] for name, f in schema_of(Record).fields.items() if f.type in _SCALAR_TYPES}
+WORDS, WHOLE_NUMBERS, _REAL_NUMBERS, NULLABLE = table_columns(Record)
+_FIELDS = (*WORDS, *WHOLE_NUMBERS, *_REAL_NUMBERS)
+ROLES = (*(role.value for role in TOKEN_ROLES), "format")
 RecordPlace = tuple[str, int]  # file and line of a record
-SCORE = "score"  # the metric that stands beside the facets
+SCORE = "score"  # the metric of a suite that is no facet
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
-SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was kept, NaN where an item has no such span
-LIVE = "kv_bytes_live"  # NaN in records from before it was counted
-LOGPROB = "logprob"  # NaN where nobody gave one
-SAID = "said"  # stands for all that an engine's answer says, 0 for one of our own cache
-# what an engine need not show, NaN where it does not: the type of a value that is there
-OPTIONAL: dict[str, tuple[type, ...]] = {
-    "retention": (int, float),
-    "kv_bytes_peak": (int,),
-    "kv_bytes_dense": (int,),
-    LIVE: (int,),
-    LOGPROB: (int, float),
-}
-REAL = (
-    *(name for name in COPIED if _KINDS[name] == "float"),
-    *("score", "unsure", *OPTIONAL),
+SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the kept share, NaN where an item has no such span
+LIVE_BYTES = "kv_bytes_live"  # NaN in records of versions that did not count it
+LOGPROB = "logprob"  # NaN where the engine gave none
+ANSWER_HASH = "answer_hash"  # of all assistant messages of an engine's answer, 0 for one of our own cache
+REAL_NUMBERS = (
+    *_REAL_NUMBERS,
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
 )
-BLOCK_BYTES = 1 << 18  # bytes of lines parsed together: what stays in a processor's cache
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-_SCALARS = [(f.name, _TYPES[str(f.type)]) for f in fields(Record) if str(f.type) in _TYPES]
+BLOCK_BYTES = 1 << 18  # bytes of lines that are parsed together; they fit into a processor's cache
 _Mask = npt.NDArray[np.bool_]
 
 
 class _Numbering(dict[str, int]):
-    """Each new word gets the next number."""
+    """A dictionary that gives each new word the next number."""
 
     def __missing__(self, word: str) -> int:
         return self.setdefault(word, len(self))
 
 
 class Columns:
-    """The rows read so far; ``file`` and ``line`` say where each one stood.
+    """The rows read so far, with the ``file`` and ``line`` of each.
 
-    A column is one array that grows in place: a list of parts would be in memory twice when they are joined. One that
-    no record has a value for takes no memory before the end.
+    A column is one array that grows in place: a list of arrays would need twice the memory when they are joined. A
+    column without any value takes no memory before the end.
     """
 
     def __init__(self) -> None:
-        self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
-        kinds = dict.fromkeys(self._words, np.int32) | dict.fromkeys((*WHOLE_NUMBERS, SAID, "line"), np.int64)
+        self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*WORDS, "file")}
+        kinds = dict.fromkeys(self._words, np.int32) | dict.fromkeys((*WHOLE_NUMBERS, ANSWER_HASH, "line"), np.int64)
         self._arrays: dict[str, npt.NDArray[Any]] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int] | npt.NDArray[np.int64], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has a sequence per copied field, ``outcome``, ``score`` and what else is known."""
+        """Add rows; ``values`` has one sequence per column, of the columns in REAL_NUMBERS only those with values."""
         place = slice(self.rows, self.rows + len(lines))
         self.rows = place.stop
-        for name in _WORDS:
-            self._room(name)[place] = self._numbered(name, values[name])
-        for name in (*WHOLE_NUMBERS, SAID):
-            self._room(name)[place] = values[name]
-        for name in REAL:
+        for name in WORDS:
+            self._array(name)[place] = self._numbers(name, values[name])
+        for name in (*WHOLE_NUMBERS, ANSWER_HASH):
+            self._array(name)[place] = values[name]
+        for name in REAL_NUMBERS:
             if name in values or name in self._arrays:
-                self._room(name, place.start)[place] = values.get(name, math.nan)  # NaN for None, too
-        self._room("file")[place] = self._words["file"][file]
-        self._room("line")[place] = lines
+                self._array(name, place.start)[place] = values.get(name, math.nan)
+        self._array("file")[place] = self._words["file"][file]
+        self._array("line")[place] = lines
 
-    def _numbered(self, name: str, words: Sequence[str]) -> Any:
+    def _numbers(self, name: str, words: Sequence[str]) -> Any:
         numbers = self._words[name]
-        if words and words.count(words[0]) == len(words):  # as most are within a file
+        if words and words.count(words[0]) == len(words):  # as in most columns of one file
             return numbers[words[0]]
         return np.fromiter(map(numbers.__getitem__, words), np.int32, len(words))
 
-    def _room(self, name: str, before: int = 0) -> npt.NDArray[Any]:
-        """The array of a column, with room for all rows; a new one knows nothing of the rows ``before``."""
+    def _array(self, name: str, rows_before: int = 0) -> npt.NDArray[Any]:
+        """Return the array of a column with room for all rows; a new one is NaN in the rows before."""
         if name not in self._arrays:
-            self._arrays[name] = np.full(before, np.nan)
+            self._arrays[name] = np.full(rows_before, np.nan)
         array = self._arrays[name]
         if len(array) < self.rows:
-            # in place and without a copy, where the system can move pages; nothing else holds these arrays
+            # in place, without a copy where the system can move pages; there is no other reference to these arrays
             array.resize(max(self.rows, len(array) + len(array) // 4), refcheck=False)
         return array
 
     def frame(self) -> pd.DataFrame:
-        """All rows; empties the columns, so that both are never in memory."""
-        unknown = np.full(self.rows, np.nan)  # one for all, as nothing writes to a frame's columns
-        names = [*_WORDS, *WHOLE_NUMBERS, SAID, *REAL, "file", "line"]
-        found = {name: self._column(name) if name in self._arrays else unknown for name in names}
-        return pd.DataFrame(found, copy=False)
+        """Return all rows; empties the columns, so that memory never holds both."""
+        empty = np.full(self.rows, np.nan)  # one array for all empty columns, as nothing writes to a frame's columns
+        names = [*WORDS, *WHOLE_NUMBERS, ANSWER_HASH, *REAL_NUMBERS, "file", "line"]
+        columns = {name: self._column(name) if name in self._arrays else empty for name in names}
+        return pd.DataFrame(columns, copy=False)
 
     def _column(self, name: str) -> Any:
         values = self._arrays.pop(name)
@@ -128,18 +143,16 @@ class Columns:
             return values
         words = list(self._words.pop(name))
         order = sorted(range(len(words)), key=words.__getitem__)  # categories sort as their words do
-        # from the number of a word to its place among the sorted ones
-        place = np.empty(len(words), dtype=np.int32)
-        place[order] = np.arange(len(words), dtype=np.int32)
-        sorted_words = pd.Index([words[i] for i in order], dtype=object)
-        return pd.Categorical.from_codes(place[values], categories=sorted_words)
+        ranks = np.empty(len(words), dtype=np.int32)  # of each word among the sorted ones
+        ranks[order] = np.arange(len(words), dtype=np.int32)
+        return pd.Categorical.from_codes(ranks[values], categories=pd.Index([words[i] for i in order], dtype=object))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in a file that was kept out; ``line`` counts from 1, 0 for the whole file.
+    """A part of a file that was not read; ``line`` counts from 1, 0 for the whole file.
 
-    ``score`` is the one that it was kept out for, where that was on another scale.
+    ``score`` is the value of a score on another scale than [0, 1].
     """
 
     file: str
@@ -149,16 +162,16 @@ class Problem:
 
 
 def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
-    """Add the records of a file to the columns and what is wrong with it to the problems; returns its sha256."""
+    """Add the records of a file to the columns and its errors to the problems; returns the file's sha256."""
     digest = hashlib.sha256()
     first = 1
     for raw in _blocks(path):
         digest.update(raw)
-        values = _plain(raw)
+        values = _fast_columns(raw)
         if values is None:
-            count = raw.count(b"\n") + (not raw.endswith(b"\n"))  # the last line may have no end
-            read = list(_strict(path.name, BytesIO(raw), first, problems))
-            columns.add(path.name, [line for line, _ in read], columns_of([record for _, record in read]))
+            count = raw.count(b"\n") + (not raw.endswith(b"\n"))  # the last line may have no newline
+            numbered = list(_strict_records(path.name, BytesIO(raw), first, problems))
+            columns.add(path.name, [line for line, _ in numbered], columns_of([record for _, record in numbered]))
         else:
             count = len(values["score"])
             columns.add(path.name, np.arange(first, first + count), values)
@@ -167,101 +180,101 @@ def read_unit(path: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in whole lines, a block of them at a time."""
+    """Yield the file in blocks of whole lines."""
     with path.open("rb") as handle:
         while block := handle.read(BLOCK_BYTES):
             yield block if block.endswith(b"\n") else block + handle.readline()
 
 
-def _plain(raw: bytes) -> dict[str, Sequence[Any]] | None:
-    """The columns of a block in which everything is as it should be, else None: the strict reading says what is not."""
-    values = block_of(raw)
+def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
+    """Return the columns of a block, or None if the fast reader does not accept it."""
+    values = parse_block(raw)
     if values is None:
         return None
-    said = np.zeros(len(values["score"]), dtype=np.int64)
-    shown = np.flatnonzero(np.isnan(values["retention"]))  # by an engine, whose cache nobody sees
-    said[shown] = [_digest(texts) for texts in answers_said(values["transcript"], shown.tolist())]
-    return _kept({**values, SAID: said})
+    hashes = np.zeros(len(values["score"]), dtype=np.int64)
+    engine_rows = np.flatnonzero(np.isnan(values["retention"]))
+    hashes[engine_rows] = [_digest(texts) for texts in model_answers(values["transcript"], engine_rows.tolist())]
+    return _table_values({**values, ANSWER_HASH: hashes})
 
 
-def _optional_fit(name: str, value: Any) -> bool:
-    """Whether a value that may be absent is absent, or a finite number of its type."""
-    if value is None:
-        return True
-    if type(value) not in OPTIONAL[name] or not -LARGEST_STORED < value < LARGEST_STORED:
-        return False
-    return name != LIVE or value >= 0
-
-
-def _kept(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """What the report keeps of a block: degenerate as 0; survival, facets and spans by name, where there are any."""
-    kept = {name: values[name] for name in (*COPIED, *OPTIONAL, "outcome", "score", "unsure", SAID)}
-    degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
-    kept["score"] = np.where(degenerate, 0.0, kept["score"])
-    kept |= {f"survival_{role}": shares for role, shares in values["survival"].items() if role in ROLES}
-    kept |= {FACET_COLUMNS[name]: codes for name, codes in values["facets"].items()}
-    kept |= {SPAN_COLUMNS[name]: shares for name, shares in values["spans"].items()}
-    return kept
+def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the columns of the table: degenerate answers score 0, one column per role, facet and span that occurs."""
+    columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
+    is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
+    columns["score"] = np.where(is_degenerate, 0.0, columns["score"])
+    columns |= {f"survival_{role}": shares for role, shares in values["survival"].items() if role in ROLES}
+    columns |= {FACET_COLUMNS[name]: codes for name, codes in values["facets"].items()}
+    columns |= {SPAN_COLUMNS[name]: shares for name, shares in values["spans"].items()}
+    return columns
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
-    """The same columns of records."""
-    values: dict[str, Any] = {name: [getattr(r, name) for r in records] for name in (*COPIED, *OPTIONAL, "unsure")}
+    """Return the columns of the table for these records."""
+    values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
-    values["score"] = np.array([record.score for record in records], dtype=np.float64)  # NaN for None
-    values[SAID] = [0 if r.retention is not None else _digest(_answer(r)) for r in records]
-    codes = [{name: FACET_CODES[value] for name, value in record.facets.items()} for record in records]
-    shares = [{name: span.share for name, span in record.spans.items()} for record in records]
-    values |= {"survival": by_name([r.survival for r in records]), "facets": by_name(codes), "spans": by_name(shares)}
-    return _kept(values)
+    values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
+    values[ANSWER_HASH] = [0 if r.retention is not None else _digest(_assistant_texts(r)) for r in records]
+    values["survival"] = columns_by_name([record.survival for record in records])
+    values["facets"] = columns_by_name([{n: FACET_CODES[v] for n, v in record.facets.items()} for record in records])
+    values["spans"] = columns_by_name([{n: span.share for n, span in record.spans.items()} for record in records])
+    return _table_values(values)
 
 
-def _answer(record: Record) -> Iterator[str]:
+def _assistant_texts(record: Record) -> Iterator[str]:
     return (message.content for message in record.transcript if message.role is Role.ASSISTANT)
 
 
 def _digest(texts: Iterable[str]) -> int:
-    """A number that stands for some texts: equal where they are."""
-    whole = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for text in texts:
-        # with their lengths, or two texts would count as one that holds both
-        whole.update(len(text).to_bytes(8) + text.encode("utf-8", "surrogatepass"))
-    return int.from_bytes(whole.digest(), signed=True)
+        # with the lengths, or two texts would have the digest of their concatenation
+        digest.update(len(text).to_bytes(8) + text.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), signed=True)
 
 
-def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Problem]) -> Iterator[tuple[int, Record]]:
+def _strict_records(
+    file: str, lines: Iterable[bytes], first: int, problems: list[Problem]
+) -> Iterator[tuple[int, Record]]:
     for number, raw in enumerate(lines, first):
         try:
-            yield number, checked(Record.from_json(raw.decode()))
+            yield number, check_record(Record.from_json(raw.decode()))
         except (DataError, UnicodeDecodeError, RecursionError, TypeError, OverflowError) as error:
-            half = "" if raw.endswith(b"\n") else "half-written last line: "
+            prefix = "" if raw.endswith(b"\n") else "half-written last line: "
             score = error.score if isinstance(error, OffScale) else None
-            problems.append(Problem(file, number, half + one_line(error), score))
+            problems.append(Problem(file, number, prefix + one_line(error), score))
 
 
-def checked(record: Record) -> Record:
-    """The same record if every scalar has its type and every number is finite; raises DataError."""
-    for name, types in _SCALARS:
+def check_record(record: Record) -> Record:
+    """Return the record if every scalar has its type and every number is finite; raises DataError otherwise."""
+    for name, types in _SCALARS.items():
         value: Any = getattr(record, name)
         if not isinstance(value, types) or isinstance(value, bool):
-            raise DataError(f"record holds {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
+            raise DataError(f"record has {name}={str(value)[:40]!r}, wanted {types[-1].__name__}")
         if isinstance(value, str) and not is_text(value):
-            raise DataError(f"record holds {name} with half a character, which no file can hold")
+            raise DataError(f"record has a {name} with an unpaired surrogate, which UTF-8 cannot encode")
         if isinstance(value, int | float) and not -LARGEST_STORED < value < LARGEST_STORED:
-            raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
-    for name, types in OPTIONAL.items():
-        given: Any = getattr(record, name)
-        if not _optional_fit(name, given):
-            wanted = "a number of bytes" if int in types and float not in types else "a finite number"
-            raise DataError(f"record holds {name}={str(given)[:40]!r}, wanted {wanted} below 2^62, or none")
-    if not isinstance(record.survival, dict) or not all(_is_share(v) for v in record.survival.values()):
-        raise DataError("record holds a bad survival table, wanted role -> share")
+            raise DataError(f"record has {name}={str(value)[:40]}, wanted a finite number below 2^62")
+    for name, types in NULLABLE.items():
+        optional: Any = getattr(record, name)
+        if not _is_valid_optional(name, optional):
+            wanted = "a finite number" if float in types else "a number of bytes"
+            raise DataError(f"record has {name}={str(optional)[:40]!r}, wanted {wanted} below 2^62, or null")
+    if not isinstance(record.survival, dict) or not all(_is_finite(share) for share in record.survival.values()):
+        raise DataError("record has a bad survival table, wanted role -> share")
     if any(not isinstance(message.content, str) for message in record.transcript):
-        raise DataError("record holds a transcript message that is not text")
+        raise DataError("record has a transcript message that is not text")
     return record
 
 
-def _is_share(value: Any) -> bool:
+def _is_valid_optional(name: str, value: Any) -> bool:
+    if value is None:
+        return True
+    if type(value) not in NULLABLE[name] or not -LARGEST_STORED < value < LARGEST_STORED:
+        return False
+    return name != LIVE_BYTES or value >= 0
+
+
+def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
