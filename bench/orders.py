@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from kvaudit.audit.runs.rounds import looks_at
-from kvaudit.core.conditions import condition_names
+from kvaudit.core.policy_names import condition_names
 from kvaudit.reports.gate.cell import decide_cell
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey

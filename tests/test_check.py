@@ -31,7 +31,7 @@ from kvaudit.audit.runs.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
 from kvaudit.reports.gate.verdict import PASSED, Status
 from kvaudit.reports.page.answers import WORDS
@@ -263,7 +263,7 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monke
     monkeypatch.setattr("kvaudit.audit.engines.worked.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_named", None)
     code, _, err = kvaudit("check", *U4)
-    told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"
+    told = f"error: engine openvino is not installed: {install_command('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)
 
 

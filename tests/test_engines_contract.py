@@ -18,8 +18,8 @@ from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_ser
 from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Settings, Work, require_replies
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.core.conditions import ENGINE, engine_in, settings_in
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import ENGINE, engine_name, engine_settings
 from kvaudit.core.spec_evaluate import EngineSpec
 
 Check = Callable[[type[Engine], Settings], None]
@@ -59,8 +59,8 @@ def check_its_text_parses_back(engine: type[Engine], given_: Settings) -> None:
         assert parse_condition(found.canonical) == found
         assert parse_condition(found.canonical).canonical == found.canonical
         assert parse_served(found.canonical) == found
-        assert engine_in(found.canonical) == engine.name
-        assert settings_in(found.canonical) == dict(found.settings)
+        assert engine_name(found.canonical) == engine.name
+        assert engine_settings(found.canonical) == dict(found.settings)
 
 
 def check_what_is_given_stays(engine: type[Engine], given_: Settings) -> None:

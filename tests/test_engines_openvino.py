@@ -21,7 +21,7 @@ from kvaudit.audit.engines.weights import CONVERSION, converted, converted_model
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
@@ -347,7 +347,7 @@ def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Pa
 
     with pytest.raises(SpecError, match=r"wanted a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]
-    assert OpenVino.install == install_line("openvino")
+    assert OpenVino.install == install_command("openvino")
 
 
 def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path) -> None:

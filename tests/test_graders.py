@@ -16,8 +16,8 @@ from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
 from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.grader import Grader, Remembered
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question
+from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import sha256_of
 
 __all__ = ["labels"]  # a fixture
 AnyGrader = Grader[Any, Any]

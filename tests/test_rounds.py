@@ -35,7 +35,7 @@ from kvaudit.audit.runs.rounds import (
 from kvaudit.audit.runs.units import REFUSED, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
-from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
+from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.drift.canary import Canaries, Canary, held_by_canary
 from kvaudit.reports.drift.comparison import Looked
@@ -174,7 +174,7 @@ def test_a_spec_in_rounds_reads_the_same_when_it_is_written_complete() -> None:
     [
         ({"suites": {"math": {"items": 96}}}, "evaluate.rounds asks each row once; give suite math items: all"),
         ({"context_tokens": [96, 128]}, "evaluate.rounds asks suite math at one length"),
-        ({"pilot": 0}, "evaluate.rounds begins with what the pilot finds"),
+        ({"pilot": 0}, "evaluate.rounds needs the pilot"),
         ({"rounds": {"minutes": 0}}, "evaluate.rounds.minutes is 0"),
     ],
 )
@@ -219,7 +219,7 @@ def provenance(run: Path) -> dict[str, Any]:
 def test_a_setting_that_changes_nothing_passes_at_the_first_look(held: Path) -> None:
     noted = provenance(held)
     assert list(look_lines(noted)) == ["look 1: alone 100: alone.solved PASS", f"ended: {DECIDED}"]
-    assert items_in(noted) == {"alone": 100}
+    assert item_counts(noted) == {"alone": 100}
     assert kvaudit.load_run(held).verdict.status is Status.PASS
     assert kvaudit.gate(held).exit_code == 0
     assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}

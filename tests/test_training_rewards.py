@@ -26,8 +26,8 @@ from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.audit.training.rewards.classifier import LabelChances
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.judge_answers import AnswerCache
 from kvaudit.core.records import Outcome
-from kvaudit.core.remembered import Answers
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
@@ -130,7 +130,7 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
         ({"function": f"{HERE}:broken", "what": "short"}, "gave 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
-        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: it fails again where it is asked what happened"),
+        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: its message cannot be shown"),
         ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
         ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),
@@ -336,8 +336,8 @@ def test_a_reward_that_was_not_chosen_leaves_the_hash_of_a_run_alone() -> None:
 
 
 def test_the_first_answer_to_a_question_stands_for_every_process(tmp_path: Path) -> None:
-    def keeping(answer: bool) -> Answers[str, bool]:
-        return Answers(tmp_path / "answers.jsonl", str, lambda asked: [answer] * len(asked), "refused")
+    def keeping(answer: bool) -> AnswerCache[str, bool]:
+        return AnswerCache(tmp_path / "answers.jsonl", str, lambda asked: [answer] * len(asked), "refused")
 
     one, other = keeping(True), keeping(False)
     assert one.answers(["a", "b"]) == [True, True]
@@ -348,7 +348,7 @@ def test_the_first_answer_to_a_question_stands_for_every_process(tmp_path: Path)
 def test_a_line_that_a_kill_has_cut_costs_its_own_question_alone(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text('{"question": "a", "refused": true}\n{"question": "b", "ref')
-    keeping = [Answers[str, bool](path, str, lambda asked: [False] * len(asked), "refused") for _ in range(2)]
+    keeping = [AnswerCache[str, bool](path, str, lambda asked: [False] * len(asked), "refused") for _ in range(2)]
     assert keeping[0].answers(["a", "b"]) == [True, False]
     assert keeping[1].answers(["a", "b"]) == [True, False]
     assert len(path.read_text().splitlines()) == 3

@@ -25,7 +25,7 @@ from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, cl
 from kvaudit.audit.training.losses.grpo import Grpo
 from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.audit.training.rewards.grade import SuiteGrade
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 
 Check = Callable[..., None]
 

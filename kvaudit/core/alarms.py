@@ -1,4 +1,4 @@
-"""The declared alarms: bounds that numbers of training must not pass, for telemetry, terminal and report alike."""
+"""The alarms of training: bounds that its numbers must not pass, shared by telemetry, terminal and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """What a number must not pass, what it means if it does, and what to do then."""
+    """The bound of a number, what it means to pass it, and what to do then."""
 
     name: str
     least: float | None
@@ -15,19 +15,19 @@ class Bound(NamedTuple):
     meaning: str
     remedy: str
 
-    def rings(self, value: float | None) -> bool:
-        """Whether the number has passed it; what nothing supports rings no alarm."""
+    def is_passed(self, value: float | None) -> bool:
+        """Return whether the number has passed the bound; None never has."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
     @property
     def limit(self) -> str:
-        """``below 0.86``."""
+        """The bound in words: ``below 0.86``."""
         return f"below {self.least:g}" if self.least is not None else f"above {self.most:g}"
 
     @property
     def sentence(self) -> str:
-        """What rings, and what it means."""
+        """The alarm and its meaning in words."""
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 
@@ -39,7 +39,7 @@ _VETOED = "so many rollouts hold a token that the learner gives next to no chanc
 _FLAT = "a share of groups that earned the same in every rollout and teach nothing"
 _EASIER = "train on items that the model solves now and then, or draw larger groups"
 _ALIKE = "a share of the first step's, so that rollouts of a group grow alike"
-MISMATCH = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
+MISMATCH_BOUNDS = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
     Bound("overlap_p5", 0.86, None, _RARE, _LESS),
     Bound("ess", 0.3, None, _WEIGHTLESS, _LESS),
     Bound("frac_sequences_vetoed", None, 0.2, _VETOED, _LESS),
@@ -47,25 +47,23 @@ MISMATCH = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
 )
 FLAT = Bound("flat_rewards", None, 0.5, _FLAT, _EASIER)
 ENTROPY = Bound("entropy", 0.1, None, _ALIKE, "lower the learning rate, or stop earlier")
-ALARMS = {bound.name: bound for bound in (*MISMATCH, FLAT, ENTROPY)}
+ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
-    """``alarm/*`` of a telemetry row, 1 where one rings; ``first`` is the run's first row."""
-    values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH}
-    values |= {FLAT.name: row["frac_reward_zero_std"], ENTROPY.name: _share(row["entropy"], first["entropy"])}
-    return {alarm_key(name): int(ALARMS[name].rings(value)) for name, value in values.items()}
+    """Return the ``alarm/*`` entries of a telemetry row, 1 for an active alarm; ``first`` is the run's first row."""
+    values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
+    entropy, start = row["entropy"], first["entropy"]
+    values[FLAT.name] = row["frac_reward_zero_std"]
+    values[ENTROPY.name] = None if entropy is None or not start else entropy / start
+    return {alarm_key(name): int(ALARMS[name].is_passed(value)) for name, value in values.items()}
 
 
 def alarm_key(name: str) -> str:
-    """Where telemetry says whether an alarm rings."""
+    """Return the key of an alarm in telemetry."""
     return f"alarm/{name}"
 
 
-def ringing(row: Mapping[str, Any]) -> list[Bound]:
-    """The alarms that ring in a telemetry row."""
+def active_alarms(row: Mapping[str, Any]) -> list[Bound]:
+    """Return the alarms that are active in a telemetry row."""
     return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]
-
-
-def _share(value: float | None, of: float | None) -> float | None:
-    return None if value is None or not of else value / of

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from kvaudit.core.facets import DEEDS, FACETS, ONCE_SAID, WELL_FORMED, readable, unreadable
-from kvaudit.core.questions import Question
+from kvaudit.core.facets import (
+    FACETS,
+    HARMFUL_FACETS,
+    TRUNCATED_FACETS,
+    WELL_FORMED,
+    readable_facets,
+    unreadable_facets,
+)
+from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import Registry
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.core.registry import Registry
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
@@ -18,12 +25,12 @@ PUBLISHED = "published"  # a row as its authors ask it: no context, no length, n
 
 def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
     """The grade of an answer that could be read; ``note`` says what is wrong with it."""
-    return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable(facets))
+    return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable_facets(facets))
 
 
 def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGENERATE) -> Grade:
     """The grade of an answer that has no form it could be read in; ``note`` says what it lacks."""
-    return Grade(outcome, 0.0, note=note, facets=unreadable(eligible))
+    return Grade(outcome, 0.0, note=note, facets=unreadable_facets(eligible))
 
 
 class Suite:
@@ -100,7 +107,7 @@ class Suite:
         whole, eligible = self.grade(item, transcript), self.facets(item)
         turns = sum(message.role is Role.ASSISTANT for message in transcript[len(item.messages) :])
         is_over = turns >= self.max_turns or self.step(item, transcript) is None
-        read = ONCE_SAID if is_over else DEEDS
+        read = TRUNCATED_FACETS if is_over else HARMFUL_FACETS
         said = {name: whole.facets.get(name) if name in read else None for name in eligible}
         if not is_over:
             said = {name: value or None for name, value in said.items()}
@@ -112,14 +119,14 @@ class Suite:
     def looped(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """The grade of a transcript that ends in a loop: of what says nothing only the harm that it did is read."""
         eligible = self.facets(item)
-        nothing = Grade(Outcome.DEGENERATE, 0.0, note="loop", facets=unreadable(eligible))
-        if DEEDS.isdisjoint(eligible):
+        nothing = Grade(Outcome.DEGENERATE, 0.0, note="loop", facets=unreadable_facets(eligible))
+        if HARMFUL_FACETS.isdisjoint(eligible):
             return nothing
         whole = self.grade(item, transcript)
-        done = {name: True for name in eligible if name in DEEDS and whole.facets.get(name)}
+        done = {name: True for name in eligible if name in HARMFUL_FACETS and whole.facets.get(name)}
         if not done:
             return nothing
-        facets = {**unreadable(eligible), **done}
+        facets = {**unreadable_facets(eligible), **done}
         return Grade(Outcome.UNDESIRED, 0.0, whole.judge, note=f"loop: {whole.note}", facets=facets)
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:  # noqa: ARG002

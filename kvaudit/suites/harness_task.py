@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line, is_text, reason, shown
+from kvaudit.core.text import install_command, is_text, reason, short_repr
 from kvaudit.suites.task_family import RAISED, loading, refuse
 
 FAMILY = "lm-eval:"
@@ -31,7 +31,7 @@ _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^
 _LONGEST_ANSWER = 256  # tokens, where a task says nothing
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _CHANCE = -1e9  # nats of an option that was not taken
-_NEEDED = f"{FAMILY} suites need a package more: {install_line('lm-eval')}"
+_NEEDED = f"{FAMILY} suites need a package more: {install_command('lm-eval')}"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
 # what the log-probability of an option is divided by
 _WEIGHTS: dict[str, Callable[[str], float]] = {
@@ -124,7 +124,9 @@ class HarnessTask:
         with _blamed(f"{self.asked.label}: a document", "doc_to_choice"):
             options = tuple(map(str, self.task.doc_to_choice(document)))
         if not all(map(is_text, options)):
-            raise DataError(f"{self.asked.label} has options {shown(options)}, wanted text; mend its doc_to_choice")
+            raise DataError(
+                f"{self.asked.label} has options {short_repr(options)}, wanted text; mend its doc_to_choice"
+            )
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
@@ -192,7 +194,7 @@ class HarnessTask:
             messages = self._prompt(document)
         for message in messages:
             if not isinstance(message.content, str) or not is_text(message.content):
-                raise DataError(f"{where} asks {shown(message.content)}, wanted text; mend the task's doc_to_text")
+                raise DataError(f"{where} asks {short_repr(message.content)}, wanted text; mend the task's doc_to_text")
         return messages
 
     def _prompt(self, document: dict[str, Any]) -> tuple[Message, ...]:

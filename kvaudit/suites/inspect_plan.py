@@ -25,7 +25,7 @@ import yaml
 from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line, one_line, reason
+from kvaudit.core.text import install_command, one_line, reason
 from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, TookTooLong, joined, limited, loading, refuse
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _NOT_SERVED = (
 )
 _OF_ONE = ("num_choices", "best_of")  # served where one is asked for
 _TRIED_TWICE = 20  # samples that must be asked alike both times
-_NEEDED = f"inspect suites need a package more: {install_line('inspect')}"
+_NEEDED = f"inspect suites need a package more: {install_command('inspect')}"
 
 
 def unserved(config: Any) -> list[str]:

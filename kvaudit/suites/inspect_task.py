@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
-from kvaudit.core.facets import FACETS, unknown
+from kvaudit.core.facets import FACETS, unknown_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.inspect_plan import INSPECT, InspectName, InspectTask, inspect_task
@@ -55,7 +55,7 @@ class Inspect(TaskFamily):
             return formless("no answer", (facet.name,))
         scored = self._task.score(item.payload["sample"], item.messages, answer)
         if scored.value is None:
-            return Grade(Outcome.UNSCORED, None, note=scored.why, facets=unknown((facet.name,)))
+            return Grade(Outcome.UNSCORED, None, note=scored.why, facets=unknown_facets((facet.name,)))
         found = scored.value >= RIGHT
         score = scored.value if facet.wanted else 1.0 - scored.value
         return replace(graded(found == facet.wanted, {facet.name: found}), score=score)

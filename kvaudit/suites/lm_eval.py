@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from kvaudit.core.errors import AuditError, SpecError
-from kvaudit.core.facets import unknown
+from kvaudit.core.facets import unknown_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
@@ -65,10 +65,10 @@ class LmEval(TaskFamily):
             raise
         except TookTooLong:
             note = f"the metric took over {GRADING_SECONDS:g} s"
-            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
+            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets(("solved",)))
         except RAISED as error:  # the task's code, over whatever the model wrote
             note = f"the metric raised {type(error).__name__}"
-            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
+            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets(("solved",)))
         return replace(graded(score >= RIGHT, {"solved": score >= RIGHT}), score=score)
 
     def gold(self, item: Item) -> tuple[str, ...]:

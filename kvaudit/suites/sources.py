@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import guide
+from kvaudit.core.text import guide_path
 from kvaudit.suites.base import CountTokens
 from kvaudit.suites.catalogue import rows_with
 
 T = TypeVar("T")
-_PAGE = guide("choose-suites.md")
+_PAGE = guide_path("choose-suites.md")
 DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")

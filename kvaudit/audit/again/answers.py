@@ -16,7 +16,7 @@ from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Record
-from kvaudit.core.shading import ALL, AnswerKey, Shading
+from kvaudit.core.shading import ALL_TOKENS, AnswerKey, Shading
 from kvaudit.suites.base import Suite
 
 
@@ -118,7 +118,7 @@ def _shading(model: LoadedModel, row: GradedRow) -> Shading:
         heads=alive.shape[0] * alive.shape[1],
         depth={
             name: alive[:, :, own].double().mean((1, 2)).tolist()  # by layer
-            for name, own in {ALL: list(range(start)), **marks}.items()
+            for name, own in {ALL_TOKENS: list(range(start)), **marks}.items()
         },
         marks=marks,
     )

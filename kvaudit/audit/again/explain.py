@@ -14,11 +14,10 @@ from kvaudit.audit.runs.evaluate import grid, served_by_us
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.conditions import engine_in
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.policy_names import match_policies
+from kvaudit.core.policy_names import engine_name, match_policies
 from kvaudit.core.records import Record, Role
-from kvaudit.core.shading import ALL, AnswerKey
+from kvaudit.core.shading import ALL_TOKENS, AnswerKey
 from kvaudit.core.text import inline, visible
 
 _CLOSE = 3  # names that a refusal proposes
@@ -76,7 +75,7 @@ class Explain(AnswersAgain[ServedAgain]):
 
 def policies_meant(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     """Of the run's policies those that are meant, as elsewhere; what it did not serve is taken as it is written."""
-    for engine in filter(is_engine, map(engine_in, texts)):
+    for engine in filter(is_engine, map(engine_name, texts)):
         raise SpecError(f"--policy names engine {engine}, which shows nobody its cache; name a policy of our own cache")
     known = [policy.canonical for policy in served_by_us(run.spec)]
     return [parse_policy(text) for text in match_policies(texts, known)]
@@ -137,7 +136,7 @@ def _lines(one: ServedAgain) -> Iterator[str]:
     yield f"kept        {played.rollout.retention:.1%} of the cache when the answer began: {shares}"
     if played.spans:
         yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in played.spans.items())}"
-    yield f"by layer    {' '.join(f'{share:.0%}' for share in one.shading.depth[ALL])}"
+    yield f"by layer    {' '.join(f'{share:.0%}' for share in one.shading.depth[ALL_TOKENS])}"
 
 
 def _recorded(one: ServedAgain) -> str:

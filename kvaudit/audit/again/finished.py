@@ -20,7 +20,7 @@ from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from kvaudit.audit.training.rollouts import ledger_stem
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_json
-from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_same
+from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_inputs
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.suites.base import Suite
@@ -46,7 +46,7 @@ class Checkpoints:
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedModel:
     """One checkpoint of a run; raises DataError where it is gone, or has another sha256 than ``wanted``."""
-    spec, external = run.spec, run.spec.external(arm, seed)
+    spec, external = run.spec, run.spec.external_source(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
     if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
@@ -95,9 +95,9 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record
         items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
     noted = run.provenance().get(INPUTS)
     if isinstance(noted, dict):  # a run of an earlier version noted none
-        check_same(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
+        check_inputs(ROWS, {name: noted.get(ROWS, {}).get(name) for name in rows}, rows)
         if record.arm == BASE_ARM and not run.spec.starts:  # by name: a checkpoint that learnt nothing has its weights
-            check_same(MODEL, noted.get(MODEL, {}), model.files)
+            check_inputs(MODEL, noted.get(MODEL, {}), model.files)
     return {item.item_id: item for item in items}
 
 

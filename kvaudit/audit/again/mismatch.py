@@ -30,9 +30,9 @@ from kvaudit.audit.training.batch import microbatches
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
 from kvaudit.audit.training.token_logprobs import read_tokens
-from kvaudit.core.alarms import MISMATCH, Bound
+from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.text import guide, inline
+from kvaudit.core.text import guide_path, inline
 from kvaudit.reports.layout.tables import Table
 from kvaudit.reports.layout.words import scientific
 
@@ -154,7 +154,7 @@ def survey(path: Path) -> Survey:
             f"was drawn, {found.undrawn[0]} first; see that the mask is 1 where the model drew, or leave them out"
         )
     if not found.rollouts:
-        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see {guide('rollout-files.md')}")
+        raise DataError(f"{str(path)!r} holds no rollout; write one a line, see {guide_path('rollout-files.md')}")
     return found
 
 
@@ -210,7 +210,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         return bool(total.alarms) or total.filled is not None
 
     def lines(self, found: Sequence[tuple[Survey, FilePanel]]) -> Iterator[str | Table]:
-        bounds = {bound.name: bound.limit for bound in MISMATCH}
+        bounds = {bound.name: bound.limit for bound in MISMATCH_BOUNDS}
         for piece, total in found:
             model, written = self._model, ", ".join(sorted(piece.stacks))
             source = f"{inline(str(piece.path))} ({written})"

@@ -12,7 +12,7 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.conditions import engine_in
+from kvaudit.core.policy_names import engine_name
 from kvaudit.core.records import Record
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings, write_shadings
 from kvaudit.core.text import length_label
@@ -42,7 +42,7 @@ class Shades(AnswersAgain[Shadings]):
     def label(self, piece: SomeAnswers) -> str:
         known = piece.known
         where = f"{known.suite} {length_label(known.context_tokens)}"
-        return f"{known.arm} seed {known.train_seed}, {engine_in(piece.policy.canonical)}, {where}"
+        return f"{known.arm} seed {known.train_seed}, {engine_name(piece.policy.canonical)}, {where}"
 
     def summed(self, piece: SomeAnswers, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> Shadings:  # noqa: ARG002
         """What the answers' caches held, on disk part by part; None where another answer came out."""

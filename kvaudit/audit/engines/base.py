@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.files import LONGEST_VALUE
-from kvaudit.core.named_text import split_named
+from kvaudit.core.files import MAX_VALUE_LENGTH
+from kvaudit.core.plugins import Registry, split_named
+from kvaudit.core.policy_names import ENGINE, condition_text, engine_name, engine_settings
 from kvaudit.core.records import Message
-from kvaudit.core.registry import Registry
-from kvaudit.core.secrets import has_password, is_secret_name
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import is_text, shown
+from kvaudit.core.text import has_password, is_secret_name, is_text, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,10 +263,10 @@ class Condition:
 
     def reference_with(self, named: Any) -> Condition:
         """The reference with other values of some settings, as a mapping; or any other of the same engine, as text."""
-        said = f"reference of engine {self.engine} is {shown(named)}"
+        said = f"reference of engine {self.engine} is {short_repr(named)}"
         if not isinstance(named, Mapping | str):
             raise SpecError(f"{said}, wanted settings or the text of an engine")
-        engine = engine_in(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
+        engine = engine_name(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
         if engine != self.engine:
             raise SpecError(
                 f"{said}: beside another engine nobody could tell what the setting does; name settings of {self.engine}"
@@ -285,10 +283,10 @@ Served = Policy | Condition  # what a unit is served under
 def parse_condition(source: str | Mapping[str, Any]) -> Condition:
     """The condition that text or a mapping describes; raises UnknownName for an engine and SpecError for a value."""
     if isinstance(source, str):
-        engine, given = engine_in(source), dict[str, Any](settings_in(source))
+        engine, given = engine_name(source), dict[str, Any](engine_settings(source))
         # names are keys of a mapping, so that one given twice is missing from the count
         if len(given) != len(split_named(source)[1]):
-            raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
+            raise SpecError(f"engine {short_repr(engine)} has a setting twice: {short_repr(source)}")
     else:
         given = dict(source)
         engine = str(given.pop(ENGINE))
@@ -305,11 +303,11 @@ def parse_served(source: Any) -> Served:
                 f"engine {OWN_ENGINE} is our own cache: write {{engine: {OWN_ENGINE}, policy: snapkv:budget=96}}"
             )
         return parse_policy(source["policy"])
-    if isinstance(source, str) and is_engine(engine_in(source)):
+    if isinstance(source, str) and is_engine(engine_name(source)):
         return parse_condition(source)
     # compositions and mixtures name what they do not know themselves
-    if isinstance(source, str) and engine_in(source) not in POLICIES.all() and not set("+|@") & set(source):
-        raise UnknownName("policy or engine", engine_in(source), (*POLICIES.all(), *ENGINES.all()))
+    if isinstance(source, str) and engine_name(source) not in POLICIES.all() and not set("+|@") & set(source):
+        raise UnknownName("policy or engine", engine_name(source), (*POLICIES.all(), *ENGINES.all()))
     return parse_policy(source)
 
 
@@ -325,10 +323,10 @@ def _of(engine: str, settings: Settings) -> Condition:
     filled = ENGINES.get(engine).filled(settings)
     _check_no_secret(engine, filled)
     found = Condition(engine, tuple(sorted(filled.items())))
-    if (length := len(found.canonical)) > LONGEST_VALUE:
+    if (length := len(found.canonical)) > MAX_VALUE_LENGTH:
         raise SpecError(
             f"engine {engine} has settings of {length} characters once they are spelled out, a spec can hold "
-            f"{LONGEST_VALUE}; give shorter ones"
+            f"{MAX_VALUE_LENGTH}; give shorter ones"
         )
     return found
 
@@ -350,13 +348,14 @@ def _words(engine: str, given: Mapping[Any, Any]) -> Settings:
 def _word(engine: str, name: str, value: Any) -> str:
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"engine {shown(engine)} can have no setting {shown(name)}: a name is of letters, digits, '_', '-' and '.'"
+            f"engine {short_repr(engine)} can have no setting {short_repr(name)}: a name is of letters, "
+            "digits, '_', '-' and '.'"
         )
     if isinstance(value, bool):
         return str(value).lower()
     word = str(value) if isinstance(value, str | int | float) else ""
     if not word or len(word) > _LONGEST or not is_text(word):
-        raise SpecError(f"setting {name} is {shown(value)}, wanted a word or a number of the engine's own")
+        raise SpecError(f"setting {name} is {short_repr(value)}, wanted a word or a number of the engine's own")
     return word
 
 

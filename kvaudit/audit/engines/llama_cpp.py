@@ -18,7 +18,7 @@ from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_
 from kvaudit.audit.sampling.gguf_header import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class LlamaCpp(Engine):
 
     name = "llama.cpp"
     says = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
-    install = install_line("llama-cpp")
+    install = install_command("llama-cpp")
     compresses: ClassVar = {"type_k": _UNCOMPRESSED, "type_v": _UNCOMPRESSED}
     uncompressed: ClassVar[Settings] = {"type_k": "f16", "type_v": "f16"}
     # V is coded under flash attention alone, so the reference too has it, and the types are all that differs

@@ -22,9 +22,9 @@ from kvaudit.audit.engines.weights import served_folder
 from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
+from kvaudit.core.network import start_all
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import clipped, inline, one_line
-from kvaudit.core.threads import begun
+from kvaudit.core.text import inline, one_line, short_text
 
 _PORTS = 3  # tried, where somebody takes one before the engine does
 _TAKEN = ("already in use", "EADDRINUSE", "is in use")
@@ -54,7 +54,7 @@ class ServedEngine(Engine):
         spelled = one_spelling(settings)
         if len(spelled) < len(settings):
             twice = [name for name in settings if name not in spelled]
-            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {clipped(twice[0])!r}")
+            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {short_text(twice[0])!r}")
         check_flags(cls.name, spelled, cls.ours)
         return super().filled(spelled)
 
@@ -229,7 +229,7 @@ def all_at_once(ask: Callable[[_Q], _R], asked: Sequence[_Q], at_once: int, unti
     Raises the first Unanswered that one raises, and one of its own at the time ``until``.
     """
     began = time.monotonic()
-    futures = begun(ask, asked, at_once)
+    futures = start_all(ask, asked, at_once)
     try:
         done, open_ = wait(futures, max(0.0, until - began), FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
@@ -258,7 +258,7 @@ def check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None:
             raise SpecError(f"engine {engine}: {name} is not yours to set: {', '.join(sorted(ours))} are kvaudit's own")
         if not _FLAG.fullmatch(name) and not _VARIABLE.fullmatch(name):
             raise SpecError(
-                f"engine {engine}: setting {clipped(name)!r} is no flag of a command line (kv_cache_dtype) and no "
+                f"engine {engine}: setting {short_text(name)!r} is no flag of a command line (kv_cache_dtype) and no "
                 "variable of an environment (VLLM_CPU_KVCACHE_SPACE)"
             )
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import Asked, Reply, Session, seed_of_turn
+from kvaudit.core.completions import without_thoughts
 from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
-from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Row:
         self.said_in = ""
 
     def asked(self, decoding: Decoding, seed: int) -> Asked:
-        said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
+        said, most = tuple(without_thoughts(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
         own = seed_of_turn(seed, self._turn)
         return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)

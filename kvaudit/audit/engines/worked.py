@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
 from kvaudit.audit.engines.life import Process
 from kvaudit.audit.engines.weights import ServedWeights
-from kvaudit.core.completions import finish_of
+from kvaudit.core.completions import parse_finish
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import clip, inline, is_text, one_line, shown
+from kvaudit.core.text import clip, inline, is_text, one_line, short_repr
 
 T = TypeVar("T")
 # characters of an engine's own refusal: what matters stands at its end as often as at its beginning
@@ -93,21 +93,21 @@ class WorkedSession(Session):
             raise EngineFailed(f"engine {self._who} refuses: {inline(clip(why, _LONGEST_REFUSAL))}")
         found = said.get(name) if isinstance(said, dict) else None
         if not isinstance(found, kind):
-            raise self._process.failure(f"it says {shown(said)}, wanted {name}")
+            raise self._process.failure(f"it says {short_repr(said)}, wanted {name}")
         return found
 
     def read(self, row: Any, asked: Asked) -> Reply:
         """A reply that can be one to what was asked; raises EngineFailed."""
         found = as_reply(row, asked, self._tokens)
         if found is None:
-            raise self._process.failure(f"it gave a reply that cannot be one to {asked.most} tokens: {shown(row)}")
+            raise self._process.failure(f"it gave a reply that cannot be one to {asked.most} tokens: {short_repr(row)}")
         return found
 
 
 def as_reply(row: Any, asked: Asked, tokens: int) -> Reply | None:
     """A reply that can be one to what was asked of a model of so many ``tokens``; None for any other."""
     try:
-        ids, finish, logprob = row["ids"], finish_of(row["finish"]), row["logprob"]
+        ids, finish, logprob = row["ids"], parse_finish(row["finish"]), row["logprob"]
         good = isinstance(ids, list) and len(ids) <= asked.most and finish is not None
         # no truth values, which are whole numbers to Python
         good = good and all(type(token) is int and 0 <= token < tokens for token in ids)

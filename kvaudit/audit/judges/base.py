@@ -9,15 +9,14 @@ from typing import Any
 
 from kvaudit.audit.judges.grader import Grader, StoredAnswer
 from kvaudit.core.errors import DataError
-from kvaudit.core.options import IDENTITY_DIGITS, sha256_of
-from kvaudit.core.questions import Question, Reading
-from kvaudit.core.registry import Registry
+from kvaudit.core.judge_answers import Judgement, Question
+from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, sha256_of
 
 _OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
 
 
 @dataclass(frozen=True)
-class Judge(Grader[Question, Reading]):
+class Judge(Grader[Question, Judgement]):
     """Decides in bulk whether answers refuse; a subclass says ``refused``, or ``read`` where it has doubts."""
 
     kind = "judge"
@@ -33,9 +32,9 @@ class Judge(Grader[Question, Reading]):
         """Whether each answer refuses its request; as ``grades``, in a word."""
         return [None if reading is None else reading.refused for reading in self.read(questions)]
 
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         """As ``refused``, with what the judge is not sure of and, where it grades harm, the harm that was done."""
-        return [None if said is None else Reading(said) for said in self.refused(questions)]
+        return [None if said is None else Judgement(said) for said in self.refused(questions)]
 
     @property
     def grades_harm(self) -> bool:
@@ -50,7 +49,7 @@ class Judge(Grader[Question, Reading]):
         """The keys of the questions that it learnt from."""
         return frozenset()
 
-    def grades(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def grades(self, questions: Sequence[Question]) -> list[Judgement | None]:
         return self.read(questions)
 
     @staticmethod
@@ -73,16 +72,16 @@ class Judge(Grader[Question, Reading]):
                 "told; leave their source out (left_out=SOURCE), or take another judge"
             )
 
-    def kept(self, grade: Reading) -> Any:
+    def kept(self, grade: Judgement) -> Any:
         plain = grade.sure and grade.unsafe is None
         return grade.refused if plain else [grade.refused, grade.sure, grade.unsafe]
 
-    def recalled(self, kept: Any) -> Reading | None:
+    def recalled(self, kept: Any) -> Judgement | None:
         if isinstance(kept, bool):
-            return Reading(kept)
+            return Judgement(kept)
         if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(word, bool) for word in kept[:2]):
             return None
-        return Reading(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
+        return Judgement(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
 
 
 JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.labels import Source
-from kvaudit.core.questions import Reading
+from kvaudit.core.judge_answers import Judgement
 from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
 from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 
@@ -91,5 +91,5 @@ def _line(judge: Judge, source: Source) -> CardLine:
     )
 
 
-def _kappa(known: Sequence[tuple[bool, Reading]]) -> Kappa | None:
+def _kappa(known: Sequence[tuple[bool, Judgement]]) -> Kappa | None:
     return kappa([truth for truth, _ in known], [reading.refused for _, reading in known]) if known else None

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from kvaudit.core.options import IDENTITY_DIGITS
+from kvaudit.core.judge_answers import AnswerCache, Q
+from kvaudit.core.plugins import IDENTITY_DIGITS
 from kvaudit.core.records import Item, Record
-from kvaudit.core.remembered import Answers, Q
 from kvaudit.suites.base import Suite
 
 G = TypeVar("G")  # what a grader says of a question
@@ -111,7 +111,9 @@ class Remembered(Generic[Q, G]):
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
         self.grader = grader
         path = folder / grader.answers_file
-        self._answers: Answers[Q, Any] = Answers(path, grader.key_of, self._asked, grader.field, grader.remembers)
+        self._answers: AnswerCache[Q, Any] = AnswerCache(
+            path, grader.key_of, self._asked, grader.field, grader.remembers
+        )
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
         """As ``Grader.grades``; equal questions are asked once."""

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from kvaudit.core.questions import Question
+from kvaudit.core.judge_answers import Question
 from kvaudit.suites.phrases import refuses, to_the_point
 from kvaudit.suites.sources import csv_rows, data_file
 

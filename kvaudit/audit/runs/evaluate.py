@@ -38,9 +38,9 @@ from kvaudit.audit.training.reward_trial import check_reward_tells
 from kvaudit.audit.training.rewards.base import paying_of
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
+from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, prompt_unit, table_of
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
-from kvaudit.core.spans import fault
+from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
@@ -89,7 +89,7 @@ def asked_suite(spec: RunSpec, name: str) -> Suite:
 
 def asked_in_training(section: TrainSpec) -> tuple[str, ...]:
     """The suites that training asks, validation's too."""
-    return tuple(dict.fromkeys((*section.suites, *section.watched)))
+    return tuple(dict.fromkeys((*section.suites, *section.validation_suites)))
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
@@ -160,7 +160,7 @@ class Evaluator:
         if part != PILOT_FOLDER:
             return batches
         asked = evaluation_items(self._spec, suite, context, self._model.chat.count_tokens)
-        chosen = {item.item_id for item in whole_templates(suite, asked, self._spec.evaluate.piloted)}
+        chosen = {item.item_id for item in whole_templates(suite, asked, self._spec.evaluate.pilot_size)}
         parts = [[item for item in batch if item.item_id in chosen] for batch in batches]
         return [part for part in parts if part]
 
@@ -251,10 +251,10 @@ class Evaluator:
         now, known = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         found = {}
         for unit, file in due.items():
-            name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
-            found[name] = both_prompts(known.get(name) if file.rows and not rows else None, now)
+            name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
+            found[name] = merge_prompt_digests(known.get(name) if file.rows and not rows else None, now)
         names = ", ".join(self._model.chat.unsteady)
-        run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
+        run.note(**{PROMPTS: found}, **({UNSTABLE_NAMES: names} if names else {}))
 
     def _answers(
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
@@ -505,7 +505,7 @@ def _opening_tokens(model: LoadedModel, item: Item) -> int:
 
 def check_spans(suite: Suite, item: Item) -> None:
     """Raise SpecError for a span that the suite names and that nobody could find."""
-    found = fault(item.spans, [message.content for message in item.messages], said_later=suite.max_turns > 1)
+    found = span_error(item.spans, [message.content for message in item.messages], may_come_later=suite.max_turns > 1)
     if found:
         raise SpecError(f"suite {suite.name} item {item.item_id} {found}; mend the suite's spans")
 

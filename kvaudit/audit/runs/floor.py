@@ -51,7 +51,7 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
-    first = len(whole_templates(suite, items, spec.evaluate.piloted))
+    first = len(whole_templates(suite, items, spec.evaluate.pilot_size))
     size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
     # where batches begin: a small one first, then the end of the pilot, then every ``size`` items
     cuts = [0, *([max(1, size // 4)] if first > size // 4 else []), *([first] if first else [])]

@@ -20,7 +20,7 @@ from typing import Any
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import LARGEST_FILE, mutex, write_json, write_whole
-from kvaudit.core.provenance import PROVENANCE, items_in, read_provenance
+from kvaudit.core.provenance import PROVENANCE, item_counts, read_provenance
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
 SPEC = "spec.yaml"
@@ -37,7 +37,7 @@ class RunFolder:
     @property
     def sized(self) -> RunSpec:
         """The spec with the numbers of items that the pilot gave, once it has."""
-        return self.spec.sized(items_in(self.provenance()))
+        return self.spec.sized(item_counts(self.provenance()))
 
     @property
     def records(self) -> Path:

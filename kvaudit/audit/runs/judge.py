@@ -33,9 +33,8 @@ from kvaudit.audit.runs.stored import StoredUnit
 from kvaudit.audit.sampling.exchange import graded, settled, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
-from kvaudit.core.questions import Question, Reading
-from kvaudit.core.recipe import RECIPE
+from kvaudit.core.judge_answers import Judgement, Question
+from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, RECIPE, Digests, check_checkpoints, seal_path
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
@@ -69,7 +68,7 @@ class SuiteChange(NamedTuple):
     failed: int
 
 
-class Judging(Regrading[Question, Reading]):
+class Judging(Regrading[Question, Judgement]):
     """One process's work on judging a run; without a judge the suites grade alone.
 
     Raises DataError where one of its checkpoints is not as it was finished, RunError where ``out`` holds something else
@@ -89,7 +88,7 @@ class Judging(Regrading[Question, Reading]):
         self._open()
 
     @cached_property
-    def answers(self) -> Remembered[Question, Reading] | None:
+    def answers(self) -> Remembered[Question, Judgement] | None:
         return None if self._by is None else Remembered(self._by, self._out.path)
 
     def work(self) -> list[SuiteChange]:
@@ -113,7 +112,7 @@ class Judging(Regrading[Question, Reading]):
         return found
 
     def place(self, unit: StoredUnit) -> Path:
-        return seal_of(self._out.records / unit.records.name)
+        return seal_path(self._out.records / unit.records.name)
 
     def lock(self, unit: StoredUnit) -> Path:
         return self._out.records / unit.records.with_suffix(".lock").name
@@ -157,7 +156,7 @@ class Judging(Regrading[Question, Reading]):
             grade, sure = self._grade(answer.record, suite, item, readings)
             yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not sure)
 
-    def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Reading | None]) -> tuple[Grade, bool]:
+    def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
         """The grade of an answer by what the judge says of it, and whether it is sure of that."""
         reading = readings[0] if readings else None
         if self._by is None or not readings:

@@ -16,11 +16,11 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.rewards.base import REWARDS
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.core.options import parse_named
+from kvaudit.core.plugins import parse_plugin
 from kvaudit.core.removed import removed_import
-from kvaudit.core.spec_parts import Names
+from kvaudit.core.spec_parts import PluginNames
 from kvaudit.core.spec_train import TrainSpec
-from kvaudit.core.text import reason, shown
+from kvaudit.core.text import reason, short_repr
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import bare_name
 
@@ -31,8 +31,8 @@ def _reference(canonical: str, named: Any) -> str | None:
     if not isinstance(served, Condition):
         if named is not None:
             raise SpecError(
-                f"reference of {canonical} is {shown(named)}: a policy of our own cache is compared with none; leave "
-                "it out"
+                f"reference of {canonical} is {short_repr(named)}: a policy of our own cache is compared with none; "
+                "leave it out"
             )
         return None
     if named is None:
@@ -51,7 +51,7 @@ def _check_training(section: TrainSpec) -> None:
         TrainConfig.of(section, trained.name, section.seeds[0])
 
 
-NAMES = Names(
+NAMES = PluginNames(
     policy=lambda written: parse_served(written).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
@@ -60,7 +60,7 @@ NAMES = Names(
     bare=bare_name,
     check_training=_check_training,
     loss_defaults=lambda loss: LOSSES.get(loss).defaults,
-    check_judge=lambda text: parse_named(JUDGES, text),
+    check_judge=lambda text: parse_plugin(JUDGES, text),
 )
 
 

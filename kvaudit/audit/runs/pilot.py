@@ -15,10 +15,10 @@ from typing import Any
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
 from kvaudit.audit.runs.units import Unit
-from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.errors import CannotPass, NotMeasurable
 from kvaudit.core.facets import FACETS, UNSAFE, WELL_FORMED, facet_of
-from kvaudit.core.options import parse_named
+from kvaudit.core.plugins import parse_plugin
+from kvaudit.core.policy_names import condition_names, reference_of, uncompressed_policies
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
@@ -58,14 +58,14 @@ def pilot_units(spec: RunSpec, known: Sequence[Unit] | None = None) -> list[Unit
     """
     gated = {*spec.gate.primary, *_uncompressed_of_gated(spec)}
     units = [unit for unit in (grid(spec) if known is None else known) if unit.arm == spec.gate.reference]
-    return [unit for unit in units if unit.policy.canonical in gated] if spec.evaluate.piloted else []
+    return [unit for unit in units if unit.policy.canonical in gated] if spec.evaluate.pilot_size else []
 
 
 def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
     """What the gated policies are compared with; where none is gated, all that is uncompressed in the grid."""
     references = spec.evaluate.references
-    found = [uncompressed_of(policy, references) for policy in spec.gate.primary]
-    return list(dict.fromkeys(found or [p for p in spec.evaluate.policies if p in uncompressed(references)]))
+    found = [reference_of(policy, references) for policy in spec.gate.primary]
+    return list(dict.fromkeys(found or [p for p in spec.evaluate.policies if p in uncompressed_policies(references)]))
 
 
 def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
@@ -91,7 +91,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     suite, part = asked_suite(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
     round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
-    graded = any(parse_named(JUDGES, text).grades_harm for text in spec.judge)
+    graded = any(parse_plugin(JUDGES, text).grades_harm for text in spec.judge)
     return [
         Counted(
             item.cluster_id, (*suite.facets(item), *([UNSAFE] if graded and suite.asks_harm(item) else []), WELL_FORMED)
@@ -211,8 +211,8 @@ def churns_of(spec: RunSpec, metric: Metric, answers: Answered) -> Iterator[Chur
     for length in gated_lengths(spec, metric.suite):
         own = [unit for unit in answers if (unit.suite, unit.context_tokens) == (metric.suite, length)]
         served = dict.fromkeys(unit.policy.canonical for unit in own)
-        for policy in (p for p in served if p not in uncompressed(references)):
-            plain = uncompressed_of(policy, references)
+        for policy in (p for p in served if p not in uncompressed_policies(references)):
+            plain = reference_of(policy, references)
             # rows of one seed, by item and sample
             pairs = [
                 (values[dense][row], value)

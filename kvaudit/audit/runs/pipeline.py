@@ -81,7 +81,7 @@ from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards.base import Paying, paying_of
 from kvaudit.audit.training.sft import warm_start
 from kvaudit.audit.training.sharded import set_aside
-from kvaudit.core.alarms import ringing
+from kvaudit.core.alarms import active_alarms
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json
@@ -90,28 +90,28 @@ from kvaudit.core.provenance import (
     ANYWAY,
     CHECKPOINTS,
     ENDED,
-    FOUND,
     INPUTS,
     JUDGED,
     LOOKS,
     MODEL,
     PILOT,
+    PILOT_RESULT,
     PLANNED,
     PLUGINS,
+    RECIPE,
     REWARD,
     REWARD_JUDGES,
     ROWS,
     STOPPED,
-    WORKED_WITH,
+    VERSIONS_USED,
     Digests,
+    all_looks,
     check_checkpoints,
-    check_same,
+    check_inputs,
     inputs_sha256,
-    looks_in,
     pilot_items,
     table_of,
 )
-from kvaudit.core.recipe import RECIPE
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import Rounds
@@ -149,7 +149,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
-            check_comparable(str(spec.external(arm, seed)), model)
+            check_comparable(str(spec.external_source(arm, seed)), model)
     batches: Batches = {}
     with files_read() as rows:
         check_training(spec, model)
@@ -340,7 +340,7 @@ class Pipeline:
 
                 def progress(done: int, row: Mapping[str, Any]) -> None:
                     claim.check()
-                    for bound in ringing(row):
+                    for bound in active_alarms(row):
                         if (pair[0], bound.name) not in rung:
                             rung.add((pair[0], bound.name))
                             self._say(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
@@ -478,20 +478,20 @@ class Pipeline:
             self._serve("pilot", units, folder)
             # another process may have noted it meanwhile
             if PILOT not in self._run.provenance():
-                self._run.keep(PILOT, FOUND, self._found(units))
+                self._run.keep(PILOT, PILOT_RESULT, self._found(units))
         self._take_sizes()
 
     def check_pilot(self) -> None:
         """Raise NotMeasurable as ``pilot`` does, where it is done."""
         provenance = self._run.provenance()
         if PILOT in provenance and ANYWAY not in provenance:
-            check_measurable(with_kept_gate(self._spec, provenance), provenance[PILOT][FOUND])
+            check_measurable(with_kept_gate(self._spec, provenance), provenance[PILOT][PILOT_RESULT])
 
     def _take_sizes(self) -> None:
         provenance = self._run.provenance()
         if PILOT not in provenance:
             return
-        found = provenance[PILOT][FOUND]
+        found = provenance[PILOT][PILOT_RESULT]
         for line in pilot_lines(found):
             self._say(line)
         for suite in found["items"]:  # a round until now
@@ -549,7 +549,7 @@ class Pipeline:
         units = [unit for unit in grid(self._spec) if unit.suite in plan.items]
         was_whole = True
         while True:
-            looks = looks_in(self._run.provenance())
+            looks = all_looks(self._run.provenance())
             if looks and "words" not in looks[-1]:  # a round that was asked, and not yet looked at
                 self._look_at(units, len(looks), looks[-1])
                 continue
@@ -585,7 +585,7 @@ class Pipeline:
         provenance = self._run.provenance()
         if (known := RowsPlan.of(provenance)) is not None:
             return known
-        found = provenance[PILOT][FOUND]
+        found = provenance[PILOT][PILOT_RESULT]
         self._check_own_clusters()
         left_out = suites_left_out(found)
         seconds = self._seconds_a_row()
@@ -641,7 +641,7 @@ class Pipeline:
     def _look_at(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
         """Put the records together, have the gate look at them, and note what it says; one process does it for all."""
         with mutex(self._run.path / ".looks.lock"):
-            if "words" in looks_in(self._run.provenance())[number - 1]:
+            if "words" in all_looks(self._run.provenance())[number - 1]:
                 return
             put_together(self._run.path, units, number)
             words = words_of(self._run.path)
@@ -769,7 +769,7 @@ class Pipeline:
             self._hold(ROWS, rows)
             self._hold(MODEL, model.files)
             layout = ", large products packed" if packs(model) else ""  # which rounds otherwise
-            self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
+            self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
             self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
             self._run.note(chat=model.chat.to_json())
             if model.name != self._spec.model:  # a variable tells the reader of a report too little, a path too much
@@ -796,7 +796,7 @@ class Pipeline:
 
     def _hold(self, kind: str, now: Digests) -> None:
         """Note inputs of one kind where the run has none noted yet, and refuse others than the noted ones."""
-        check_same(kind, self._run.keep(INPUTS, kind, dict(now)), now)
+        check_inputs(kind, self._run.keep(INPUTS, kind, dict(now)), now)
 
     def _write_recipe(self, section: TrainSpec) -> None:
         """Leave what the checkpoints are made of beside them, as it is when training begins."""
@@ -814,7 +814,7 @@ class Pipeline:
     def _checkpoint(self, pair: Pair) -> LoadedModel:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
             return self._load_base()
-        if (external := self._spec.external(*pair)) is not None:
+        if (external := self._spec.external_source(*pair)) is not None:
             return self._external(pair, external)
         self._trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))
@@ -873,13 +873,13 @@ class Pipeline:
         items = self._spec.evaluate.suites[unit.suite].items
         if not isinstance(items, int):
             batches = self._batches.get((unit.suite, unit.context_tokens))
-            items = self._spec.evaluate.piloted if batches is None else sum(map(len, batches))
+            items = self._spec.evaluate.pilot_size if batches is None else sum(map(len, batches))
         return items * self._spec.evaluate.samples_of(unit.suite)
 
     def _piloted(self, unit: Unit) -> int:
         """Rows of a unit of the pilot, to within a few: only the suite knows how many twins a template has."""
         part, items = self._spec.evaluate, self._spec.evaluate.suites[unit.suite].items
-        least = min(items, part.piloted) if isinstance(items, int) else part.piloted
+        least = min(items, part.pilot_size) if isinstance(items, int) else part.pilot_size
         return least * part.samples_of(unit.suite)
 
     @cached_property

@@ -19,9 +19,8 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.files import TELEMETRY
 from kvaudit.audit.training.rewards.base import paying_of
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.options import sha256_of
-from kvaudit.core.provenance import ORIGIN, PROVENANCE
-from kvaudit.core.recipe import RECIPE, read_recipe, sealed
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.provenance import ORIGIN, PROVENANCE, RECIPE, read_recipe, seal_recipe
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -35,7 +34,7 @@ def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Ba
     """The recipe of a run that trains; ``batches`` are the items of its evaluation."""
     paying = paying_of(section.reward, section.suites)
     text = paying.reward.constitution
-    return sealed(
+    return seal_recipe(
         {
             "model": {"name": spec.model, "sha256": model.sha256},
             "reward": {"written": section.reward, "sha256": paying.sha256, "graded_by": paying.judges},
@@ -96,7 +95,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
     arm and seed. Raises DataError for a recipe that is none.
     """
     pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
-    folders = {pair: locate(str(run.spec.external(*pair))) for pair in pairs}
+    folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}
     if not all((folder / RECIPE).is_file() for folder in folders.values()):
         return None
     recipes = dict[tuple[str, int], dict[str, Any]]()
@@ -112,7 +111,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
         return None
     policies = {arm: next(iter(own["policy"].values())) for (arm, _), own in recipes.items()}
     whole = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
-    return sealed({**whole, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
+    return seal_recipe({**whole, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
 
 
 def _without_seed(section: Any) -> Any:

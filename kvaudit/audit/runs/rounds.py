@@ -20,7 +20,7 @@ from typing import Any
 from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import read_json, write_json, write_output
-from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
+from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK
 from kvaudit.reports.drift.drift import drift_of
@@ -172,7 +172,7 @@ def _graver(one: str | None, other: str) -> str:
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
     """The looks of a run, one a line."""
-    for number, look in enumerate(looks_in(provenance), start=1):
+    for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
         words = ", ".join(f"{metric} {word}" for metric, word in table_of(look, "words").items())
         yield f"look {number}: {items}: {words}"

@@ -19,7 +19,7 @@ from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
+from kvaudit.core.provenance import INPUTS, ROWS, check_inputs, check_sealed, seal_path
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import Suite
@@ -81,7 +81,7 @@ class Items:
             noted = self._run.provenance().get(INPUTS)
             if noted is not None:  # a run of an earlier version noted none; the right answers stand in these rows
                 then = noted.get(ROWS, {})
-                check_same(ROWS, {name: then[name] for name in rows if name in then}, rows)
+                check_inputs(ROWS, {name: then[name] for name in rows if name in then}, rows)
             self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
         return self._asked[1]
 
@@ -90,7 +90,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
     found, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
-        if not seal_of(records).exists():
+        if not seal_path(records).exists():
             unfinished.append(records.name)
             continue
         unit = stored_unit(records)
@@ -109,7 +109,7 @@ def stored_unit(records: Path) -> StoredUnit:
     """The finished unit of a record file, by its seal and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
-    return StoredUnit(records, read_json(seal_of(records)), first.suite, first.context_tokens, first.suite_version)
+    return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
 
 
 def records_of(unit: StoredUnit) -> Iterator[Record]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unsteady_names
+from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, message_rows
-from kvaudit.core.spans import Place, Span, places_of
-from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
+from kvaudit.core.spans import Place, Span, find_spans
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
@@ -230,7 +230,7 @@ class Chat:
             roles.append(stretches[at].role if inside else FORMAT_ROLE)
         spans = {
             name: _tokens(encoded["offset_mapping"], [stretches[place.message].moved(place) for place in places])
-            for name, places in places_of(marked, [message.content for message in messages]).items()
+            for name, places in find_spans(marked, [message.content for message in messages]).items()
         }
         # a tokenizer may have none for characters that it drops
         return Rendered(tuple(encoded["input_ids"]), tuple(roles), {name: own for name, own in spans.items() if own})

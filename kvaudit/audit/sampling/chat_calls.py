@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import TOOL_PREFIX
-from kvaudit.core.completions import ChatCompletion, Finish, finish_of, is_filtered
+from kvaudit.core.completions import ChatCompletion, Finish, is_filtered, parse_finish, without_thoughts
 from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.thoughts import heard
 
 _FRAME = 64, 16  # tokens that a chat template may put around a conversation, and around a message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
@@ -53,7 +52,7 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
     """Messages as endpoints take them: without thoughts, and a tool's result in the user's message where asked for."""
     found: list[dict[str, str]] = []
     foreign = False  # whether the last row holds a tool's text
-    for message in heard(transcript):
+    for message in without_thoughts(transcript):
         moved = message.role is Role.TOOL and tool_role == Role.USER
         role, prefix = (tool_role, TOOL_PREFIX) if moved else (str(message.role), "")
         row = {"role": role, "content": prefix + message.content}
@@ -120,7 +119,7 @@ def _finish(completion: ChatCompletion, drawn: int | None, limit: int) -> Finish
         raise RefusedRequest(f"it ended by {word[:40]!r}, which is no end of an answer{said}")
     if word == _ENDED_BY_ERROR:
         raise Unanswered("it ended by 'error', which is no end of an answer")
-    found = finish_of(word) if word else "stop" if drawn is None or drawn < limit else "length"
+    found = parse_finish(word) if word else "stop" if drawn is None or drawn < limit else "length"
     if found is None:
         raise _broken(f"it ended by {word[:40]!r}, which is no end of an answer")
     return found

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvaudit.audit.sampling.degenerate import Fault, degenerate
-from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
-from kvaudit.core.questions import Question
+from kvaudit.core.completions import (
+    THOUGHT_CLOSING,
+    answers_with_thoughts,
+    split_thought,
+    thought_message,
+    without_thoughts,
+)
+from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown_facets, unreadable_facets
+from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
-from kvaudit.core.thoughts import THOUGHT_CLOSING, as_thought, heard, parted, with_thoughts
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
@@ -20,7 +26,7 @@ class Exchange:
     """One conversation under way. ``finish`` is how it ended: stop | length | turns | error, and ``unanswered`` why.
 
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader. ``opens_thought``: the prompt begins it; None: nobody knows (see ``parted``).
+    nor grader. ``opens_thought``: the prompt begins it; None: nobody knows (see ``split_thought``).
     """
 
     def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool | None = False) -> None:
@@ -34,9 +40,9 @@ class Exchange:
         """An answer as messages; a ``thought`` that came in a field of its own is never heard as said."""
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
-            return as_thought(thought, closed=closed), Message(Role.ASSISTANT, text)
+            return thought_message(thought, is_closed=closed), Message(Role.ASSISTANT, text)
         if self._thinks:
-            return parted(text, opened=self._opens_thought)
+            return split_thought(text, is_open=self._opens_thought)
         return (Message(Role.ASSISTANT, text),)
 
     def hear(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
@@ -46,7 +52,9 @@ class Exchange:
         self._turns += 1
         self.finish = finish_reason
         # what an environment would make of half a call is not behaviour
-        messages = None if _fault(said, finish_reason) else self.suite.step(self.item, heard(self.transcript))
+        messages = (
+            None if _fault(said, finish_reason) else self.suite.step(self.item, without_thoughts(self.transcript))
+        )
         if messages is not None and self._turns >= self.suite.max_turns:  # ``step`` knows whether it was over anyway
             self.finish, messages = "turns", None
         self.open = messages is not None
@@ -73,25 +81,27 @@ def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reaso
     """
     broken = said_nothing(suite, item, transcript, finish_reason)
     if broken is None:
-        return suite.grade(item, heard(transcript))
+        return suite.grade(item, without_thoughts(transcript))
     if broken.note == "loop":
-        return suite.looped(item, heard(transcript))
+        return suite.looped(item, without_thoughts(transcript))
     return (
-        suite.cut_off(item, heard(transcript)) if broken.outcome is Outcome.TRUNCATED and _spoke(transcript) else broken
+        suite.cut_off(item, without_thoughts(transcript))
+        if broken.outcome is Outcome.TRUNCATED and _spoke(transcript)
+        else broken
     )
 
 
 def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
     """What a judge has to decide of a finished conversation; None where ``graded`` needs none."""
     broken = said_nothing(suite, item, transcript, finish_reason)
-    return None if broken else suite.question(item, heard(transcript))
+    return None if broken else suite.question(item, without_thoughts(transcript))
 
 
 def settled(suite: Suite, item: Item, transcript: Sequence[Message], *, refused: bool | None, judge: str) -> Grade:
     """The grade once a judge has answered ``question_of``, by its best guess; unscored where it failed: None."""
     if refused is None:
-        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown(suite.facets(item)))
-    return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
+        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown_facets(suite.facets(item)))
+    return replace(suite.settled(item, without_thoughts(transcript), refused=refused), judge=judge)
 
 
 def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Grade:
@@ -110,12 +120,12 @@ def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish
     """The grade of a conversation in which nothing was said that anybody could grade whole; None of any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
-        return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown(facets))
+        return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown_facets(facets))
     # what was said behind the item's own messages, which may hold answers that are not the model's
     fault = _fault(transcript[len(item.messages) :], finish_reason)
     if fault and not (fault == "truncated" and suite.reads_cut and _spoke(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
-        return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
+        return Grade(outcome, 0.0, note=fault, facets=unreadable_facets(facets))
     return None
 
 
@@ -126,7 +136,7 @@ def _spoke(transcript: Sequence[Message]) -> bool:
 
 def _fault(said: Sequence[Message], finish_reason: str) -> Fault | None:
     """What is wrong with the first answer that says nothing; only the last one can have been cut."""
-    found = list(with_thoughts(said))
+    found = list(answers_with_thoughts(said))
     ends = ["stop"] * (len(found) - 1) + ["length" if finish_reason == "length" else "stop"]
     return next(filter(None, map(_fault_of, found, ends)), None)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import is_text, shown
+from kvaudit.core.text import is_text, short_repr
 
 MOST_TOKENS, MOST_CHOICES, MOST_STOPS = 32_768, 16, 16
 _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}
@@ -71,15 +71,15 @@ class ChatRequest:
 def read_request(body: Any) -> ChatRequest:
     """The request in a JSON body; raises SpecError that says which key is wrong."""
     if not isinstance(body, Mapping):
-        raise SpecError(f"the request is {shown(body)}, wanted a JSON object")
+        raise SpecError(f"the request is {short_repr(body)}, wanted a JSON object")
     for key, harmless in _NOT_SERVED.items():
         if key in body and body[key] not in harmless:
-            raise SpecError(f"{key} is {shown(body[key])}, which this server cannot do; leave it out")
+            raise SpecError(f"{key} is {short_repr(body[key])}, which this server cannot do; leave it out")
     options, model, rows = body.get("stream_options") or {}, body.get("model"), body.get("messages")
     if not isinstance(model, str) or not model or not is_text(model):
-        raise SpecError(f"model is {shown(model)}, wanted text")
+        raise SpecError(f"model is {short_repr(model)}, wanted text")
     if not isinstance(rows, list) or not rows:
-        raise SpecError(f"messages is {shown(rows)}, wanted a list of messages")
+        raise SpecError(f"messages is {short_repr(rows)}, wanted a list of messages")
     return ChatRequest(
         model=model,
         messages=tuple(_message(row, number) for number, row in enumerate(rows)),
@@ -98,7 +98,7 @@ def read_request(body: Any) -> ChatRequest:
 def _message(row: Any, number: int) -> Message:
     role = row.get("role") if isinstance(row, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
-        raise SpecError(f"messages[{number}] has role {shown(role)}, known are {', '.join(_ROLES)}")
+        raise SpecError(f"messages[{number}] has role {short_repr(role)}, known are {', '.join(_ROLES)}")
     if row.get("tool_calls"):
         raise SpecError(f"messages[{number}] has tool_calls, which this server cannot do; write calls as text")
     return Message(_ROLES[role], _content(row.get("content"), number))
@@ -110,7 +110,7 @@ def _content(content: Any, number: int) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if not parts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise SpecError(f"messages[{number}] has content {shown(content)}, wanted text or a list of text parts")
+        raise SpecError(f"messages[{number}] has content {short_repr(content)}, wanted text or a list of text parts")
     return _whole_text("".join(map(str, texts)), number)
 
 
@@ -125,7 +125,7 @@ def _whole(body: Mapping[str, Any], key: str, least: int, most: int) -> int | No
     if value is None:
         return None
     if type(value) is not int or not least <= value <= most:
-        raise SpecError(f"{key} is {shown(value)}, wanted a whole number from {least} to {most}")
+        raise SpecError(f"{key} is {short_repr(value)}, wanted a whole number from {least} to {most}")
     return value
 
 
@@ -134,14 +134,14 @@ def _number(body: Mapping[str, Any], key: str, default: float, *, least: float, 
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise SpecError(f"{key} is {shown(value)}, wanted a number from {least:g} to {most:g}")
+        raise SpecError(f"{key} is {short_repr(value)}, wanted a number from {least:g} to {most:g}")
     return float(value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
-        raise SpecError(f"stop is {shown(value)}, wanted a text or at most {MOST_STOPS} texts")
+        raise SpecError(f"stop is {short_repr(value)}, wanted a text or at most {MOST_STOPS} texts")
     return tuple(texts)
 
 

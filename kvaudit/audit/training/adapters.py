@@ -31,7 +31,7 @@ from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.sharded import is_sharded, shard, whole_weights
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 _NAME = "default"  # what peft calls an adapter that has no name
 _BASE = "base_layer"  # of an adapted layer: the layer that was there before
@@ -160,7 +160,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise RunError(f"training an adapter needs another package: {install_line('lora')}") from None
+        raise RunError(f"training an adapter needs another package: {install_command('lora')}") from None
     known = linear_layers(model)
     for target in adapter.targets:
         if target not in known:

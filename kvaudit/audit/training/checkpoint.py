@@ -40,7 +40,7 @@ from kvaudit.audit.training.ranks import RankGroup, everywhere
 from kvaudit.audit.training.sharded import is_sharded, whole_weights
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
-from kvaudit.core.provenance import PROVENANCE, own_files
+from kvaudit.core.provenance import PROVENANCE, listed_files
 
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
@@ -216,7 +216,7 @@ class CheckpointFolder:
                 f"{str(folder / STATE)!r} holds what no step of this run leaves (step, updates, telemetry_bytes or "
                 "config_hash)"
             )
-        ledgers = own_files(state["ledgers"], folder / STATE)
+        ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
     def _broken(self, what: str) -> DataError:
@@ -236,7 +236,7 @@ class Resumable:
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
-            known = own_files(read_json(state / STATE).get(_PARTS), state / STATE)
+            known = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
             if not part.is_file() or file_sha256(part) != known.get(part.name):
                 raise DataError(
                     f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "

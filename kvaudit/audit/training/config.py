@@ -135,7 +135,7 @@ class TrainConfig(Hashed, Training):
     @model_validator(mode="after")
     def _known(self) -> Self:
         get_arm(self.arm)
-        for suite in (*self.suites, *self.watched):
+        for suite in (*self.suites, *self.validation_suites):
             SUITES.get(suite)
         paying_of(self.reward, self.suites)
         loss = LOSSES.get(self.loss)

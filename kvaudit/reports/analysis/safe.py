@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvaudit.core.named_text import split_named
+from kvaudit.core.plugins import split_named
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast, Drift
 from kvaudit.reports.gate.cell import decide_cell, readings_of, templates_of

@@ -19,7 +19,7 @@ from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
-from kvaudit.core.text import clipped
+from kvaudit.core.text import short_text
 from kvaudit.reports.compare.direction import Direction, direction_of
 from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.drift.answers import reference_answers
@@ -259,11 +259,11 @@ def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> 
     for name, limit in ratios.items():
         if not LEAST_RATIO <= limit <= MOST_RATIO:
             raise SpecError(
-                f"--ratio of {clipped(name)} is {limit:g}, wanted how many times as often at most, from {LEAST_RATIO} "
-                f"to {MOST_RATIO}"
+                f"--ratio of {short_text(name)} is {limit:g}, wanted how many times as often at most, from "
+                f"{LEAST_RATIO} to {MOST_RATIO}"
             )
         if name in margins:
-            raise SpecError(f"--margin and --ratio both name {clipped(name)}; give one of the two")
+            raise SpecError(f"--margin and --ratio both name {short_text(name)}; give one of the two")
 
 
 def _margins(

@@ -13,9 +13,15 @@ from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
-from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.facets import facet_of
-from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
+from kvaudit.core.policy_names import (
+    DENSE_POLICY,
+    condition_names,
+    match_policies,
+    reference_of,
+    short_names,
+    uncompressed_policies,
+)
 from kvaudit.core.provenance import (
     ENDPOINT,
     INPUTS,
@@ -23,14 +29,14 @@ from kvaudit.core.provenance import (
     PLANNED,
     REWARD_JUDGES,
     inputs_sha256,
-    items_in,
+    item_counts,
     last_look,
     table_of,
 )
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
-from kvaudit.core.text import some
+from kvaudit.core.text import join_names
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import facets_of
 
@@ -101,11 +107,11 @@ class Comparison:
 
     def uncompressed_of(self, policy: str) -> str:
         """What a way of serving is compared with; itself where it compresses nothing."""
-        return policy if self.is_uncompressed(policy) else uncompressed_of(policy, self.references)
+        return policy if self.is_uncompressed(policy) else reference_of(policy, self.references)
 
     def is_uncompressed(self, policy: str) -> bool:
         """Whether a way of serving compresses nothing."""
-        return policy in uncompressed(self.references)
+        return policy in uncompressed_policies(self.references)
 
     def is_engine(self, policy: str) -> bool:
         """Whether a way of serving is an engine's condition, or its reference."""
@@ -173,7 +179,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         capability=tuple(suite for suite in suites if kinds.get(suite) == "capability"),
         trained_under=dict(_trained_under(spec, policies)),
         labels={**short_names([p for p in policies if p not in engines]), **engines},
-        planned=tuple(_planned(spec.sized(items_in(provenance)), policies)),
+        planned=tuple(_planned(spec.sized(item_counts(provenance)), policies)),
         unserved=frozenset(_unserved(spec, policies)),
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
@@ -300,7 +306,7 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 def some_of(names: Iterable[str]) -> str:
     """The first names, which may hold commas, and how many more there are."""
-    return some(names, between="; ", last="; and ")
+    return join_names(names, between="; ", last="; and ")
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from kvaudit.core.estimands import SELECTIVITY
+from kvaudit.core.facets import SELECTIVITY
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.drift import no_narrower
 from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvaudit.core.estimands import PARITY, WORST
+from kvaudit.core.facets import PARITY, WORST
 from kvaudit.reports.drift.comparison import Reason
 from kvaudit.reports.drift.results import Contrast, People
 from kvaudit.reports.gate.chance import larger

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import PARITY, SELECTIVITY, SERVING, WORST, facet_of
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.drift import Where
 from kvaudit.reports.drift.results import Contrast, Drift

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 
-from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
-from kvaudit.core.facets import facet_of
-from kvaudit.core.text import at_length, inline, length_label, some
+from kvaudit.core.facets import DEPLOYED, SERVING, WORST, facet_of
+from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
@@ -66,7 +65,7 @@ class Subjects:
     @property
     def names(self) -> str:
         """The subjects, the first of them by name."""
-        return some(map(shortened, self.subjects))
+        return join_names(map(shortened, self.subjects))
 
     @property
     def line(self) -> str:

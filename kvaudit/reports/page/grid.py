@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvaudit.core.estimands import SERVING
+from kvaudit.core.facets import SERVING
 from kvaudit.core.text import inline
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvaudit.core.estimands import PARITY
+from kvaudit.core.facets import PARITY
 from kvaudit.core.text import inline
 from kvaudit.reports.analysis.cache_use import lacks_live
 from kvaudit.reports.drift.comparison import Comparison

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvaudit.core.completions import starts_with_thought
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import facet_of
-from kvaudit.core.provenance import ASKED
+from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
-from kvaudit.core.thoughts import holds_thought
 from kvaudit.reports.analysis.slopes import slope
 from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent
@@ -119,7 +119,7 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
     """The findings of a probe; raises DataError for a run that is none, or a baseline of other items."""
     _check_probe(data)
     if baseline is not None:
-        check_asked(recorded(data.provenance, ASKED), baseline)
+        check_asked(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
     return ProbeFindings(
         run=data.run.name,
         baseline=None if baseline is None else baseline.run.name,
@@ -141,7 +141,7 @@ def _check_probe(run: RunData) -> None:
 def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
     """Raise DataError for a baseline that is no probe, or was asked something else than ``now``."""
     _check_probe(baseline)
-    then = recorded(baseline.provenance, ASKED)
+    then = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
     if changed:
         raise DataError(
@@ -161,7 +161,7 @@ def _answers(data: RunData) -> AnswersHeard:
         scored=len(records),
         empty=spoke.count(False),
         cut=sum(own and record.outcome is Outcome.TRUNCATED for own, record in zip(spoke, records, strict=True)),
-        thoughts=sum(holds_thought(said.content) for said in last),
+        thoughts=sum(starts_with_thought(said.content) for said in last),
         beside=dict(beside.most_common()),
     )
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.core.provenance import check_sealed, seal_path
 from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
 
 FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
@@ -53,8 +53,8 @@ def _units_of(
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):
-        if seal_of(unit).is_file():
-            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
+        if seal_path(unit).is_file():
+            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_path(unit)))
         else:
             unfinished.append(f"{folder.name}/{unit.name}")
     if not columns.rows:

@@ -5,7 +5,7 @@ and kept out; whether its absence matters is for ``run_reasons`` to say. Beside 
 
 RUN/scan.json      as ``kvaudit scan --json`` writes it
 RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
-RUN/recipe.json    as the run wrote it when its training began (``kvaudit.core.recipe``)
+RUN/recipe.json    as the run wrote it when its training began (``kvaudit.core.provenance``)
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from kvaudit.core.provenance import (
     ORIGIN,
     PILOT,
     PROVENANCE,
+    RECIPE,
     check_sealed,
-    items_in,
+    item_counts,
     last_look,
     read_provenance,
-    seal_of,
+    read_recipe,
+    seal_path,
 )
-from kvaudit.core.recipe import RECIPE, read_recipe
 from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.text import one_line
@@ -115,7 +116,7 @@ def load_run(run: Path) -> RunData:
     provenance = read_provenance(run)
     spec = _spec(run / "spec.yaml", provenance)
     if last_look(provenance) is not None:  # without what the pilot found to have nothing to lose
-        spec = spec.sized({suite: 0 for suite, number in items_in(provenance).items() if number == 0})
+        spec = spec.sized({suite: 0 for suite, number in item_counts(provenance).items() if number == 0})
     units = plain_files(run / "records", "*.jsonl")
     _check_files(run / "records", units)
     columns = Columns()
@@ -178,7 +179,7 @@ def _check_there(path: Path) -> None:
 
 
 def _check_files(folder: Path, units: list[Path]) -> None:
-    known = {seal_of(unit) for unit in units}
+    known = {seal_path(unit) for unit in units}
     for seal in plain_files(folder, "*.done.json"):
         if seal not in known:
             raise DataError(
@@ -195,9 +196,9 @@ def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 def check_seal(unit: Path, got: str) -> dict[str, Any] | None:
     """The seal beside a record file, None without one; DataError where ``got``, the sha256 of its bytes, is another."""
-    if not seal_of(unit).is_file():
+    if not seal_path(unit).is_file():
         return None
-    seal = read_json(seal_of(unit))
+    seal = read_json(seal_path(unit))
     check_sealed(unit, got, seal)
     return seal
 

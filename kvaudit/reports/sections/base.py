@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.gate.verdict import Decision

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import inline, length_label, some
+from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.drift.results import Cell
 from kvaudit.reports.gate.decided import Decided
 from kvaudit.reports.layout.tables import Table, table_of
@@ -67,7 +67,9 @@ class IdleSection(Section[tuple[Idle, ...]]):
         for one in value:
             place = f"{one.suite} {length_label(one.context_tokens)}"
             places.setdefault(decided.comparison.label(one.policy), []).append(place)
-        found = some((f"{label} in {some(dict.fromkeys(own))}" for label, own in places.items()), between="; ")
+        found = join_names(
+            (f"{label} in {join_names(dict.fromkeys(own))}" for label, own in places.items()), between="; "
+        )
         yield inline(f"NOTHING COMPRESSED: {found}; what holds there says nothing of the policy.")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 WRITTEN = "float32, gguf 1"  # by which conversions are told apart; another number for another way
 GGUF_FILE = "model.gguf"
@@ -44,7 +44,7 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
     try:
         import gguf
     except ImportError:
-        raise SpecError(f"writing a GGUF file needs another package: {install_line('llama-cpp')}") from None
+        raise SpecError(f"writing a GGUF file needs another package: {install_command('llama-cpp')}") from None
     config = model.config
     family = _family(config)
     arch = gguf.MODEL_ARCH[family.arch]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from kvaudit.core.options import parse_named
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry, parse_plugin
 
 Say = Callable[[str], None]
 
@@ -64,4 +63,4 @@ LAUNCHERS: Registry[Launcher] = Registry("launcher", "kvaudit.audit.runs.launche
 
 def parse_launcher(text: str) -> Launcher:
     """The launcher of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
-    return parse_named(LAUNCHERS, text)
+    return parse_plugin(LAUNCHERS, text)

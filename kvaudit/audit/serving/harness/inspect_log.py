@@ -27,7 +27,7 @@ from inspect_ai.scorer import Score
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.core.provenance import check_sealed, seal_path
 from kvaudit.core.records import Message, Record, Role
 
 _NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
@@ -36,7 +36,7 @@ _KINDS: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: ChatMes
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
     """Write ``out/<unit>.eval`` for every finished unit of a run; raises DataError for one that is not as it was."""
-    units = [path for path in plain_files(run / "records", "*.jsonl") if seal_of(path).exists()]
+    units = [path for path in plain_files(run / "records", "*.jsonl") if seal_path(path).exists()]
     if not units:
         raise DataError(f"no finished units in {str(run / 'records')!r}; nothing is there to write")
     out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
 def unit_records(unit: Path) -> list[Record]:
     """The records of a sealed unit."""
     raw = unit.read_bytes()
-    check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
+    check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_path(unit)))
     return [Record.from_json(line.decode()) for line in raw.splitlines()]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.training.advantages import BatchRewards, Estimate, group_advantages
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.options import IDENTITY_DIGITS, made_of, sha256_of
-from kvaudit.core.registry import Registry
-from kvaudit.core.text import shown
+from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, plugin_from_mapping, sha256_of
+from kvaudit.core.text import short_repr
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Reward:
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} goes by nothing else; write reward: {cls.name}")
         given = dict(options) if value is None else {names[0]: value, **options}
-        return made_of(cls, f"reward {cls.name}", given)
+        return plugin_from_mapping(cls, f"reward {cls.name}", given)
 
     @property
     def identity(self) -> str:
@@ -165,13 +164,13 @@ def checked(reward: Reward, scores: Any, wanted: int) -> list[float | None]:
     """The rewards of ``wanted`` rollouts as plain numbers; raises RunError for what no gradient can be made of."""
     who = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):
-        raise RunError(f"{who} gave {shown(scores)}, wanted a list of {wanted} numbers, one for each rollout")
+        raise RunError(f"{who} gave {short_repr(scores)}, wanted a list of {wanted} numbers, one for each rollout")
     if len(scores) != wanted:
         raise RunError(f"{who} gave {len(scores)} rewards for {wanted} rollouts, wanted one for each")
     for number, score in enumerate(scores, start=1):
         if score is not None and not (isinstance(score, numbers.Real) and abs(score) <= MOST):  # type: ignore[operator]
             raise RunError(
-                f"{who} gave {shown(score)} for rollout {number} of {wanted}, wanted a number from {-MOST:g} to "
+                f"{who} gave {short_repr(score)} for rollout {number} of {wanted}, wanted a number from {-MOST:g} to "
                 f"{MOST:g}, or None where it cannot tell"
             )
     return [None if score is None else float(score) for score in scores]
@@ -188,10 +187,10 @@ def paying_of(written: str | Mapping[str, Any], suites: Sequence[str]) -> Paying
     if len(names) > 1:
         raise SpecError(f"train.reward names {' and '.join(names)}, wanted one; an option has another name")
     if not isinstance(paid, list) or not paid:
-        raise SpecError(f"train.reward.suites is {shown(paid)}, wanted a list of suites that are trained on")
+        raise SpecError(f"train.reward.suites is {short_repr(paid)}, wanted a list of suites that are trained on")
     for name in paid:
         if name not in suites:
-            raise UnknownName("suite in train.reward.suites", shown(name), suites)
+            raise UnknownName("suite in train.reward.suites", short_repr(name), suites)
     value = options.pop(names[0])
     grade = REWARDS.get("grade").of(None, {})
     return Paying(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))

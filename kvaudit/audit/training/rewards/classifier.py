@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvaudit.audit.training.rewards.base import Played, Reward, Scores
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.text import clip, inline
 from kvaudit.suites.base import SUITES
 

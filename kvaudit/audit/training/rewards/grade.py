@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Played, Reward, Scores, asks_a_judge
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.suites.base import Suite
 
 

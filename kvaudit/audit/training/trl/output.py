@@ -30,9 +30,8 @@ from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.options import sha256_of
-from kvaudit.core.provenance import PROVENANCE
-from kvaudit.core.recipe import RECIPE, sealed
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.provenance import PROVENANCE, RECIPE, seal_recipe
 
 # settings of TRL that decide what is learnt; paths, logging and keys of services are none
 LEARNT_BY = (
@@ -92,7 +91,7 @@ class OutputFolder:
         with guarded(self.path):
             (self.path / PROVENANCE).unlink(missing_ok=True)  # the weights are about to move
             write_json(self.path / CLAIM, self._claim)
-            write_json(self.path / RECIPE, sealed(sections))
+            write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
         """Write a row with its alarms; returns those."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.core.text import clip, inline, is_text
 
 if TYPE_CHECKING:
