@@ -17,8 +17,8 @@ import pandas as pd
 
 from kvaudit.reports.drift.comparison import Comparison
 from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, wanted_of
+from kvaudit.reports.records.floor import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
+from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, facet_scores
 
 _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
@@ -54,7 +54,7 @@ class FloorUnit:
     flips: tuple[AgainFlips, ...]
 
 
-def floor_of(records: pd.DataFrame, asked: AskedAgain, comparison: Comparison) -> tuple[FloorUnit, ...]:
+def floor_of(records: pd.DataFrame, asked: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
     """Every unit that was asked again, in the order of the comparison; answers without their pair are left out."""
     found = [unit for way, again in asked.records.items() for unit in _units(way, records, again)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
@@ -65,8 +65,8 @@ def floor_of(records: pd.DataFrame, asked: AskedAgain, comparison: Comparison) -
 
 def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[FloorUnit]:
     metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in again)]
-    columns = [*ONE_ANSWER, ANSWER_HASH, *metrics]
-    pairs = records[columns].merge(again[columns], on=ONE_ANSWER, suffixes=("", "_again"))
+    columns = [*ANSWER_COLUMNS, ANSWER_HASH, *metrics]
+    pairs = records[columns].merge(again[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
     for index, part in pairs.groupby(_UNIT, observed=True):
         arm, seed, policy, suite, context = cast(tuple[str, int, str, str, int], index)
         yield FloorUnit(
@@ -88,7 +88,7 @@ def _flips(suite: str, part: pd.DataFrame) -> Iterator[AgainFlips]:
     for metric, column, facet in known:
         if column not in part:
             continue
-        before, after = (wanted_of(part[name], facet) for name in (column, f"{column}_again"))
+        before, after = (facet_scores(part[name], facet) for name in (column, f"{column}_again"))
         change = (after - before)[~np.isnan(before) & ~np.isnan(after)]
         if len(change):
             lost, gained = int((change < 0).sum()), int((change > 0).sum())

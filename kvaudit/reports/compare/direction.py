@@ -43,7 +43,7 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
     """Which way a metric of two files is better; raises SpecError for two directions, none, and a wrong one."""
     if lower and higher:
         raise SpecError("--lower-is-better and --higher-is-better say opposite things; give one")
-    turned = [log for log in logs if READERS.get(log.reader).oriented]
+    turned = [log for log in logs if READERS.get(log.reader).has_direction]
     if lower and turned:
         raise SpecError(
             f"--lower-is-better: in {turned[0].path.name} ({turned[0].reader}) 1 is what is desired in every metric "

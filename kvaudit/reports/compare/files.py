@@ -33,7 +33,7 @@ from kvaudit.reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
-from kvaudit.reports.records.rows import facets_of, panels
+from kvaudit.reports.records.rows import facet_metrics, panels
 from kvaudit.reports.stats.judges import Kappa, kappa
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
@@ -199,7 +199,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
         str(suite): tuple(sorted(map(int, own.unique())))
         for suite, own in records.groupby("suite", observed=True)["context_tokens"]
     }
-    facets = tuple(facets_of(records))
+    facets = tuple(facet_metrics(records))
     return Comparison(
         mode="training",
         model=title,

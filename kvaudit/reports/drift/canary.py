@@ -23,7 +23,7 @@ from kvaudit.core.facets import facet_of
 from kvaudit.reports.drift.comparison import Comparison, Reason
 from kvaudit.reports.drift.results import Contrast
 from kvaudit.reports.records.blocks import Array
-from kvaudit.reports.records.floor import AGAIN
+from kvaudit.reports.records.floor import SAME_ORDER
 from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 
@@ -80,7 +80,11 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
         if condition == reference:
             continue
         pairs = _moves(_under(condition, records), _under(reference, records))
-        itself = _moves(_under(reference, records), _under(reference, again[AGAIN])) if AGAIN in again else pairs[:0]
+        itself = (
+            _moves(_under(reference, records), _under(reference, again[SAME_ORDER]))
+            if SAME_ORDER in again
+            else pairs[:0]
+        )
         if len(pairs):
             conditions[condition] = _canary(pairs, itself)
         for index, part in pairs.groupby(_UNIT, observed=True):

@@ -38,7 +38,7 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
 from kvaudit.core.text import join_names
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import facets_of
+from kvaudit.reports.records.rows import facet_metrics
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
 UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
@@ -161,7 +161,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
     suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
     held = (*spec.gate.margins, *spec.gate.ratios)  # also where no item has the facet: that is said, not passed over
-    facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in held if name not in suites)]))
+    facets = tuple(dict.fromkeys([*facet_metrics(records), *(name for name in held if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
     engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
     return Comparison(

@@ -32,7 +32,7 @@ from kvaudit.reports.layout.tables import Table, table_of
 from kvaudit.reports.layout.words import drift, percent
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
@@ -216,7 +216,7 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
     if len(asked) > 1 and len({lengths for *_, lengths in asked}) == 1:
         # all suites together, where they were asked at the same lengths
         asked.append((list(grid.suites), SCORE, asked[0][2]))
-    for name in facets_of(data.records):
+    for name in facet_metrics(data.records):
         suite, facet = facet_of(name)
         asked.append(([suite], facet.name, grid.contexts_of(suite)))
     tables = [_items(run.records) for run in (data, baseline) if run is not None]
@@ -272,7 +272,7 @@ def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
 def _items(records: pd.DataFrame) -> pd.DataFrame:
     """Item means of the score and of every facet, 1 as wanted, over the draws that have one; by length."""
     read = {SCORE: records["score"].to_numpy()}
-    read |= {name: wanted_of(records[column], name) for name, column in FACET_COLUMNS.items()}
+    read |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
     return pd.DataFrame(read, index=records.index).groupby([*keys, records["context_tokens"]]).mean()
 

@@ -291,14 +291,13 @@ class CellKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """Scores [N] of every cell; NaN where a cell lacks the item.
+    """The scores [N] of every cell; NaN where a cell lacks the item.
 
-    Of a suite's score ``scores`` counts unscored samples as 0, as ``floor`` does, and ``best`` as 1. Of a facet, whose
-    scores are 1 where it is as wanted, ``scores`` averages the samples that could be read (NaN where none could),
-    ``floor`` counts the others as 0 and ``best`` as 1. ``samples`` is the largest number of draws per item;
-    ``graded`` says that some draw is neither 0 nor 1. ``readings`` are the scores with every answer that its judge was
-    unsure of counted as 0, and as 1; none where no judge was. ``unscored_as`` are the scores, of a facet too, with
-    every unscored sample counted as 0, and as 1; none where all are scored.
+    For a suite's score, ``scores`` counts unscored samples as 0, like ``floor``, and ``best`` as 1. For a facet, whose
+    scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any), ``floor``
+    counts the others as 0 and ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
+    empty if no judge was unsure. ``unscored_as`` are the scores, also of a facet, with every unscored sample counted
+    as 0 and as 1; empty if all are scored.
     """
 
     suite: str  # or SUITE.FACET
@@ -310,10 +309,10 @@ class Panel:
     floor: Mapping[CellKey, Array]
     best: Mapping[CellKey, Array]
     unscored: Mapping[CellKey, float]  # share of samples
-    samples: int
-    graded: bool
-    uneven_samples: frozenset[CellKey]  # cells whose items were drawn a different number of times
-    split_items: int  # items that stand in more than one cluster
+    samples: int  # the largest number of samples per item
+    graded: bool  # some sample scores neither 0 nor 1
+    uneven_samples: frozenset[CellKey]  # cells whose items have different numbers of samples
+    split_items: int  # items that are in several clusters
     readings: tuple[Mapping[CellKey, Array], ...] = ()
     unscored_as: tuple[Mapping[CellKey, Array], ...] = ()
 
@@ -323,43 +322,45 @@ Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and contex
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
-    """One panel per (suite, context), and one per (suite.facet, context) that some record has."""
-    found = {}
-    known = [column for column in FACET_COLUMNS.values() if column in records and records[column].notna().any()]
-    needed = [column for column in (*_PANEL, *known) if column in records]  # every group is a copy of its columns
-    for index, part in records[needed].groupby(["suite", "context_tokens"], sort=True, observed=True):
+    """Return one panel per (suite, context), and one per (suite.facet, context) that occurs."""
+    by_metric = {}
+    facets = [column for column in FACET_COLUMNS.values() if column in records and records[column].notna().any()]
+    columns = [column for column in (*_PANEL, *facets) if column in records]  # only these, as every group is a copy
+    for index, rows in records[columns].groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
-        score = part["score"].to_numpy(dtype=np.float64)
-        read = np.ones(len(score), dtype=np.bool_)
-        unsure = part["unsure"].to_numpy(dtype=np.bool_) if "unsure" in part else ~read  # of a judge: its best guess
+        score = rows["score"].to_numpy(dtype=np.float64)
+        is_read = np.ones(len(score), dtype=np.bool_)
+        unsure = rows["unsure"].to_numpy(dtype=np.bool_) if "unsure" in rows else ~is_read
         unscored = np.isnan(score)
-        found[suite, context] = _panel(suite, context, part, score, read=read, unsure=unsure, unscored=unscored)
-        for name, eligible, good, read in _facets(part):
+        by_metric[suite, context] = _panel(
+            suite, context, rows, score, is_read=is_read, unsure=unsure, unscored=unscored
+        )
+        for name, eligible, good, is_read in _facets(rows):
             metric = f"{suite}.{name}"
-            open_to = unsure[eligible] & (name != WELL_FORMED)  # what a refusal is has no part in its form
-            found[metric, context] = _panel(
+            by_metric[metric, context] = _panel(
                 metric,
                 context,
-                part[eligible],
+                rows[eligible],
                 good[eligible],
-                read=read[eligible],
-                unsure=open_to,
+                is_read=is_read[eligible],
+                # a judge that is unsure of the content is not unsure of the form
+                unsure=unsure[eligible] & (name != WELL_FORMED),
                 unscored=unscored[eligible],
             )
-    return found
+    return by_metric
 
 
-def names_under(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
-    """How many words a column has, over all tables together, under the same words of the columns ``by``."""
-    # a million rows hold a few different ones, and as text every row would be an object
-    found = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
-    return found.groupby(list(by))[column].nunique()
+def count_distinct(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
+    """Return the number of different values of a column in all tables together, for each value of ``by``."""
+    # duplicates first: a million rows have few different values, and text needs an object per row
+    rows = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
+    return rows.groupby(list(by))[column].nunique()
 
 
-def facets_of(records: pd.DataFrame) -> list[str]:
-    """SUITE.FACET of everything that some record has, in the order of the vocabulary."""
-    known = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
-    suites = {name: set(map(str, records.loc[records[column].notna(), "suite"].unique())) for name, column in known}
+def facet_metrics(records: pd.DataFrame) -> list[str]:
+    """Return every SUITE.FACET that occurs, suites sorted, facets in the order of FACETS."""
+    columns = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
+    suites = {name: set(map(str, records.loc[records[column].notna(), "suite"].unique())) for name, column in columns}
     return [
         f"{suite}.{name}"
         for suite in sorted(map(str, records["suite"].unique()))
@@ -368,38 +369,36 @@ def facets_of(records: pd.DataFrame) -> list[str]:
     ]
 
 
-def wanted_of(column: pd.Series, facet: str | None) -> Array:
-    """1 where a facet is as wanted, 0 where not, NaN where there is none or it could not be read; a score as it is."""
+def facet_scores(column: pd.Series, facet: str | None) -> Array:
+    """Return 1 for the wanted value of a facet, 0 for the other, NaN for none or unreadable; a score unchanged."""
     value: Array = column.to_numpy(dtype=np.float64)
     if facet is None:
         return value
     return np.where(np.isnan(value) | (value == UNREAD), np.nan, value == FACETS[facet].wanted)
 
 
-def _facets(part: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
-    """Every facet of some row: which rows are eligible, 1 where it is as wanted, which rows could be read."""
+def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
+    """Yield every facet that occurs: which rows are eligible, 1 for the wanted value, which rows were readable."""
     for name, column in FACET_COLUMNS.items():
-        if column in part:
-            value = part[column].to_numpy(dtype=np.float64)
-            eligible, read = ~np.isnan(value), value != UNREAD
+        if column in rows:
+            value = rows[column].to_numpy(dtype=np.float64)
+            eligible, is_read = ~np.isnan(value), value != UNREAD
             if eligible.any():
-                yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), read
+                yield name, eligible, (value == FACETS[name].wanted).astype(np.float64), is_read
 
 
 def _panel(
-    suite: str, context: int, part: pd.DataFrame, score: Array, *, read: _Mask, unsure: _Mask, unscored: _Mask
+    suite: str, context: int, rows: pd.DataFrame, score: Array, *, is_read: _Mask, unsure: _Mask, unscored: _Mask
 ) -> Panel:
-    keys, cell = _cells(part)  # cell [rows]
-    items, item = _coded(part["item_id"])  # item [rows]
-    names, name = _coded(part["cluster_id"])
+    keys, cell = _cells(rows)  # cell [rows]
+    items, item = _codes(rows["item_id"])  # item [rows]
+    names, name = _codes(rows["cluster_id"])
     first = np.zeros(len(items), dtype=np.int64)
     first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
-    # the templates of this panel alone, numbered anew: clusters [N]
-    used, clusters = np.unique(first, return_inverse=True)
+    used, clusters = np.unique(first, return_inverse=True)  # numbered within this panel: clusters [N]
     shape = (len(items), len(keys))
-    place = item * len(keys) + cell  # where a row counts in [items, cells]
-    hidden = unscored | ~read
-    # what is not known counted as 0, and as 1
+    place = item * len(keys) + cell  # index of a row's entry in [items, cells]
+    hidden = unscored | ~is_read
     low, high = np.where(hidden, 0.0, score), np.where(hidden, 1.0, score)
     counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
     most = int(counts.max())
@@ -410,8 +409,8 @@ def _panel(
         items=tuple(items),
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
-        # what could not be read adds 0 to the sum, so only the count has to leave it out
-        scores=_by_cell(keys, _means(place, low, _counts(place, read, shape))),
+        # an unreadable sample adds 0 to the sum, so only the count must leave it out
+        scores=_by_cell(keys, _means(place, low, _counts(place, is_read, shape))),
         floor=_by_cell(keys, _means(place, low, counts)),
         best=_by_cell(keys, _means(place, high, counts)),
         unscored=dict(zip(keys, (_total(cell, unscored, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
@@ -420,37 +419,37 @@ def _panel(
         uneven_samples=frozenset(
             key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
         ),
-        # the first row of an item says its cluster; rows that say another are of split items
         split_items=len(np.unique(item[name != first[item]])),
         readings=tuple(
-            _by_cell(keys, _means(place, np.where(unsure, word, low), _counts(place, read, shape)))
-            for word in ((0.0, 1.0) if unsure.any() else ())
+            _by_cell(keys, _means(place, np.where(unsure, value, low), _counts(place, is_read, shape)))
+            for value in ((0.0, 1.0) if unsure.any() else ())
         ),
         unscored_as=tuple(
-            _by_cell(keys, _means(place, np.where(unscored, word, low), _counts(place, read | unscored, shape)))
-            for word in ((0.0, 1.0) if unscored.any() else ())
+            _by_cell(keys, _means(place, np.where(unscored, value, low), _counts(place, is_read | unscored, shape)))
+            for value in ((0.0, 1.0) if unscored.any() else ())
         ),
     )
 
 
-def _cells(part: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
-    """The cells of these rows in order, and each row's cell."""
-    arms, arm = _coded(part["arm"])
-    seeds, seed = np.unique(part["train_seed"].to_numpy(), return_inverse=True)
-    policies, policy = _coded(part["policy"])
+def _cells(rows: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
+    """Return the cells of these rows, sorted, and each row's cell."""
+    arms, arm = _codes(rows["arm"])
+    seeds, seed = np.unique(rows["train_seed"].to_numpy(), return_inverse=True)
+    policies, policy = _codes(rows["policy"])
     # arm, seed and policy as the digits of one number, which sorts as they do
     numbers, cell = np.unique((arm * len(seeds) + seed) * len(policies) + policy, return_inverse=True)
-    rest, last = np.divmod(numbers, len(policies))
+    arm_and_seed, policy = np.divmod(numbers, len(policies))
     keys = [
-        CellKey(arms[a], int(seeds[s]), policies[p]) for a, s, p in zip(*np.divmod(rest, len(seeds)), last, strict=True)
+        CellKey(arms[a], int(seeds[s]), policies[p])
+        for a, s, p in zip(*np.divmod(arm_and_seed, len(seeds)), policy, strict=True)
     ]
     return keys, cell.astype(np.int64)
 
 
-def _coded(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The words of a column in order, and each row's place among them."""
+def _codes(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the different words of a column, sorted, and each row's index into them."""
     categories = column.astype("category")
-    # words of the whole table that this part does not have are left out
+    # not all categories of the whole table occur in these rows
     used, codes = np.unique(categories.cat.codes.to_numpy(), return_inverse=True)
     return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
 
@@ -461,13 +460,12 @@ def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) ->
 
 
 def _counts(place: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """Kept rows by [items, cells]."""
-    found = np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape)
-    return found.astype(np.int64)
+    """Return the number of kept rows by [items, cells]."""
+    return np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
 
 
 def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
-    """[items, cells], NaN where a cell lacks the item."""
+    """Return means by [items, cells], NaN where a cell lacks the item."""
     sums = _total(place, values, counts.size).reshape(counts.shape)
     means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
     return means
