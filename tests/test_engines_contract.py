@@ -216,7 +216,7 @@ class Coded(Engine):
 
 def wrong(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> type[Engine]:
     """An engine of a file from outside, gone with the test."""
-    monkeypatch.setattr(ENGINES, "_found", dict(ENGINES.all()))
+    monkeypatch.setattr(ENGINES, "_classes", dict(ENGINES.all()))
     file = folder / "coded_engine.py"
     file.write_text(WRONG.format(body=body))
     ENGINES.load_file(file)

@@ -77,8 +77,8 @@ def run(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(Math, "question", question)
     monkeypatch.setattr(Math, "settled", settled)
     JUDGES.all()
-    assert JUDGES._found is not None
-    monkeypatch.setitem(JUDGES._found, "moody", Moody)
+    assert JUDGES._classes is not None
+    monkeypatch.setitem(JUDGES._classes, "moody", Moody)
     yield folder
     Moody.asked.clear()
     Moody.fails.clear()

@@ -390,7 +390,7 @@ def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
 
 
 def test_requests_that_come_first_and_at_once_know_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(POLICIES, "_found", None)  # as in a server that nobody has asked yet
+    monkeypatch.setattr(POLICIES, "_classes", None)  # as in a server that nobody has asked yet
     load = importlib.import_module
 
     def slow(name: str) -> Any:

@@ -53,10 +53,10 @@ _SHORTEST_KEY = 8  # characters of a key that is removed from replies; a shorter
 
 
 class Scope(StrEnum):
-    """How much a failure ends."""
+    """The extent of a failure."""
 
     TRY = "try"  # this try; another may succeed
-    QUESTION = "question"  # this request, whatever is tried
+    QUESTION = "question"  # this request, with any number of tries
     ENDPOINT = "endpoint"  # every request
 
 
@@ -368,13 +368,13 @@ def _retry_after(header: str | None) -> float | None:
     return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
 
 
-def check_no_address(key: str, text: str, wanted: str) -> None:
+def check_no_address(key: str, text: str, expected: str) -> None:
     """Raise SpecError if the option ``key`` holds a server's address; its user, password and query are not shown."""
     if not _ADDRESS.match(text.strip()):
         return
     address = re.sub(r"(?i)^(https?:)/+([^/@]*@)?", r"\1//", text.strip().partition("?")[0])
     raise SpecError(
-        f"{key} is {clip(inline(address), 80)!r}, a server's address, wanted {wanted}; to compare two servers: kvaudit "
-        "check MODEL --reference URL#NAME --candidate URL#NAME, where MODEL is the folder of what they serve; "
+        f"{key} is {clip(inline(address), 80)!r}, a server's address, wanted {expected}; to compare two servers: "
+        "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME, where MODEL is the folder of what they serve; "
         f"for one server: engine: endpoint in evaluate.policies of a spec ({guide_path('audit-an-engine.md')})"
     )

@@ -37,16 +37,16 @@ class SpecError(AuditError):
 class UnknownName(SpecError):
     """A name that is not among the known ones."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+    def __init__(self, kind: str, name: str, names: Iterable[str]) -> None:
+        names = sorted(names)
         hint = did_you_mean(name, names, cutoff=0.5)
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
         self.kind, self.name, self.known = kind, name, names
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a sentence that suggests the closest name, empty if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -3,7 +3,7 @@
     answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
 
 Several processes may append to one file; all of them use the first answer to a question. Failures are not kept, so
-the question is asked again by the next run, unless the cache is told to keep them.
+the question is asked again by the next run, unless the cache is set to keep them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int
 
 
 def call_with_timeout(work: Callable[[], _R], seconds: float) -> _R:
-    """Return the result of ``work``; raises TimeoutError after so many seconds and leaves its thread behind."""
+    """Return the result of ``work``; raises TimeoutError after so many seconds and abandons its thread."""
     future = Future[_R]()
     threading.Thread(target=lambda: _run(future, lambda _: work(), None), daemon=True).start()
     return future.result(seconds)

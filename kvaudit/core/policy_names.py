@@ -264,6 +264,6 @@ def _without_shared_words(names: Collection[str]) -> dict[str, str]:
     """Return names without the words that all share, or the whole names where these would be empty or equal."""
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()
-    short = {name: "_".join(word for word in own if word not in shared) for name, own in words.items()}
+    short = {name: "_".join(word for word in parts if word not in shared) for name, parts in words.items()}
     is_unique = len(names) == 1 or (all(short.values()) and len(set(short.values())) == len(names))
     return short if is_unique else dict(zip(names, names, strict=True))

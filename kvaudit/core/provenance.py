@@ -1,4 +1,4 @@
-"""What a run records about itself, and the checks that nothing changed since: provenance.json, seals, recipe.json.
+"""The metadata of a run and the checks that nothing changed since: provenance.json, seals, recipe.json.
 
     provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
     <unit>.done.json   the seal of a finished unit: sha256 of its records, inputs: sha256 of the table of inputs

@@ -1,4 +1,4 @@
-"""How much of every token the cache still held when an answer began, kept next to the run's records.
+"""The share of heads that still held each token when an answer began, kept next to the run's records.
 
     shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 

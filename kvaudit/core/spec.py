@@ -120,7 +120,7 @@ class GateSpec(SpecSection):
 
 
 class DeclaredTraining(SpecSection):
-    """How checkpoints were trained elsewhere, as the user declares it. Nothing here can be verified."""
+    """The training of external checkpoints as the user declares it. Nothing here can be verified."""
 
     rollouts: Text = UNKNOWN  # the cache policy of the rollouts: one of ours, or another mechanism in words
     learner: Text = UNKNOWN  # dense or shadow
@@ -397,10 +397,10 @@ def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
         # a reference with one seed that no arm has is compared with all seeds
         is_shared = reference == BASE_ARM or (len(reference_seeds) == 1 and not reference_seeds & seeds)
         if seeds != first or not (is_shared or seeds <= reference_seeds):
-            other = sorted(first if seeds != first else reference_seeds)
+            other_seeds = sorted(first if seeds != first else reference_seeds)
             raise SpecError(
-                f"checkpoints: arm {arm} has seeds {sorted(seeds)}, another arm or the reference {other}; arms are "
-                "compared seed by seed: give all the same seeds (or the reference one seed that no other arm has)"
+                f"checkpoints: arm {arm} has seeds {sorted(seeds)}, another arm or the reference {other_seeds}; arms "
+                "are compared seed by seed: give all the same seeds (or the reference one seed that no other arm has)"
             )
 
 
@@ -532,11 +532,11 @@ def _merge_gate(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[st
         for key in ("profile", "alpha", "on_inconclusive"):
             kept.pop(key, None)
     merged = {**kept, **{key: value for key, value in table.items() if key != "format"}}
-    for key, instead in (("margins", "ratios"), ("ratios", "margins"), ("estimand_margins", "")):
-        old, new, other = kept.get(key, {}), table.get(key, {}), table.get(instead, {})
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(other, Mapping):
+    for key, other_key in (("margins", "ratios"), ("ratios", "margins"), ("estimand_margins", "")):
+        old, new, replaced = kept.get(key, {}), table.get(key, {}), table.get(other_key, {})
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(replaced, Mapping):
             # a limit of the other kind in the file replaces the one of this kind
-            merged[key] = {**{name: value for name, value in old.items() if name not in other}, **new}
+            merged[key] = {**{name: value for name, value in old.items() if name not in replaced}, **new}
     return merged
 
 

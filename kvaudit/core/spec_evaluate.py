@@ -306,8 +306,8 @@ class EvaluateSpec(SpecSection):
 
     def check_draws(self) -> None:
         """Raise SpecError for several samples at temperature 0."""
-        own = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
-        for key, samples in {"evaluate.samples": self.samples, **own}.items():
+        overrides = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
+        for key, samples in {"evaluate.samples": self.samples, **overrides}.items():
             if self.temperature == 0 and samples > 1:
                 raise SpecError(
                     f"{key} is {samples} at temperature 0: greedy answers are all the same; "
@@ -351,7 +351,7 @@ class ProbeSpec(SpecSection):
 
 
 class EngineSpec(SpecSection):
-    """How an engine is run, apart from its settings.
+    """The options of running an engine, apart from its settings.
 
     ``python``: the interpreter of its environment, None for our own. ``weights``: a file or folder in the engine's own
     format, served instead of a conversion of the checkpoint. ``at_once``: the number of requests in flight. ``start``

@@ -46,10 +46,10 @@ def is_temperature(value: float) -> bool:
     return value == 0 or 1e-3 <= value <= 100
 
 
-def _only(is_valid: Callable[[float], bool], wanted: str) -> AfterValidator:
+def _only(is_valid: Callable[[float], bool], expected: str) -> AfterValidator:
     def check(value: float) -> float:
         if not is_valid(value):
-            raise PydanticCustomError("number", wanted)
+            raise PydanticCustomError("number", expected)
         return value
 
     return AfterValidator(check)

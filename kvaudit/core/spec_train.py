@@ -156,7 +156,7 @@ class Training(SpecSection):
 
     @property
     def stops(self) -> bool:
-        """Whether an alarm may stop training."""
+        """True if an alarm may stop training."""
         return self.watch is not None and bool(self.watch.stop_on)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
@@ -176,12 +176,12 @@ class Training(SpecSection):
         _require("suites", list(self.suites), "at least one suite, each once", are_unique)
         check_unique("train.watch.suites", self.validation_suites)
         if self.watch is not None and self.watch.stop_on:
-            wanted = f"at most the {self.steps} steps of training, or the stop never comes"
-            _require("watch.patience", self.watch.patience, wanted, self.watch.patience <= self.steps)
-        rows, wanted = self.rollout_rows, f"0, or {self.group} or more: a group is sampled at once"
-        _require("rollout_rows", rows, wanted, rows == 0 or rows >= self.group)
-        wanted = f"a divisor of the {self.prompts_per_step} prompts of a step"
-        _require("minibatches", self.minibatches, wanted, self.prompts_per_step % self.minibatches == 0)
+            expected = f"at most the {self.steps} steps of training, or the stop never comes"
+            _require("watch.patience", self.watch.patience, expected, self.watch.patience <= self.steps)
+        rows, expected = self.rollout_rows, f"0, or {self.group} or more: a group is sampled at once"
+        _require("rollout_rows", rows, expected, rows == 0 or rows >= self.group)
+        expected = f"a divisor of the {self.prompts_per_step} prompts of a step"
+        _require("minibatches", self.minibatches, expected, self.prompts_per_step % self.minibatches == 0)
         prompts = self.prompts_per_step // self.minibatches
         _require("ranks", self.ranks, f"at most the {prompts} prompts of a gradient step", self.ranks <= prompts)
         if self.weights:
@@ -288,6 +288,6 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
         return tuple(policy for policy in self.policies if policy in selected)
 
 
-def _require(name: str, value: Any, wanted: str, is_valid: bool) -> None:
+def _require(name: str, value: Any, expected: str, is_valid: bool) -> None:
     if not is_valid:
-        raise SpecError(f"training option {name!r} is {value!r}, wanted {wanted}")
+        raise SpecError(f"training option {name!r} is {value!r}, wanted {expected}")

@@ -72,8 +72,8 @@ def line_struct(record: type[Record]) -> type[Struct]:
 def numeric_fields(record: type[Record]) -> dict[str, type]:
     """Return the number fields of a record class with their column type, np.int64 or np.float64 (NaN for None)."""
     kinds = {int: np.int64, float: np.float64, int | None: np.float64, float | None: np.float64}
-    known = {name: kinds.get(field.type) for name, field in schema_of(record).fields.items() if name != "format"}
-    return {name: kind for name, kind in known.items() if kind is not None}
+    fields = schema_of(record).fields.items()
+    return {name: kinds[field.type] for name, field in fields if field.type in kinds and name != "format"}
 
 
 _LINE = line_struct(Record)

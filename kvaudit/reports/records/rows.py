@@ -257,8 +257,8 @@ def check_record(record: Record) -> Record:
     for name, types in NULLABLE.items():
         optional: Any = getattr(record, name)
         if not _is_valid_optional(name, optional):
-            wanted = "a finite number" if float in types else "a number of bytes"
-            raise DataError(f"record has {name}={str(optional)[:40]!r}, wanted {wanted} below 2^62, or null")
+            expected = "a finite number" if float in types else "a number of bytes"
+            raise DataError(f"record has {name}={str(optional)[:40]!r}, wanted {expected} below 2^62, or null")
     if not isinstance(record.survival, dict) or not all(_is_finite(share) for share in record.survival.values()):
         raise DataError("record has a bad survival table, wanted role -> share")
     if any(not isinstance(message.content, str) for message in record.transcript):

@@ -317,4 +317,4 @@ def _reader_of(path: Path) -> Reader:
     if kind := foreign_kind(path):
         raise DataError(f"{str(path)!r} is {kind}")
     kinds = "; ".join(reader.reads for reader in readers)
-    raise DataError(f"{str(path)!r} is no result file that is known: {kinds}")
+    raise DataError(f"{str(path)!r} is no known result file: {kinds}")
