@@ -31,6 +31,7 @@ from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, chec
 from kvaudit.core.spec_parts import (
     Alpha,
     ContextLength,
+    OmitDefault,
     PluginNames,
     Points,
     Policies,
@@ -96,27 +97,23 @@ class GateSpec(SpecSection):
     ``gate_file`` names a file that replaces parts of this section; like ``pin`` it is copied into the run at its start.
     """
 
-    later = (
-        *("profile", "arms", "estimand_margins", "ratios", "contexts", "deployable", "on_inconclusive"),
-        *("not_measurable", "worst_seed", "pin", "gate_file"),
-    )
-
     reference: str | None = None
-    arms: tuple[str, ...] = ()  # the candidates that decide; (): all
-    profile: Literal["pr", "release"] | None = None
+    arms: OmitDefault[tuple[str, ...]] = ()  # the candidates that decide; (): all
+    profile: OmitDefault[Literal["pr", "release"] | None] = None
     alpha: Alpha | None = None  # None: the profile's, or .05
     margins: dict[str, Points] = Field(default_factory=dict)
-    estimand_margins: dict[Literal["selectivity", "parity"], Points] = Field(default_factory=dict)
-    ratios: dict[str, Ratio] = Field(default_factory=dict)  # at most so many times as often, instead of a margin
+    estimand_margins: OmitDefault[dict[Literal["selectivity", "parity"], Points]] = Field(default_factory=dict)
+    # at most so many times as often, instead of a margin
+    ratios: OmitDefault[dict[str, Ratio]] = Field(default_factory=dict)
     primary: Policies = ()
-    contexts: tuple[ContextLength, ...] = ()
-    deployable: Policies = ()
+    contexts: OmitDefault[tuple[ContextLength, ...]] = ()
+    deployable: OmitDefault[Policies] = ()
     estimands: tuple[_Contrast, ...] = Field(default=(ALIKE, DEPLOYED), min_length=1)
-    on_inconclusive: Literal["block", "warn"] | None = None
-    not_measurable: Literal["block", "warn"] | None = None  # a reference with nothing to lose; None: block
-    worst_seed: bool = False  # FAIL if a single training seed fails
-    pin: Text | None = None
-    gate_file: Text | None = None
+    on_inconclusive: OmitDefault[Literal["block", "warn"] | None] = None
+    not_measurable: OmitDefault[Literal["block", "warn"] | None] = None  # a reference with nothing to lose; None: block
+    worst_seed: OmitDefault[bool] = False  # FAIL if a single training seed fails
+    pin: OmitDefault[Text | None] = None
+    gate_file: OmitDefault[Text | None] = None
 
 
 class DeclaredTraining(SpecSection):
@@ -165,21 +162,21 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 class RunSpec(SpecSection):
     """A whole run. Defaults of the gate are filled in; the hash is that of the complete spec."""
 
-    later = ("chat", "checkpoints", "probe", "engines", "judge")
-
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     model: str = "embedded"
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     device: str = "auto"
-    chat: dict[OptionName, ChatValue] = Field(default_factory=dict)  # options of the chat template, also in training
+    # options of the chat template, also in training
+    chat: OmitDefault[dict[OptionName, ChatValue]] = Field(default_factory=dict)
     train: TrainSpec | None = None
-    checkpoints: dict[_ArmName, ExternalArm] = Field(default_factory=dict)
+    checkpoints: OmitDefault[dict[_ArmName, ExternalArm]] = Field(default_factory=dict)
     evaluate: EvaluateSpec
-    probe: ProbeSpec | None = None
-    engines: dict[Text, EngineSpec] = Field(default_factory=dict)  # of the conditions and of rollouts
+    probe: OmitDefault[ProbeSpec | None] = None
+    engines: OmitDefault[dict[Text, EngineSpec]] = Field(default_factory=dict)  # of the conditions and of rollouts
     gate: GateSpec = GateSpec()
-    judge: Annotated[tuple[Text, ...], BeforeValidator(_as_list)] = ()  # judges that grade the stored transcripts again
+    # judges that grade the stored transcripts again
+    judge: OmitDefault[Annotated[tuple[Text, ...], BeforeValidator(_as_list)]] = ()
     data: str | None = None  # folder of public rows, instead of KVAUDIT_DATA
     _default_margins: _DefaultMargins = PrivateAttr(default=_DefaultMargins())
 

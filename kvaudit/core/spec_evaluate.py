@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ from kvaudit.core.spec_parts import (
     Count,
     Group,
     Number,
+    OmitDefault,
     PluginNames,
     Seed,
     Share,
@@ -40,6 +41,10 @@ LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 
 def _as_list(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
+
+
+_T = TypeVar("_T")
+_OneOrMore = Annotated[tuple[_T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
 def _items(value: Any) -> Any:
@@ -70,13 +75,11 @@ class SuiteSpec(SpecSection):
     ``context:`` with one or several names, which makes such suites.
     """
 
-    later = ("max_new_tokens", "samples", "context_tokens", "placement")
-
     items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
-    max_new_tokens: Count | None = None
-    samples: Group | None = None
-    context_tokens: Annotated[tuple[ContextLength, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
-    placement: Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_as_list)] | None = None
+    max_new_tokens: OmitDefault[Count | None] = None
+    samples: OmitDefault[Group | None] = None
+    context_tokens: OmitDefault[_OneOrMore[ContextLength] | None] = None
+    placement: OmitDefault[_OneOrMore[Text] | None] = None
 
 
 class Thinking(SpecSection):
@@ -134,8 +137,6 @@ class EvaluateSpec(SpecSection):
     (0). With ``own_policy_only`` a checkpoint is served under the policy that it was trained under, and ``none``.
     """
 
-    later = ("think", "own_policy_only", "references", "floor", "pilot", "rounds")
-
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
     context_tokens: Annotated[
@@ -147,14 +148,15 @@ class EvaluateSpec(SpecSection):
     top_p: Share = 1.0
     seed: Seed = 1000
     batch_tokens: BatchTokens = 16384
-    think: Annotated[Thinking | None, BeforeValidator(_thinking)] = None
-    own_policy_only: bool = False
+    think: OmitDefault[Annotated[Thinking | None, BeforeValidator(_thinking)]] = None
+    own_policy_only: OmitDefault[bool] = False
     # an engine's condition -> its uncompressed reference in the same engine; filled in by ``PluginNames``
-    references: dict[str, str] = Field(default_factory=dict)
+    references: OmitDefault[dict[str, str]] = Field(default_factory=dict)
     # items of a suite and length that an engine answers twice more, once in another order; 0 for none
-    floor: Annotated[int, Field(strict=True, ge=0, le=1_000_000)] = FLOOR_ITEMS
-    pilot: Annotated[int | None, BeforeValidator(_pilot)] = None  # items that the reference answers first; 0 for none
-    rounds: Rounds | None = None
+    floor: OmitDefault[Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] = FLOOR_ITEMS
+    # items that the reference answers first; 0 for none
+    pilot: OmitDefault[Annotated[int | None, BeforeValidator(_pilot)]] = None
+    rounds: OmitDefault[Rounds | None] = None
 
     @property
     def pilot_size(self) -> int:

@@ -6,9 +6,9 @@ Every number is bounded, so that no file can ask for more than a machine has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -88,24 +88,25 @@ class PluginNames:
     check_judge: Callable[[str], object]  # checks a judge and its options
 
 
-class SpecSection(BaseModel):
-    """A section of the spec: frozen, and an unknown key is an error.
+_T = TypeVar("_T")
+_OMIT = "omit default"
+# a field that is written only if it differs from its default: it was added later, and older specs keep their hash
+OmitDefault = Annotated[_T, _OMIT]
 
-    ``later`` are fields that were added after the first release: they are written only if they differ from the default,
-    so that older specs keep their hash.
-    """
+
+class SpecSection(BaseModel):
+    """A section of the spec: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    later: ClassVar[Collection[str]] = ()
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values, with every default except those of ``later``."""
-        values = {name: (getattr(self, name), field) for name, field in type(self).model_fields.items()}
-        return {
-            name: _plain(value)
-            for name, (value, field) in values.items()
-            if name not in self.later or value != field.get_default(call_default_factory=True)
-        }
+        """Return the section as plain values, with every default except those of ``OmitDefault`` fields."""
+        row = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if _OMIT not in field.metadata or value != field.get_default(call_default_factory=True):
+                row[name] = _plain(value)
+        return row
 
 
 def _plain(value: Any) -> Any:

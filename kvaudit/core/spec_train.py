@@ -18,6 +18,7 @@ from kvaudit.core.spec_parts import (
     Group,
     Norm,
     Number,
+    OmitDefault,
     Policies,
     Policy,
     PromptCount,
@@ -104,11 +105,6 @@ class Training(SpecSection):
     the number of rollouts that are sampled at once, whole groups, 0 for all of a step.
     """
 
-    later = (
-        *("sft", "adapter", "gradient_checkpointing", "rollout_rows", "minibatches", "resample", "overlong", "critic"),
-        *("distill_towards", "distill_where", "policies", "only", "watch", "reward", "ranks", "rollouts"),
-    )
-
     policy: Policy
     suites: tuple[str, ...]
     weights: tuple[Number, ...] = ()
@@ -129,20 +125,22 @@ class Training(SpecSection):
     save_every: Count = 20
     ledger_every: Steps = 20
     updates_per_batch: Group = 1
-    sft: SftSpec | None = None
-    adapter: AdapterSpec | None = None
-    gradient_checkpointing: bool = False
-    rollout_rows: Steps = 0
-    minibatches: Group = 1  # gradient steps per pass over a batch, each on an equal share of the prompts
-    resample: Steps | None = None  # how often a group with equal rewards is sampled again
-    overlong: ShareOrZero | None = None  # the last share of the token limit, in which length costs reward; 0 is off
-    critic: CriticSpec = CriticSpec()
-    distill_towards: Literal["shadow", "dense"] = "shadow"  # the pass that teaches the other
-    distill_where: Literal["earned", "everywhere"] = "earned"  # earned: groups whose rewards are not all 0
-    watch: ValidationSpec | None = None
-    reward: Annotated[Any, BeforeValidator(_check_reward)] = "grade"  # text, or {NAME: argument, option: value}
-    ranks: Count = 1  # processes that share each batch and the optimiser's state, one GPU each
-    rollouts: Policy | None = None  # the engine that draws them, with its settings; None: our own cache
+    sft: OmitDefault[SftSpec | None] = None
+    adapter: OmitDefault[AdapterSpec | None] = None
+    gradient_checkpointing: OmitDefault[bool] = False
+    rollout_rows: OmitDefault[Steps] = 0
+    minibatches: OmitDefault[Group] = 1  # gradient steps per pass over a batch, each on an equal share of the prompts
+    resample: OmitDefault[Steps | None] = None  # how often a group with equal rewards is sampled again
+    # the last share of the token limit, in which length costs reward; 0 is off
+    overlong: OmitDefault[ShareOrZero | None] = None
+    critic: OmitDefault[CriticSpec] = CriticSpec()
+    distill_towards: OmitDefault[Literal["shadow", "dense"]] = "shadow"  # the pass that teaches the other
+    distill_where: OmitDefault[Literal["earned", "everywhere"]] = "earned"  # earned: groups whose rewards are not all 0
+    watch: OmitDefault[ValidationSpec | None] = None
+    # text, or {NAME: argument, option: value}
+    reward: OmitDefault[Annotated[Any, BeforeValidator(_check_reward)]] = "grade"
+    ranks: OmitDefault[Count] = 1  # processes that share each batch and the optimiser's state, one GPU each
+    rollouts: OmitDefault[Policy | None] = None  # the engine that draws them, with its settings; None: our own cache
 
     @property
     def updates_per_step(self) -> int:
@@ -212,8 +210,8 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     of them.
     """
 
-    policies: Policies = ()
-    only: dict[str, Policies] = Field(default_factory=dict)
+    policies: OmitDefault[Policies] = ()
+    only: OmitDefault[dict[str, Policies]] = Field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[TrainedArm, ...]:
