@@ -240,10 +240,10 @@ class Record:
             raise DataError(
                 f"record has wrong keys: missing {sorted(names - row.keys())}, extra {sorted(row.keys() - names)}"
             )
-        return cls._checked(row, schema)
+        return cls._from_row(row, schema)
 
     @classmethod
-    def _checked(cls, row: dict[str, Any], schema: RecordSchema) -> Record:
+    def _from_row(cls, row: dict[str, Any], schema: RecordSchema) -> Record:
         try:
             row["outcome"] = Outcome(row["outcome"])
             row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
