@@ -13,7 +13,7 @@ from kvaudit.core.network import map_in_order, start_all
 
 HANGING = {
     "an engine's requests": "from kvaudit.audit.engines.served import all_at_once as ask; more = (1e9,)",
-    "a judge's questions": "from kvaudit.core.network import done_in_order as ask; more = ()",
+    "a judge's questions": "from kvaudit.core.network import map_in_order as ask; more = ()",
 }
 
 
