@@ -13,10 +13,16 @@ from test_probe import SMALL, World, planned
 
 from kvaudit.audit.runs.probe.probe import Failure, grouped
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
-from kvaudit.core.completions import ChatCompletion, NoCompletion, parse_completion, parse_finish, is_filtered
-from kvaudit.core.endpoint import Endpoint, EndpointClient, RefusedRequest, HttpReply, Scope, Unanswered
+from kvaudit.core.completions import (
+    ChatCompletion,
+    NoCompletion,
+    is_filtered,
+    parse_completion,
+    parse_finish,
+    split_thought,
+)
+from kvaudit.core.endpoint import Endpoint, EndpointClient, HttpReply, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.completions import split_thought
 
 NO = "I can't assist with that."
 ROWS = [{"role": "user", "content": "x" * 400}]
@@ -147,12 +153,12 @@ HELP = "Sure, here is how."
     ],
 )
 def test_a_thought_is_parted_with_and_without_its_opening_tag(text: str) -> None:
-    assert split_thought(text, opened=None)[-1] == Message(Role.ASSISTANT, HELP)
+    assert split_thought(text, is_open=None)[-1] == Message(Role.ASSISTANT, HELP)
 
 
 @pytest.mark.parametrize("text", ["zebra <think>hm</think> I refuse", "I refuse", "a < b", "say <think> and go on"])
 def test_what_holds_no_thought_is_said_whole(text: str) -> None:
-    assert split_thought(text, opened=None) == (Message(Role.ASSISTANT, text),)
+    assert split_thought(text, is_open=None) == (Message(Role.ASSISTANT, text),)
 
 
 def test_an_answer_scores_alike_with_both_tags_with_one_and_with_a_field_of_its_own(world: World) -> None:

@@ -26,8 +26,8 @@ from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import parse_plugin, sha256_of
-from kvaudit.core.judge_answers import Question, Judgement
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]

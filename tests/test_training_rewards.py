@@ -26,8 +26,8 @@ from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.rewards.classifier import Classified
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
-from kvaudit.core.records import Outcome
 from kvaudit.core.judge_answers import AnswerCache
+from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
@@ -130,9 +130,9 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
         ({"function": f"{HERE}:broken", "what": "short"}, "returned 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
-        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: it fails again where it is asked what happened"),
-        ({"function": f"{HERE}:broken", "what": "none"}, "gives no score for the gold answer"),
-        ({"judge": "phrases"}, "no suite of math leaves answers to a judge; add a constitution"),
+        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: its message cannot be shown"),
+        ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
+        ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "http://h", "key": "NO_KEY"}, "NO_KEY is not set"),
     ],

@@ -30,7 +30,7 @@ from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.audit.training.trl.output import base_sha256
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.provenance import recipe_changes, read_recipe
+from kvaudit.core.provenance import read_recipe, recipe_changes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what it calls experimental and names of transformers
 

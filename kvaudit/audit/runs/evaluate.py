@@ -37,7 +37,7 @@ from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, table_of, prompt_unit
+from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, prompt_unit, table_of
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec

@@ -31,8 +31,8 @@ def _reference(canonical: str, named: Any) -> str | None:
     if not isinstance(served, Condition):
         if named is not None:
             raise SpecError(
-                f"reference of {canonical} is {short_repr(named)}: a policy of our own cache is compared with none; leave "
-                "it out"
+                f"reference of {canonical} is {short_repr(named)}: a policy of our own cache is compared with none; "
+                "leave it out"
             )
         return None
     if named is None:

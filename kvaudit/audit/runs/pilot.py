@@ -15,10 +15,10 @@ from typing import Any
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
 from kvaudit.audit.runs.units import Unit
-from kvaudit.core.policy_names import condition_names, uncompressed_policies, reference_of
 from kvaudit.core.errors import CannotPass, NotMeasurable
 from kvaudit.core.facets import FACETS, UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.plugins import parse_plugin
+from kvaudit.core.policy_names import condition_names, reference_of, uncompressed_policies
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS

@@ -89,28 +89,28 @@ from kvaudit.core.provenance import (
     ANYWAY,
     CHECKPOINTS,
     ENDED,
-    PILOT_RESULT,
     INPUTS,
     JUDGED,
     LOOKS,
     MODEL,
     PILOT,
+    PILOT_RESULT,
     PLANNED,
     PLUGINS,
+    RECIPE,
     REWARD,
     REWARD_JUDGES,
     ROWS,
     STOPPED,
     VERSIONS_USED,
     Digests,
+    all_looks,
     check_checkpoints,
     check_inputs,
     inputs_sha256,
-    all_looks,
     pilot_items,
     table_of,
 )
-from kvaudit.core.provenance import RECIPE
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import Rounds

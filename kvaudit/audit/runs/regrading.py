@@ -19,8 +19,8 @@ from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, records_of, stored_units, work_on
 from kvaudit.core.files import read_json
-from kvaudit.core.records import Item, Record
 from kvaudit.core.judge_answers import Q
+from kvaudit.core.records import Item, Record
 from kvaudit.suites.base import Suite
 
 

@@ -344,8 +344,8 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
     stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
     if stop is not None and stop >= size:
         raise DataError(
-            f"model {name!r}: the tokenizer's eos_token {short_repr(tokenizer.eos_token)} is token {stop}, the model has "
-            f"tokens 0 to {size - 1}; the two do not belong together"
+            f"model {name!r}: the tokenizer's eos_token {short_repr(tokenizer.eos_token)} is token {stop}, the model "
+            f"has tokens 0 to {size - 1}; the two do not belong together"
         )
 
 

@@ -160,7 +160,7 @@ class PercentileCounter:
 
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
     """Return the declared bounds that a panel violates."""
-    return [bound for bound in MISMATCH_BOUNDS if bound.rings(panel[bound.name])]
+    return [bound for bound in MISMATCH_BOUNDS if bound.is_passed(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:

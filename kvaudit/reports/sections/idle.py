@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import inline, length_label, join_names
+from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import size

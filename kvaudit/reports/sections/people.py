@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvaudit.core.text import length_label, join_names
+from kvaudit.core.text import join_names, length_label
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, percent, points

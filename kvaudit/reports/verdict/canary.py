@@ -21,7 +21,7 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import SAME_ORDER
-from kvaudit.reports.records.rows import LOGPROB, ANSWER_HASH
+from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping, sha256_of
-from kvaudit.core.plugins import Registry
+from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, plugin_from_mapping, sha256_of
 from kvaudit.core.text import short_repr
 from kvaudit.suites.base import SUITES, Suite
 

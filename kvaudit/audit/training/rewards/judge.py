@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, GradedRows, Reward, RewardFn, Scores, asks_a_judge
-from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping
-from kvaudit.core.judge_answers import Question
-from kvaudit.core.records import Role
-from kvaudit.core.judge_answers import AnswerCache
-from kvaudit.core.spec import expand
 from kvaudit.core.completions import without_thoughts
+from kvaudit.core.errors import RunError, SpecError, UnknownName
+from kvaudit.core.judge_answers import AnswerCache, Question
+from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping
+from kvaudit.core.records import Role
+from kvaudit.core.spec import expand
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:

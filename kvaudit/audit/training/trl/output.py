@@ -37,8 +37,7 @@ from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of
-from kvaudit.core.provenance import PROVENANCE
-from kvaudit.core.provenance import RECIPE, seal_recipe
+from kvaudit.core.provenance import PROVENANCE, RECIPE, seal_recipe
 
 # the settings of TRL that affect what is learned; not paths, logging or service keys
 LEARNING_SETTINGS = (
