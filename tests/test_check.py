@@ -261,7 +261,7 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.engines.worker_client.importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_model_or_adapter", None)
     code, _, err = kvaudit("check", *U4)
     told = f"error: engine openvino is not installed: {install_command('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)

@@ -345,7 +345,7 @@ def test_a_spec_that_was_written_reads_back_with_its_contexts() -> None:
         (
             "{refusal: {context: book}}",
             "",
-            "refusal makes contexts of its own; only suites of public rows stand in one",
+            "refusal builds its own contexts; only suites of public rows take @CONTEXT",
         ),
     ],
 )
