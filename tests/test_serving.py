@@ -392,7 +392,7 @@ def test_requests_outside_the_running_batch_count_as_waiting() -> None:
 
 
 def test_concurrent_first_requests_find_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(POLICIES, "_found", None)  # as in a server before its first request
+    monkeypatch.setattr(POLICIES, "_classes", None)  # as in a server before its first request
     load = importlib.import_module
 
     def slow(name: str) -> Any:

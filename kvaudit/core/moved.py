@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from kvaudit.core.removed import removed_import
+from kvaudit.core.removed import REMOVED, removed_import
 
 # old path -> new path, both below kvaudit
 MOVED = {
@@ -45,7 +45,9 @@ MOVED = {
     },
     **{f"reports.compare.{name}": f"reports.page.compare_{name}" for name in ("direction", "files", "page", "pairing")},
 }
-_FORMER_PACKAGES = frozenset(name.rpartition(".")[0] for name in MOVED)
+_FORMER_PACKAGES = frozenset(
+    name.rpartition(".")[0] for name in (*MOVED, *(name for removed in REMOVED for name in removed.imports))
+)
 
 
 class MovedModules(MetaPathFinder):
