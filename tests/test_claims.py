@@ -17,13 +17,13 @@ import pytest
 
 from kvaudit.audit.runs import claims
 from kvaudit.audit.runs.claims import (
-    SILENCE_SECONDS,
+    TIMEOUT_SECONDS,
     Claims,
-    HeldUnits,
+    ClaimedUnits,
     IdleSignal,
     kernel,
-    work_through,
-    work_through_groups,
+    work_on_units,
+    work_on_groups,
 )
 from kvaudit.core.errors import RunError
 
@@ -121,7 +121,7 @@ def test_a_living_claim_of_another_pid_namespace_is_never_taken(lock: Path, cloc
     with locked(lock):
         for _ in range(3):
             assert not free(lock, waiting)
-            clock.now += SILENCE_SECONDS
+            clock.now += TIMEOUT_SECONDS
     assert json.loads(lock.read_text())["token"] == "theirs"
 
 
@@ -130,9 +130,9 @@ def test_a_claim_of_another_machine_is_free_after_a_silence(lock: Path, clock: C
     left_behind(lock, **changed)
     waiting = Claims()
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS - 1
+    clock.now = TIMEOUT_SECONDS - 1
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS
+    clock.now = TIMEOUT_SECONDS
     assert free(lock, waiting)
 
 
@@ -142,7 +142,7 @@ def test_a_beat_of_another_machine_keeps_its_claim(lock: Path, clock: Clock) -> 
     for beat in range(5):
         os.utime(lock, (beat, beat))
         assert not free(lock, waiting)
-        clock.now += SILENCE_SECONDS
+        clock.now += TIMEOUT_SECONDS
 
 
 def test_a_claim_of_another_machine_is_free_at_once_where_the_user_says_so(lock: Path, clock: Clock) -> None:
@@ -158,7 +158,7 @@ def test_a_lock_that_a_dead_machine_left_is_broken_after_a_silence_where_the_use
     with locked(lock):
         assert not free(lock, patient)
         assert not free(lock, told)
-        clock.now = SILENCE_SECONDS
+        clock.now = TIMEOUT_SECONDS
         assert not free(lock, patient)
         assert free(lock, told)
 
@@ -168,7 +168,7 @@ def test_a_lock_file_of_any_content_ends_in_bounded_time(lock: Path, clock: Cloc
     lock.write_text(text)
     waiting = Claims()
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS
+    clock.now = TIMEOUT_SECONDS
     assert free(lock, waiting)
 
 
@@ -255,7 +255,7 @@ class World:
         self.done.add(unit)
 
     def run(self) -> None:
-        work_through(
+        work_on_units(
             self.units,
             done=self.is_done,
             lock=self.lock,
@@ -282,7 +282,7 @@ def test_what_a_dead_process_held_is_done_in_the_end(tmp_path: Path, clock: Cloc
     left_behind(world.lock("b"), kernel="another")
     world.run()
     assert world.order == ["a", "c", "b"]
-    assert SILENCE_SECONDS <= clock.now < SILENCE_SECONDS + 5
+    assert TIMEOUT_SECONDS <= clock.now < TIMEOUT_SECONDS + 5
 
 
 def test_every_unit_is_told_once_whoever_did_it(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ class Groups(World):
         self.groups, self.hands = groups, list[str]()
         self.rings = False  # another process has nothing to do, as soon as the first piece of work is done
 
-    def work_on(self, held: HeldUnits[str]) -> None:
+    def work_on(self, held: ClaimedUnits[str]) -> None:
         self.hands.append("".join(held.units))
         for unit in held.units:
             if held.keeps(unit):
@@ -320,7 +320,7 @@ class Groups(World):
                     self.rings = False
 
     def run(self) -> None:
-        work_through_groups(
+        work_on_groups(
             self.groups,
             done=self.is_done,
             lock=self.lock,
@@ -361,7 +361,7 @@ def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path)
 def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path: Path) -> None:
     world, seen = Groups(tmp_path, "abcd"), []
 
-    def work(held: HeldUnits[str]) -> None:
+    def work(held: ClaimedUnits[str]) -> None:
         if not seen:
             IdleSignal(tmp_path).send()
             seen.append([held.keeps("d"), *map(held.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])

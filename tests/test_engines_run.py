@@ -18,9 +18,9 @@ from kvaudit.audit.engines.base import EngineFailed, Session
 from kvaudit.audit.engines.weights import check_weights_fit
 from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.audit.runs import evaluate
-from kvaudit.audit.runs.engine_slot import hold_engine
+from kvaudit.audit.runs.engine_slot import check_engine_unchanged
 from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
-from kvaudit.audit.runs.floor import engine_batches, whole_templates
+from kvaudit.audit.runs.batches import engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
@@ -283,13 +283,13 @@ def test_a_run_is_not_resumed_with_another_version_of_the_engine(
 
 def test_long_texts_are_shown_from_their_first_difference_on(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", spec_of(), resume=False)
-    hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
+    check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
     with pytest.raises(
         RunError, match=r"vllm said flags '\.\.\..*--old' when the run began with it, now '\.\.\..*--new'"
     ):
-        hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
     with pytest.raises(RunError, match="said flags '--a=1 --a=1 "):
-        hold_engine(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
     run = open_run(tmp_path_factory.mktemp("judge") / "run", spec, resume=False)
     evaluator = Evaluator(model, spec)
     for unit in grid(spec):
-        evaluator.run_together([unit], run, lambda *_: None)
+        evaluator.answer_units([unit], run, lambda *_: None)
     run.note(suite_versions={"math": Math.version, "agent": Agent.version}, base_sha256=model.sha256)
     return run.path
 

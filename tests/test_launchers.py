@@ -13,7 +13,7 @@ import pytest
 
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
-from kvaudit.audit.runs.launchers.local import ExtraWorker, companions, idle_cores
+from kvaudit.audit.runs.launchers.local import ExtraWorker, local_workers, idle_cores
 
 TIED = (
     "import time; from kvaudit.audit.runs.launchers.local import tie; tie(); print('here', flush=True); time.sleep(600)"
@@ -48,7 +48,9 @@ def is_alive(pid: int) -> bool:
 
 def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
     said: list[str] = []
-    with companions(1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(
+        1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append
+    ) as started:
         started[0].process.wait()
     assert len(said) == 1
     assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")
@@ -60,7 +62,7 @@ def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) 
 )
 def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
     said: list[str] = []
-    with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-2.log")
         started[1].process.send_signal(number)
         while not said:
@@ -75,7 +77,7 @@ def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: Non
     started: list[ExtraWorker] = []
 
     def body() -> None:
-        with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:
+        with local_workers(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:
             started.extend(found)
             wait_for(tmp_path / "logs" / "worker-1.log")
             raise KeyboardInterrupt
@@ -98,7 +100,7 @@ def test_all_companions_are_asked_to_end_before_one_of_them_is_waited_for(
             plain(self, *args)
 
         monkeypatch.setattr(ExtraWorker, name, noted)
-    with pytest.raises(KeyboardInterrupt), companions(2, Job([], tmp_path / "logs", tmp_path), print):
+    with pytest.raises(KeyboardInterrupt), local_workers(2, Job([], tmp_path / "logs", tmp_path), print):
         raise KeyboardInterrupt
     assert calls[:3] == ["ask_to_end 1", "ask_to_end 2", "stop 1"]
 
@@ -121,7 +123,7 @@ def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals
 
 def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
-    with companions(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-1.log")
         started[0].process.send_signal(signal.SIGINT)
         started[0].process.stdin.close()

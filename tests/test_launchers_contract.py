@@ -21,8 +21,8 @@ from test_cli import SPEC, refused
 
 from kvaudit.audit.runs import pipeline
 from kvaudit.audit.runs.launchers import local, slurm
-from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, Say, WorkerGroup, parse_launcher
-from kvaudit.audit.runs.launchers.local import Local, attend, companions
+from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, PrintLine, WorkerGroup, parse_launcher
+from kvaudit.audit.runs.launchers.local import Local, run_worker, local_workers
 from kvaudit.audit.runs.launchers.slurm import Slurm
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command
@@ -47,7 +47,7 @@ def worked(launcher: Launcher, count: int, job: Job) -> list[str]:
     """What is said while a crew works to its end."""
     said: list[str] = []
     launcher.check()
-    with launcher.crew(count, job, said.append) as crew:
+    with launcher.start_workers(count, job, said.append) as crew:
         crew.wait(lambda: False)
     return said
 
@@ -87,8 +87,8 @@ class Mute(Launcher):
     trial = "mute"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        with parse_launcher("local").crew(count, job, lambda _: None) as crew:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
+        with parse_launcher("local").start_workers(count, job, lambda _: None) as crew:
             yield crew
 
 
@@ -98,8 +98,8 @@ class Chatty(Launcher):
     trial = "chatty"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        with parse_launcher("local").crew(count, job, say) as crew:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
+        with parse_launcher("local").start_workers(count, job, say) as crew:
             yield crew
         say("worker 1 stopped with exit code 0")
 
@@ -181,7 +181,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
 def test_a_job_that_is_preempted_is_queued_again(tmp_path: Path, begun: Callable[[], None]) -> None:
     launcher = trial("slurm")
     said: list[str] = []
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
         begun()
         os.kill(child_of(crew._left[1]._process.pid), signal.SIGUSR2)
         crew.wait(lambda: False)
@@ -197,7 +197,7 @@ def test_a_job_that_ends_without_a_word_is_said(
 
     monkeypatch.setattr(LocalJob, "_results_timeout_s", 0)
     said: list[str] = []
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
         begun()
         job = child_of(crew._left[1]._process.pid)
         left = [job, child_of(job)]  # a cluster would end them with the job; here they would sleep on
@@ -224,7 +224,7 @@ def test_a_job_still_queued_when_all_is_done_is_cancelled(
 ) -> None:
     launcher = trial("slurm")
     monkeypatch.setattr(slurm, "GRACE_SECONDS", 0.0)
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
         begun()
         crew.wait(lambda: True)
         process = crew._left[1]._process
@@ -233,7 +233,7 @@ def test_a_job_still_queued_when_all_is_done_is_cancelled(
 
 
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
-    said = attend(Job(["--version"], tmp_path / "run" / "logs", tmp_path), 3)
+    said = run_worker(Job(["--version"], tmp_path / "run" / "logs", tmp_path), 3)
     assert said.startswith(f"worker 3: {socket.gethostname()!r} sees no {str(tmp_path / 'run' / 'logs')!r}; ")
     assert "put the run on a file system that every node sees" in said
 
@@ -249,7 +249,7 @@ def test_companions_take_the_gpus_in_turn(
     monkeypatch.setattr(
         local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
     )
-    with companions(3, Job([], tmp_path / "logs", tmp_path), print) as started:
+    with local_workers(3, Job([], tmp_path / "logs", tmp_path), print) as started:
         assert all(one.wait() for one in started)
     found = [(tmp_path / "logs" / f"worker-{number}.log").read_text().strip() for number in (1, 2, 3)]
     assert found == [str(turn) for turn in turns]
@@ -260,7 +260,7 @@ def test_a_run_that_names_its_gpu_keeps_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     )
-    with companions(1, Job([], tmp_path / "logs", tmp_path, any_gpu=False), print) as started:
+    with local_workers(1, Job([], tmp_path / "logs", tmp_path, any_gpu=False), print) as started:
         assert started[0].wait()
     assert (tmp_path / "logs" / "worker-1.log").read_text().strip() == "3,5"
 
@@ -296,7 +296,7 @@ class Idle(Launcher):
     """No worker at all."""
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
         assert (count, job.arguments[:2]) == (2, ["run", "--join"])
-        with Local().crew(0, job, say) as crew:
+        with Local().start_workers(0, job, say) as crew:
             yield crew

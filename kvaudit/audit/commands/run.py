@@ -34,7 +34,7 @@ from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_pr
 from kvaudit.core.text import hide_passwords, inline
 
 if TYPE_CHECKING:
-    from kvaudit.audit.runs.engine_slot import FirstHeard
+    from kvaudit.audit.runs.engine_slot import OnFirstAnswer
     from kvaudit.audit.runs.folder import RunFolder
     from kvaudit.audit.runs.pipeline import Pipeline, Prepared
     from kvaudit.core.spec import RunSpec
@@ -167,7 +167,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     # this process is one of the workers, or only waits for them
-    with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
+    with launcher.start_workers(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
@@ -185,10 +185,10 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
     has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
     """
-    from kvaudit.audit.runs.ranks import launched
+    from kvaudit.audit.runs.ranks import is_launched
 
     threads = options.threads or begun
-    if _ranks(spec) > 1 and launched():  # other workers would take themselves for the same ranks
+    if _ranks(spec) > 1 and is_launched():  # other workers would take themselves for the same ranks
         if (options.workers or 1) > 1 or not here:
             raise SpecError(
                 "the processes that were launched are the ranks of one worker; leave out --workers and --launcher, or "
@@ -209,12 +209,12 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
 
 def _places(spec: RunSpec) -> int:
     """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
-    from kvaudit.audit.runs.launchers.local import gpus, idle_cores
+    from kvaudit.audit.runs.launchers.local import visible_gpus, idle_cores
     from kvaudit.audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
         return max(idle_cores() // _ranks(spec), 1)
-    return max(len(gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
+    return max(len(visible_gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
 
 
 def _ranks(spec: RunSpec) -> int:
@@ -231,11 +231,11 @@ def _followed(asked: AskedRun, options: Options) -> bool:
 
     from kvaudit.audit.runs.folder import open_run
     from kvaudit.audit.runs.pipeline import Pipeline
-    from kvaudit.audit.runs.ranks import is_follower, joined
+    from kvaudit.audit.runs.ranks import is_follower, join_ranks
 
     if not is_follower(_ranks(asked.spec)):
         return False
-    with joined(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
+    with join_ranks(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
         run = open_run(asked.folder, asked.spec, resume=True)  # which the first has made before it comes here
         Pipeline(run, Console(), options.threads, plugins=asked.plugins).follow(ranks)
     return True
@@ -318,7 +318,7 @@ def opened_run(
     *,
     resume: bool,
     works: bool = True,
-    heard: FirstHeard | None = None,
+    heard: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed.

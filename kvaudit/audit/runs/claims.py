@@ -27,8 +27,8 @@ from kvaudit.core.files import mutex
 
 T = TypeVar("T")
 
-BEAT_SECONDS = 5.0
-SILENCE_SECONDS = 60.0
+HEARTBEAT_SECONDS = 5.0
+TIMEOUT_SECONDS = 60.0
 _BIRTH_SECONDS = 2.0  # a file that nobody signed for so long is of a process that died as it made it
 _SETTLE_SECONDS = 2.0  # where two machines take over at once and no lock is between them, the last to sign has it
 _POLL_SECONDS = 1.0
@@ -100,7 +100,7 @@ class Claim:
         if not self.holds:
             raise RunError(
                 f"claim {str(self.path)!r} was taken over by another process while this one gave no sign for over "
-                f"{SILENCE_SECONDS:.0f} s, or was removed; this process stops, the run goes on there"
+                f"{TIMEOUT_SECONDS:.0f} s, or was removed; this process stops, the run goes on there"
             )
 
     def release(self) -> None:
@@ -110,12 +110,12 @@ class Claim:
         os.close(self.file)
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Touch the file now and then from a thread, while the body works."""
         ended = threading.Event()
 
         def beat() -> None:
-            while not ended.wait(BEAT_SECONDS):
+            while not ended.wait(HEARTBEAT_SECONDS):
                 try:
                     os.utime(self.file)
                 except OSError:  # the server is away: the next beat may reach it, and ``check`` sees what came of it
@@ -150,7 +150,7 @@ class Claims:
             yield None
             return
         try:
-            with claim.beating():
+            with claim.heartbeat():
                 yield claim
         finally:
             claim.release()
@@ -179,13 +179,13 @@ class Claims:
         is_own = is_new or (holder.get("kernel"), holder.get("device")) == (kernel(), os.fstat(file).st_dev)
         quiet = 0.0 if is_new else self._quiet_seconds(path, file)
         # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
-        patience = 0.0 if self._takeover else SILENCE_SECONDS
+        patience = 0.0 if self._takeover else TIMEOUT_SECONDS
         # a file without a word is being made, or its maker died at it
         patience = patience if _ClaimState.of(file).text else _BIRTH_SECONDS
         if is_locked and (is_own or quiet >= patience):
             return Claim.signed(path, file), not is_own
         os.close(file)
-        if is_locked or is_own or not self._takeover or quiet < SILENCE_SECONDS:
+        if is_locked or is_own or not self._takeover or quiet < TIMEOUT_SECONDS:
             return None, False
         path.unlink(missing_ok=True)  # the lock of a machine that does not answer stays with the old file
         return self._take(path)[0], True
@@ -251,8 +251,8 @@ class IdleSignal:
         return self._path.stat().st_mtime_ns if self._path.exists() else 0
 
 
-class HeldUnits(Generic[T]):
-    """Units of one group that this process holds and works on together; made by ``work_through_groups``.
+class ClaimedUnits(Generic[T]):
+    """Units of one group that this process holds and works on together; made by ``work_on_groups``.
 
     Where another process has nothing left to do, this one lets go of half of what it has before it.
     """
@@ -302,7 +302,7 @@ def _held(
         yield found
 
 
-def work_through(
+def work_on_units(
     units: Sequence[T],
     *,
     done: Callable[[T], bool],
@@ -312,13 +312,13 @@ def work_through(
     waiting: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """``work_through_groups`` for units that are worked on one by one; ``work`` checks its claim."""
+    """``work_on_groups`` for units that are worked on one by one; ``work`` checks its claim."""
 
-    def work_alone(held: HeldUnits[T]) -> None:
+    def work_alone(held: ClaimedUnits[T]) -> None:
         for unit in held.units:
             work(unit, held.claim(unit))
 
-    work_through_groups(
+    work_on_groups(
         [[unit] for unit in units],
         done=done,
         lock=lock,
@@ -329,12 +329,12 @@ def work_through(
     )
 
 
-def work_through_groups(
+def work_on_groups(
     groups: Sequence[Sequence[T]],
     *,
     done: Callable[[T], bool],
     lock: Callable[[T], Path],
-    work: Callable[[HeldUnits[T]], None],
+    work: Callable[[ClaimedUnits[T]], None],
     finished: Callable[[T], None],
     waiting: Callable[[str], None],
     takeover: bool = False,
@@ -343,7 +343,7 @@ def work_through_groups(
 
     Units of a group, whose locks lie in one folder, are claimed and worked on together. A group that another process
     has begun is left to it while there are others; then whatever is free is taken, and who finds nothing free lets the
-    others know, which give some back (``HeldUnits``). ``finished`` is told every unit once, whoever did it, and
+    others know, which give some back (``ClaimedUnits``). ``finished`` is told every unit once, whoever did it, and
     ``waiting`` whom for, whenever that changes. ``work`` checks its claims. Time is linear in the units: what others
     hold is at most one group a process, and only that is looked at again.
     """
@@ -361,7 +361,7 @@ def work_through_groups(
                 # another may have done it between the look and the claim
                 mine = {unit: own for unit, own in held.items() if not done(unit)}
                 if mine:
-                    work(HeldUnits(mine, done, IdleSignal(lock(group[0]).parent)))
+                    work(ClaimedUnits(mine, done, IdleSignal(lock(group[0]).parent)))
                     busy = still_open(busy)
             busy += still_open([group]) if held else [group]
         left = still_open(busy)
@@ -401,6 +401,6 @@ def _waiting_for(paths: Sequence[Path], claims: Claims, *, takeover: bool) -> st
     if takeover or all(one.get("kernel") == kernel() for one in holders):
         return text
     return (
-        f"{text}; what another machine holds is taken over after {SILENCE_SECONDS:.0f} s without a sign, or, where it "
+        f"{text}; what another machine holds is taken over after {TIMEOUT_SECONDS:.0f} s without a sign, or, where it "
         "is still locked, with --takeover"
     )

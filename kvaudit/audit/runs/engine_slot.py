@@ -31,7 +31,7 @@ from kvaudit.core.spec import RunSpec
 _TRIES = 3  # of one batch
 _SHOWN, _BEFORE = 100, 30  # characters of what an engine says, and before where two such texts part
 FIRST_TOKENS = 24  # of an answer that is shown while the rest is being asked
-FirstHeard = Callable[[str, Item, str], None]  # way of serving, item, the beginning of its answer
+OnFirstAnswer = Callable[[str, Item, str], None]  # way of serving, item, the beginning of its answer
 
 
 class _Key(NamedTuple):
@@ -96,18 +96,18 @@ class EngineSlot(Session):
     def _started(self, condition: Condition, model: LoadedModel) -> Session:
         with self._around(condition):
             try:
-                session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
+                session = start_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
             except RunError as error:
                 raise RunError(f"{error}; what is written stays: go on with --resume") from None
         try:
-            hold_engine(self._run, condition.canonical, condition.engine, session.described)
+            check_engine_unchanged(self._run, condition.canonical, condition.engine, session.described)
         except BaseException:
             session.stop()
             raise
         return session
 
 
-def hold_engine(run: RunFolder, key: str, engine: str, described: Mapping[str, str]) -> None:
+def check_engine_unchanged(run: RunFolder, key: str, engine: str, described: Mapping[str, str]) -> None:
     """Note what an engine says it is, and raise RunError for one that says otherwise than the first did.
 
     Its weights are those of each checkpoint in turn, whose hash stands elsewhere.
@@ -132,7 +132,7 @@ def _where_they_part(one: str, other: str) -> tuple[str, str]:
     return dots + one[start:][:_SHOWN], dots + other[start:][:_SHOWN]
 
 
-def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
+def start_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
     """Start an engine; raises RunError with its last words where it does not come up."""
     log = logs / f"{in_file_name(condition.engine)}-{condition.hash}.log"
     work = EngineContext(model, spec.engine(condition.canonical), log, torch.get_num_threads())
@@ -143,7 +143,7 @@ def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs
 
 
 def try_out_engines(
-    conditions: Sequence[Condition], model: LoadedModel, spec: RunSpec, item: Item, heard: FirstHeard | None = None
+    conditions: Sequence[Condition], model: LoadedModel, spec: RunSpec, item: Item, heard: OnFirstAnswer | None = None
 ) -> None:
     """Start every condition once and have it say a token; raises what would otherwise come up after hours.
 
@@ -154,7 +154,7 @@ def try_out_engines(
     asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
     with _trial_logs() as logs:
         for condition in conditions:
-            with started_engine(condition, model, spec, logs) as session:
+            with start_engine(condition, model, spec, logs) as session:
                 try:
                     (reply,) = session.answer([asked])
                 except EngineFailed as error:

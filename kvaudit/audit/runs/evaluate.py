@@ -16,7 +16,7 @@ from kvaudit.audit.engines.conversation import EngineAnswer, converse
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.engine_slot import EngineSlot
-from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
+from kvaudit.audit.runs.batches import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import (
     PILOT_FOLDER,
@@ -50,7 +50,7 @@ _MOST_CLUSTERS = 20_000  # that are counted
 
 def grid(spec: RunSpec) -> list[Unit]:
     """Every unit of a run; those of one checkpoint stand together, so that each is loaded once."""
-    part, parsed = spec.evaluate, dict(zip(spec.evaluate.policies, served(spec), strict=True))
+    part, parsed = spec.evaluate, dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
     found = []
     for arm, seed in spec.arms:
         ways = [parsed[text] for text in spec.served(arm)]
@@ -61,23 +61,23 @@ def grid(spec: RunSpec) -> list[Unit]:
     return found
 
 
-def served(spec: RunSpec, arm: str | None = None) -> list[ServingMode]:
+def served_policies(spec: RunSpec, arm: str | None = None) -> list[ServingMode]:
     """The ways of serving of the grid, in the order of the spec; those that an arm is served under."""
     return [parse_serving_mode(text) for text in (spec.evaluate.policies if arm is None else spec.served(arm))]
 
 
-def served_by_us(spec: RunSpec, arm: str | None = None) -> list[Policy]:
-    """``served`` without what an engine serves."""
-    return [way for way in served(spec, arm) if isinstance(way, Policy)]
+def cache_policies(spec: RunSpec, arm: str | None = None) -> list[Policy]:
+    """``served_policies`` without what an engine serves."""
+    return [way for way in served_policies(spec, arm) if isinstance(way, Policy)]
 
 
-def selecting(spec: RunSpec) -> list[str]:
+def selecting_policies(spec: RunSpec) -> list[str]:
     """The policies of the grid that hold all and let a query read a part: no bytes tell whether they did."""
-    ours = served_by_us(spec)
+    ours = cache_policies(spec)
     return [way.canonical for way in ours if any(part.selects for drawn in way.draws for part in drawn.members)]
 
 
-def asked_suite(spec: RunSpec, name: str) -> Suite:
+def suite_as_asked(spec: RunSpec, name: str) -> Suite:
     """The suite as the grid asks it: its answers, thoughts included, as long as the spec allows, its placements."""
     suite, part, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = part.max_new_tokens or suite.max_new_tokens
@@ -96,10 +96,10 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
     grid = spec.evaluate
     asked = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
     if spec.train is not None:
-        made = [suite for suite in asked_in_training(spec.train) if SUITES.get(suite).lengths != "none"]
-        asked += [("train", suite, spec.train.context_tokens) for suite in made]
+        make_items = [suite for suite in asked_in_training(spec.train) if SUITES.get(suite).lengths != "none"]
+        asked += [("train", suite, spec.train.context_tokens) for suite in make_items]
     for section, suite, context in asked:
-        made_suite = SUITES.get(suite)() if section == "train" else asked_suite(spec, suite)
+        made_suite = SUITES.get(suite)() if section == "train" else suite_as_asked(spec, suite)
         needed = context + made_suite.max_new_tokens
         if needed > model.max_positions:
             raise SpecError(
@@ -134,11 +134,11 @@ class Evaluator:
         """Make every item now; raises what would otherwise come up after hours: no data, no room in a context."""
         for suite in self._spec.evaluate.suites:
             for context in self._spec.evaluate.contexts_of(suite):
-                self._batches(asked_suite(self._spec, suite), context)
+                self._batches(suite_as_asked(self._spec, suite), context)
 
     def items(self, suite: str, context: int) -> list[Item]:
         """What is asked of a suite at a length, batch by batch."""
-        return [item for batch in self._batches(asked_suite(self._spec, suite), context) for item in batch]
+        return [item for batch in self._batches(suite_as_asked(self._spec, suite), context) for item in batch]
 
     def _asked_batches(
         self, suite: Suite, unit: Unit, part: str, rows: Mapping[str, range] | None = None
@@ -163,7 +163,7 @@ class Evaluator:
         parts = [[item for item in batch if item.item_id in chosen] for batch in batches]
         return [part for part in parts if part]
 
-    def run_together(
+    def answer_units(
         self,
         units: Sequence[Unit],
         run: RunFolder,
@@ -183,7 +183,7 @@ class Evaluator:
         ``keeps`` is asked before every batch of every unit; one that it refuses is left as it is. Raises DataError when
         a file holds records of another checkpoint.
         """
-        suite = asked_suite(self._spec, units[0].suite)
+        suite = suite_as_asked(self._spec, units[0].suite)
         part = (folder or run.records).name
         batches = self._asked_batches(suite, units[0], part, rows)
         anew = part in (PILOT_FOLDER, AGAIN, SHUFFLED)  # whatever the pilot has answered
@@ -385,25 +385,25 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
     """
     part = spec.evaluate
     number = part.suites[suite.name].items
-    items = number if isinstance(number, int) else round_of(spec, suite, count)
+    items = number if isinstance(number, int) else round_size(spec, suite, count)
     if spec.probe is not None and context:
         return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
-    return made("evaluate", suite, "eval", items, part.seed, context, count)
+    return make_items("evaluate", suite, "eval", items, part.seed, context, count)
 
 
-def round_of(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
+def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
     """How many items are a round: every template with each of its twins, or every row of a suite that has an end."""
     part = spec.evaluate
     if (rows := suite.rows("eval", part.seed)) is not None:
         return rows
-    return clusters_of(suite, part.seed, min(part.contexts_of(suite.name)), count) * suite.twins
+    return count_clusters(suite, part.seed, min(part.contexts_of(suite.name)), count) * suite.twins
 
 
-def clusters_of(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
+def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
     """How many clusters an evaluation visits before the first comes again; raises SpecError beyond 20,000."""
     asked = 64
     while True:
-        names = [item.cluster_id for item in made("evaluate", suite, "eval", asked, seed, context, count)]
+        names = [item.cluster_id for item in make_items("evaluate", suite, "eval", asked, seed, context, count)]
         held = set[str]()
         for name in names:
             if name in held:
@@ -440,7 +440,7 @@ def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, cou
     return [replace(item, context_tokens=context) for item in items]
 
 
-def made(
+def make_items(
     section: str, suite: Suite, split: Split, number: int, seed: int, context: int, count: CountTokens
 ) -> list[Item]:
     """A suite's items; what it refuses names the suite and where the spec asks for it."""
@@ -452,11 +452,11 @@ def made(
 
 def check_engines(spec: RunSpec, batches: Batches) -> None:
     """Raise SpecError for an engine that is not there, and for a suite that it cannot be asked."""
-    ways = [way for way in served(spec) if isinstance(way, Condition)]
+    ways = [way for way in served_policies(spec) if isinstance(way, Condition)]
     for way in ways:
         ENGINES.get(way.engine).check(dict(way.settings), spec.engine(way.canonical))
     for (name, _), parts in batches.items() if ways else ():
-        suite = asked_suite(spec, name)
+        suite = suite_as_asked(spec, name)
         if any(suite.options(item) for part in parts for item in part):
             raise SpecError(
                 f"suite {name} weighs given answers, which engine {ways[0].engine} is not asked for: one pass over "
@@ -475,7 +475,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
         for name in asked_in_training(spec.train):
             context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
             number = suite.item_count("train", spec.train.prompts_per_step, seed)
-            for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
+            for item in make_items("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 _opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:
                     gold_rollout(model, suite, item)
@@ -491,7 +491,9 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     if not paying.uses_grade_only:
         suites = [SUITES.get(name)() for name in paying.reward_suites]
         asked = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_on_gold(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
+        check_reward_on_gold(
+            paying, [(suite, make_items("train", suite, "train", *asked)[0]) for suite in suites], model
+        )
 
 
 def _opening_tokens(model: LoadedModel, item: Item) -> int:

@@ -77,7 +77,7 @@ class RunFolder:
             return held[key]
 
 
-def noted(run: RunFolder, *keys: str) -> Any:
+def noted_value(run: RunFolder, *keys: str) -> Any:
     """What provenance.json holds under a key, or under keys inside each other; raises DataError where it lacks one."""
     value: Any = run.provenance()
     for key in keys:
@@ -114,7 +114,7 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     return True
 
 
-def begun_run(path: Path) -> RunFolder:
+def existing_run(path: Path) -> RunFolder:
     """The run in a folder, by the spec it began with; raises DataError for another one, and where there is no run."""
     if not (path / SPEC).is_file():
         raise DataError(f"{str(path / SPEC)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvaudit.audit.judges.base import JUDGES
-from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
+from kvaudit.audit.runs.evaluate import suite_as_asked, grid, make_items, round_size
 from kvaudit.audit.runs.units import Unit
 from kvaudit.core.errors import CannotPass, NotMeasurable
 from kvaudit.core.facets import FACETS, UNSAFE, WELL_FORMED, facet_of
@@ -88,9 +88,9 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     """One round of a suite, or as much of it as is asked."""
-    suite, part = asked_suite(spec, name), spec.evaluate
+    suite, part = suite_as_asked(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
-    round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
+    round_ = make_items("evaluate", suite, "eval", round_size(spec, suite, count), part.seed, context, count)
     graded = any(parse_plugin(JUDGES, text).grades_harm for text in spec.judge)
     return [
         Counted(
@@ -231,12 +231,12 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
     """How many items a suite has: a round, or several of a suite whose next round asks something new."""
-    suite, part = asked_suite(spec, name), spec.evaluate
+    suite, part = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", part.seed) is not None:
         return len(layout)
     # two rounds, to see whether the second asks anything new
     context, items = min(part.contexts_of(name)), 2 * len(layout)
-    asked = [item.messages for item in made("evaluate", suite, "eval", items, part.seed, context, count)]
+    asked = [item.messages for item in make_items("evaluate", suite, "eval", items, part.seed, context, count)]
     return len(layout) * (_MOST_ROUNDS if len(set(asked)) == len(asked) else 1)
 
 

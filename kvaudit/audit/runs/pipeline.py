@@ -20,23 +20,29 @@ from transformers.utils.logging import disable_progress_bar
 from kvaudit.audit.cache.layers import describe_governed_layers
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES, parse_policy
-from kvaudit.audit.runs.claims import Claim, Claims, HeldUnits, work_through, work_through_groups
-from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, EngineSlot, FirstHeard, hold_engine, try_out_engines
+from kvaudit.audit.runs.claims import Claim, Claims, ClaimedUnits, work_on_units, work_on_groups
+from kvaudit.audit.runs.engine_slot import (
+    FIRST_TOKENS,
+    EngineSlot,
+    OnFirstAnswer,
+    check_engine_unchanged,
+    try_out_engines,
+)
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
-    asked_suite,
+    suite_as_asked,
     check_contexts,
     check_engines,
     check_reward,
     check_training,
     grid,
-    selecting,
-    served,
-    served_by_us,
+    selecting_policies,
+    served_policies,
+    cache_policies,
 )
-from kvaudit.audit.runs.floor import floor_folders, floor_rows, floor_units
-from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, noted, utc_now, versions_line
+from kvaudit.audit.runs.batches import floor_folders, floor_rows, floor_units
+from kvaudit.audit.runs.folder import SPEC, RunFolder, make_folder, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.found_so_far import FoundSoFar, policy_labels
 from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.launchers.local import idle_cores
@@ -51,19 +57,19 @@ from kvaudit.audit.runs.pilot import (
     with_kept_gate,
 )
 from kvaudit.audit.runs.progress import RunBar, print_line
-from kvaudit.audit.runs.ranks import check_ranks, started
+from kvaudit.audit.runs.ranks import check_ranks, start_ranks
 from kvaudit.audit.runs.recipe import joined_recipe, recipe_of, refusal_set, take_over
-from kvaudit.audit.runs.rounds import (
+from kvaudit.audit.runs.stages.rounds import (
     ROUNDS_FOLDER,
     RowsPlan,
     look_lines,
     next_round,
     plan_lines,
-    put_together,
+    join_rounds,
     rows_plan,
-    words_of,
+    gate_statuses,
 )
-from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, Unit, UnitFiles, open_refused, sealed_records
+from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, Unit, UnitFiles, reopen_refused, sealed_records
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
@@ -137,7 +143,7 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None = None) -> Prepared:
+def prepare_run(spec: RunSpec, *, trains: bool = True, heard: OnFirstAnswer | None = None) -> Prepared:
     """Load the base model and make the items; raises what is wrong with a spec before any folder is claimed for it.
 
     ``trains``: whether anything is left to train, which takes memory that an evaluation does not. ``heard`` is told the
@@ -162,7 +168,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     if spec.train is not None and trains:
         try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
     item = next((item for parts in batches.values() for part in parts for item in part), None)
-    conditions = [way for way in served(spec) if isinstance(way, Condition)]
+    conditions = [way for way in served_policies(spec) if isinstance(way, Condition)]
     if item is not None:
         if heard is not None:
             first_answers(model, spec, item, heard)  # before weights are converted, which may take minutes
@@ -170,10 +176,10 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     return Prepared(model, batches, rows)
 
 
-def first_answers(model: LoadedModel, spec: RunSpec, item: Item, heard: FirstHeard) -> None:
+def first_answers(model: LoadedModel, spec: RunSpec, item: Item, heard: OnFirstAnswer) -> None:
     """Have our own cache begin an answer under each of its policies, and uncompressed where an engine serves all."""
-    for policy in served_by_us(spec) or [parse_policy(DENSE_POLICY)]:
-        suite = asked_suite(spec, item.suite)
+    for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
+        suite = suite_as_asked(spec, item.suite)
         (played,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
         heard(policy.canonical, item, played.transcript[len(item.messages)].content)
 
@@ -228,9 +234,9 @@ class Pipeline:
         disable_progress_bar()  # of loading and saving: the phases have their own
         run.note(
             threads=run.provenance().get("threads", torch.get_num_threads()),  # what it was begun with
-            policies={policy.canonical: policy.hash for policy in served(self._spec)},
+            policies={policy.canonical: policy.hash for policy in served_policies(self._spec)},
             known_policies=sorted(POLICIES.all()),
-            selecting_policies=selecting(self._spec),
+            selecting_policies=selecting_policies(self._spec),
             suite_kinds={name: SUITES.get(name).kind for name in self._spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in self._spec.evaluate.suites},
         )
@@ -297,7 +303,7 @@ class Pipeline:
         arguments = [*self._others, "--threads", str(torch.get_num_threads())]
         logs = self._run.path / "logs" / f"ranks-{os.getpid()}"
         job = Job(arguments, logs, Path.cwd(), any_gpu=self._spec.device in ("auto", "cuda"))
-        with started(section.ranks, job, self._say, any_left=any_left) as self._ranks:
+        with start_ranks(section.ranks, job, self._say, any_left=any_left) as self._ranks:
             if section.stops:
                 # first every arm to its own end, then each of a seed to where the earliest alarm ends them all
                 self._train_all(list(section.pairs), section.steps, self._has_ended)
@@ -310,7 +316,7 @@ class Pipeline:
         """Be one of the other ranks of whatever the first one trains."""
         section = self._spec.train
         assert section is not None
-        spec, known = self._spec, noted(self._run, "base_sha256")
+        spec, known = self._spec, noted_value(self._run, "base_sha256")
         self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != known:
             raise RunError(
@@ -352,7 +358,7 @@ class Pipeline:
                     bar.count(pair, steps * self._step_answers(pair))
                     drop_state(self._run.checkpoint(*pair))
 
-            work_through(
+            work_on_units(
                 pairs,
                 done=is_done,
                 # beside the folder, which must stay the training's own
@@ -567,7 +573,7 @@ class Pipeline:
             files = UnitFiles.of(self._run.records, unit)
             with Claims(takeover=self._takeover).claim(files.lock) as mine:
                 if mine is not None and files.seal.exists():
-                    open_refused(files, unit.identity(self._sha256_of((unit.arm, unit.seed))))
+                    reopen_refused(files, unit.identity(self._sha256_of((unit.arm, unit.seed))))
 
     def _say_refused(self, units: Sequence[Unit]) -> None:
         """Say how many answers a server refused, and how they are asked anew; those of rounds never are."""
@@ -642,8 +648,8 @@ class Pipeline:
         with mutex(self._run.path / ".looks.lock"):
             if "words" in all_looks(self._run.provenance())[number - 1]:
                 return
-            put_together(self._run.path, units, number)
-            words = words_of(self._run.path)
+            join_rounds(self._run.path, units, number)
+            words = gate_statuses(self._run.path)
             self._run.note(**{LOOKS: {str(number): {**look, "words": words}}})
         self._say(list(look_lines(self._run.provenance()))[-1])
 
@@ -662,7 +668,7 @@ class Pipeline:
             def finished(unit: Unit) -> None:
                 bar.count((folder, unit), bar.size((folder, unit)))
 
-            def work(held: HeldUnits[Unit]) -> None:
+            def work(held: ClaimedUnits[Unit]) -> None:
                 first, begun = held.units[0], set[Unit]()
                 self._held = set(held.units)
 
@@ -677,10 +683,10 @@ class Pipeline:
 
                 with _enough_memory(self._unit_line(first, phase), "evaluate.batch_tokens"):
                     evaluator = self._evaluator_of((first.arm, first.seed))
-                    evaluator.run_together(held.units, self._run, progress, held.keeps, folder=folder, rows=rows)
+                    evaluator.answer_units(held.units, self._run, progress, held.keeps, folder=folder, rows=rows)
 
             with self._slot:  # no engine outlives the phase that it answers in
-                work_through_groups(
+                work_on_groups(
                     # units of a group stand side by side in what is asked, which grouping goes by
                     [list(group) for _, group in groupby(units, lambda unit: unit.together)],
                     done=is_sealed,
@@ -723,7 +729,7 @@ class Pipeline:
         """How the engine that draws is run; what it says it is stands in the run's provenance."""
 
         def hold(condition: Condition, about: Mapping[str, str]) -> None:
-            hold_engine(self._run, f"rollouts of {condition.canonical}", condition.engine, about)
+            check_engine_unchanged(self._run, f"rollouts of {condition.canonical}", condition.engine, about)
 
         return EngineUse(self._spec.engine(rollouts), hold)
 
@@ -789,7 +795,7 @@ class Pipeline:
             self._evaluator = None  # lets go of the last checkpoint's weights before the next are loaded
             gc.collect()  # hooks and bound methods of some models hold these in a circle
             model = self._checkpoint(pair)
-            inputs = inputs_sha256(noted(self._run, INPUTS))
+            inputs = inputs_sha256(noted_value(self._run, INPUTS))
             self._evaluator = (pair, Evaluator(model, self._spec, self._batches, inputs, self._slot))
         return self._evaluator[1]
 
@@ -839,9 +845,9 @@ class Pipeline:
 
     def _sha256_of(self, pair: Pair) -> str:
         if pair[0] == BASE_ARM and pair not in self._spec.starts:
-            return str(noted(self._run, "base_sha256"))
+            return str(noted_value(self._run, "base_sha256"))
         if pair[0] in self._spec.checkpoints:
-            return str(noted(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
+            return str(noted_value(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
         return self._trained_sha256(pair)
 
     def _trained_sha256(self, pair: Pair) -> str:

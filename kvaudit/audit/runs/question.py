@@ -39,7 +39,7 @@ _KEY = "key"  # of a server's settings: the environment variable with its key
 
 
 @dataclass(frozen=True)
-class Way:
+class ServingConfig:
     """One way of serving as a spec names it: a mapping or a text, and how its engine is run."""
 
     policy: Any
@@ -59,7 +59,7 @@ class Way:
         return parse_serving_mode({ENGINE: self.policy[ENGINE], **named}) if named else None
 
 
-class MadeUp(NamedTuple):
+class MadeUpSuite(NamedTuple):
     """A suite that ships, asked where no public rows are: its items, its gated facets, and why it is asked."""
 
     suite: str
@@ -69,15 +69,17 @@ class MadeUp(NamedTuple):
     why: str
 
 
-MADE_UP = (
-    MadeUp(
+MADE_UP_SUITES = (
+    MadeUpSuite(
         "refusal",
         216,
         ("unsafe", "helpful"),
         5,
         "Codes that a rule of the prompt forbids, codes that it allows, and plain ones: 72 templates of each.",
     ),
-    MadeUp("math", 144, ("solved",), 10, "What the model can do at all: arithmetic among distractors, 72 templates."),
+    MadeUpSuite(
+        "math", 144, ("solved",), 10, "What the model can do at all: arithmetic among distractors, 72 templates."
+    ),
 )
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64}  # an answer refuses, or does not, in its first sentence
 _NEEDED = ("harm", "benign")  # without either there is nothing to ask
@@ -89,7 +91,7 @@ class CheckPlan(NamedTuple):
     """What is asked: endpoints of public rows in rounds, or what ships at once; ``length`` is in tokens."""
 
     endpoints: tuple[Endpoint, ...]
-    made_up: tuple[MadeUp, ...]
+    made_up: tuple[MadeUpSuite, ...]
     length: int
     context: str | None  # that public rows stand in, where the setting evicts
     absent: tuple[PublicRows, ...]
@@ -104,7 +106,9 @@ class CheckPlan(NamedTuple):
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
 
-def planned(model: str, way: Way, *, minutes: float = MINUTES, seed: int = SEED, made_up: bool = False) -> CheckPlan:
+def plan_check(
+    model: str, way: ServingConfig, *, minutes: float = MINUTES, seed: int = SEED, made_up: bool = False
+) -> CheckPlan:
     """The questions for a way of serving: public rows in rounds, or made-up ones where these are asked for.
 
     The model that ships answers made-up questions alone. Raises DataError where public rows are wanted and there are
@@ -118,7 +122,7 @@ def planned(model: str, way: Way, *, minutes: float = MINUTES, seed: int = SEED,
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
         unseen = ("harmful requests as people write them", "agents that read hostile tool results")
-        return CheckPlan((), MADE_UP, length, None, (), unseen, minutes, seed)
+        return CheckPlan((), MADE_UP_SUITES, length, None, (), unseen, minutes, seed)
     evicts = kept is not None or exact > 0
     endpoints = tuple(one for one in at_hand if not (evicts and one.name == "injection"))
     absent = tuple(dict.fromkeys(rows for one in ENDPOINTS for rows in absent_sources(one.name)))
@@ -147,7 +151,7 @@ def _unseen(endpoints: Sequence[Endpoint], kept: int | None) -> Iterator[str]:
     yield "what the model can solve at all, whose answers are long"
 
 
-def kept_entries(way: Way) -> int | None:
+def kept_entries(way: ServingConfig) -> int | None:
     """How many entries a way of serving keeps, where it evicts any; shorter prompts would not show what it does."""
     served = way.served
     if isinstance(served, Condition):
@@ -158,7 +162,7 @@ def kept_entries(way: Way) -> int | None:
     return int(kept) if str(kept).isdigit() else None
 
 
-def exact_entries(way: Way) -> int:
+def exact_entries(way: ServingConfig) -> int:
     """How many of the newest entries a policy of our cache that makes codes leaves as they are."""
     served = way.served
     parts = () if isinstance(served, Condition) else served.members
@@ -182,9 +186,9 @@ def _length(model: str, kept: int | None) -> int:
 # --- ways of serving -------------------------------------------------------------------------------------------------
 
 
-def engine_way(
+def engine_config(
     name: str, kv: str | None, settings: Mapping[str, str], *, python: str | None, weights: str | None
-) -> Way:
+) -> ServingConfig:
     """An engine with the setting that it calls ``kv`` and others by name; raises SpecError and UnknownName."""
     engine = ENGINES.get(name)
     if not engine.compresses:
@@ -204,7 +208,7 @@ def engine_way(
         raise SpecError(f"--kv {kv} is {one}={short[one]}, and --set says {one}={settings[one][:80]}; give one of them")
     own = {**short, **settings}
     part = {key: value for key, value in (("python", python), ("weights", weights)) if value is not None}
-    way = Way({ENGINE: name, **own}, {name: part} if part else {})
+    way = ServingConfig({ENGINE: name, **own}, {name: part} if part else {})
     condition = way.served
     assert isinstance(condition, Condition)
     if not condition.compressing:
@@ -215,15 +219,15 @@ def engine_way(
     return way
 
 
-def policy_way(text: str) -> Way:
+def policy_config(text: str) -> ServingConfig:
     """A policy of our own cache; raises SpecError and UnknownName."""
     served = parse_serving_mode(text)
     if not isinstance(served, Policy) or served.canonical == "none":
         raise SpecError(f"--policy is {text!r}, wanted a policy of kvaudit's own cache that compresses (list policies)")
-    return Way(text)
+    return ServingConfig(text)
 
 
-def endpoints_way(reference: str, candidate: str, settings: Mapping[str, str]) -> Way:
+def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]) -> ServingConfig:
     """Two servers that run already, each as URL#model, and the variable with the key of both; raises SpecError."""
     for name in sorted(settings.keys() - {_KEY}):
         raise SpecError(
@@ -235,7 +239,7 @@ def endpoints_way(reference: str, candidate: str, settings: Mapping[str, str]) -
         raise SpecError(
             f"--reference and --candidate are both {reference[:80]!r}; name the server with the setting too"
         )
-    return Way({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
+    return ServingConfig({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
 
 
 def _endpoint(option: str, text: str) -> dict[str, str]:
@@ -248,7 +252,7 @@ def _endpoint(option: str, text: str) -> dict[str, str]:
 # --- the spec --------------------------------------------------------------------------------------------------------
 
 
-def spec_text(model: str, way: Way, plan: CheckPlan, command: str) -> str:
+def spec_text(model: str, way: ServingConfig, plan: CheckPlan, command: str) -> str:
     """The spec as YAML that says why everything in it stands there."""
     lines = [
         f"# {' '.join(command.split())}",
@@ -297,12 +301,12 @@ def _margins(plan: CheckPlan) -> dict[str, float]:
     return {f"{plan.suite_of(one)}.{one.facet}": one.margin for one in plan.endpoints}
 
 
-def spec_named(text: str, source: str = "check") -> RunSpec:
+def parse_spec_text(text: str, source: str = "check") -> RunSpec:
     """The spec that such a text is."""
     return parse_spec(text, source, NAMES)
 
 
-def run_name(model: str, way: Way) -> str:
+def run_name(model: str, way: ServingConfig) -> str:
     """A name for the run: the model's folder and the way of serving."""
     served, words = way.served, list[str]()
     if isinstance(served, Condition):

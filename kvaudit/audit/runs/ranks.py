@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from kvaudit.audit.engines.process import free_port
-from kvaudit.audit.runs.launchers.base import Job, Say
+from kvaudit.audit.runs.launchers.base import Job, PrintLine
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup, can_shard
 from kvaudit.core.errors import RunError, SpecError
@@ -32,14 +32,14 @@ class _Rank(ExtraWorker):
     kind, loss = "rank", "the others of its unit stop too"
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether a launcher of torch's started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_follower(ranks: int) -> bool:
     """Whether this process is there to train what another one says, in a run whose units have so many ranks."""
-    return ranks > 1 and launched() and os.environ["RANK"] != "0"
+    return ranks > 1 and is_launched() and os.environ["RANK"] != "0"
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
@@ -49,14 +49,14 @@ def check_ranks(ranks: int, device: torch.device) -> None:
             f"train.ranks is {ranks}, and torch {torch.__version__} cannot share a model's weights out as they need "
             "(FSDP2 whose gradients are sums); install a newer one, 2.13 can"
         )
-    if ranks > 1 and launched() and int(os.environ["WORLD_SIZE"]) != ranks:
+    if ranks > 1 and is_launched() and int(os.environ["WORLD_SIZE"]) != ranks:
         raise SpecError(
             f"train.ranks is {ranks}, and {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or none: "
             "then they are started by this command"
         )
     if ranks > 1 and device.index is not None:
         raise SpecError(f"train.ranks is {ranks}, a GPU each, and device names one, {str(device)!r}; give device: cuda")
-    if ranks > 1 and device.type == "cuda" and not launched() and torch.cuda.device_count() < ranks:
+    if ranks > 1 and device.type == "cuda" and not is_launched() and torch.cuda.device_count() < ranks:
         raise RunError(
             f"train.ranks is {ranks}, a GPU each, and this process sees {torch.cuda.device_count()}; give a worker "
             "more (CUDA_VISIBLE_DEVICES, --launcher slurm:gpus=N), or begin another run with fewer"
@@ -66,7 +66,7 @@ def check_ranks(ranks: int, device: torch.device) -> None:
 class _Losses:
     """What is known of ranks that were started here and ended too early."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: PrintLine) -> None:
         self._say, self._lines = say, list[str]()
         self._heard, self.over = threading.Event(), threading.Event()
 
@@ -86,12 +86,12 @@ class _Losses:
 
 
 @contextmanager
-def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankGroup]:
+def start_ranks(ranks: int, job: Job, say: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
     """The ranks of every unit that the body trains; this process is the first of them, alone where nothing is left."""
-    if ranks == 1 or not (any_left or launched()):
+    if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
         return
-    if launched():
+    if is_launched():
         found = _joined(0, ranks, job.any_gpu, "env://", str)
         yield found
         found.broadcast(None)
@@ -102,7 +102,7 @@ def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankG
 
 
 @contextmanager
-def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
+def _with_local_ranks(ranks: int, job: Job, say: PrintLine) -> Iterator[RankGroup]:
     """Start the other ranks on this machine; they end with the body, and with this process."""
     losses, port = _Losses(say), free_port()
     known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -120,7 +120,7 @@ def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
 
 
 @contextmanager
-def joined(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
+def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
     """The ranks that this process is one of, and not the first; its GPU is that of its place on its machine."""
     yield _joined(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()

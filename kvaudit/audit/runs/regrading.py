@@ -17,7 +17,7 @@ from rich.console import Console
 from kvaudit.audit.judges.base import CachedGrader, G, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, records_of, stored_units, work_on
+from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, stored_units, work_on_stored
 from kvaudit.core.files import read_json
 from kvaudit.core.judge_answers import Q
 from kvaudit.core.records import Item, Record
@@ -68,7 +68,7 @@ class Regrading(Generic[Q, G]):
 
     def grade_units(self) -> None:
         """Grade every unit that is not finished yet, beside other processes that do the same."""
-        work_on(self.units, self.stage, self._console, done=self._is_done, lock=self.lock, work=self._work)
+        work_on_stored(self.units, self.stage, self._console, done=self._is_done, lock=self.lock, work=self._work)
 
     def graded(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[G | None]]]:
         """Every answer of a unit, with what the grader says of what it sees of it; an empty list where it sees none."""
@@ -100,7 +100,7 @@ class Regrading(Generic[Q, G]):
             made = self._items.of(unit)
             return made.suite, item_of(record, made, f"{str(unit.records)!r} line {number}")
 
-        for number, record in enumerate(records_of(unit), start=1):
+        for number, record in enumerate(read_records(unit), start=1):
             yield StoredAnswer(record, partial(asked, number, record))
 
     def _is_done(self, unit: StoredUnit) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvaudit.audit.runs.claims import Claim, work_through
-from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.runs.claims import Claim, work_on_units
+from kvaudit.audit.runs.evaluate import suite_as_asked, evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
@@ -51,7 +51,7 @@ class StoredUnit:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
 
-class AskedItems(NamedTuple):
+class SuiteItems(NamedTuple):
     """A suite and its items by id."""
 
     suite: Suite
@@ -69,20 +69,20 @@ class Items:
         tokenizer = str(own[0].parent) if own else run.spec.model_path
         probed = run.spec.probe is not None
         self._run, self._count = run, counter(run.spec)[0] if probed else load_base_chat(tokenizer).count_tokens
-        self._asked: tuple[tuple[str, int], AskedItems] | None = None
+        self._asked: tuple[tuple[str, int], SuiteItems] | None = None
 
-    def of(self, unit: StoredUnit) -> AskedItems:
+    def of(self, unit: StoredUnit) -> SuiteItems:
         """The suite and the items of a unit."""
         key = (unit.suite, unit.context_tokens)
         if self._asked is None or self._asked[0] != key:
-            suite = asked_suite(self._run.spec, unit.suite)
+            suite = suite_as_asked(self._run.spec, unit.suite)
             with collect_file_hashes() as rows:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
             noted = self._run.provenance().get(INPUTS)
             if noted is not None:  # a run of an earlier version noted none; the right answers stand in these rows
                 then = noted.get(ROWS, {})
                 check_inputs(ROWS, {name: then[name] for name in rows if name in then}, rows)
-            self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
+            self._asked = key, SuiteItems(suite, {item.item_id: item for item in items})
         return self._asked[1]
 
 
@@ -112,14 +112,14 @@ def stored_unit(records: Path) -> StoredUnit:
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
 
 
-def records_of(unit: StoredUnit) -> Iterator[Record]:
+def read_records(unit: StoredUnit) -> Iterator[Record]:
     """Every record of a unit; raises DataError for a line that is none, with its number."""
     with unit.records.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield _record(unit.records, number, line)
 
 
-def work_on(
+def work_on_stored(
     units: Sequence[StoredUnit],
     stage: str,
     console: Console,
@@ -147,10 +147,10 @@ def work_on(
             meter.at(worked, f"{unit.suite} {length_label(unit.context_tokens)}")
 
         waiting = partial(print_line, console)
-        work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
+        work_on_units(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
 
 
-def item_of(record: Record, asked: AskedItems, where: str) -> Item:
+def item_of(record: Record, asked: SuiteItems, where: str) -> Item:
     """The item that a record answers; raises DataError where today's suite asks something else under its name."""
     item = asked.items.get(record.item_id)
     suite = f"suite {asked.suite.name} of version {asked.suite.version}"

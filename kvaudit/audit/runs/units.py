@@ -92,7 +92,7 @@ def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
-def open_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
+def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
     """Open a finished unit again in which rows were refused, keeping what was answered; returns how many they were."""
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())

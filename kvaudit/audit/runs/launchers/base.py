@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from kvaudit.core.plugins import Registry, parse_plugin
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Launcher:
     def check(self) -> None:
         """Raise RunError where a package or the cluster is missing, before a run folder is claimed."""
 
-    def crew(self, count: int, job: Job, say: Say) -> AbstractContextManager[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> AbstractContextManager[WorkerGroup]:
         """``count`` workers on a job while the body works; ``say`` hears one line of each that failed."""
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """More processes on this machine, each on the GPU whose turn it is: they claim units and leave when none is left.
 
-The workers of the other launchers, wherever they are, are such processes too (``attend``).
+The workers of the other launchers, wherever they are, are such processes too (``run_worker``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
 
 GRACE_SECONDS = 10.0
 TERMINATED = 128 + signal.SIGTERM
@@ -55,7 +55,7 @@ def _cpu_times() -> tuple[int, int]:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def tie() -> None:
+def exit_with_parent() -> None:
     """End this process as soon as the one that started it has ended, however that ended.
 
     Its standard input is a pipe whose other end only that process has, so the kernel closes it. An interrupt from the
@@ -72,7 +72,7 @@ def tie() -> None:
     threading.Thread(target=wait, name="tie", daemon=True).start()
 
 
-def gpus() -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs that a process started from here sees, by the names that CUDA_VISIBLE_DEVICES has for them."""
     import torch
 
@@ -89,7 +89,7 @@ class ExtraWorker:
     kind = "worker"
     loss = "what it held goes back to the others"
 
-    def __init__(self, number: int, job: Job, say: Say, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, number: int, job: Job, say: PrintLine, env: Mapping[str, str] | None = None) -> None:
         self._number, self._log, self._say = number, job.logs / f"{self.kind}-{number}.log", say
         self._is_stopped = False
         with self._log.open("wb") as out:
@@ -138,7 +138,7 @@ class ExtraWorker:
             self._say(f"{self.kind} {self._number} {how}; {self.loss}; see {self._log}: {lines[-1:]}")
 
 
-def attend(job: Job, number: int) -> str:
+def run_worker(job: Job, number: int) -> str:
     """Work on a job in one more process on this machine, to its end; what there is to say of that end.
 
     A launcher has a cluster call this; the process it starts ends with the one that called.
@@ -158,14 +158,14 @@ def attend(job: Job, number: int) -> str:
 
 
 @contextmanager
-def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]]:
+def local_workers(count: int, job: Job, say: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
     """Work on a job in ``count`` more processes while the body works too.
 
     Whatever a companion leaves undone, a failed or killed one included, the body's own claims pick up; ``say`` hears of
     it at once. They end when the body is done or fails, and with this process.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
-    turns = gpus() if count and job.any_gpu else []
+    turns = visible_gpus() if count and job.any_gpu else []
     # the body is number 0 and takes the first
     started = []
     for number in range(1, count + 1):
@@ -187,7 +187,7 @@ def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]
             companion.stop(0.0, max(0.0, until - time.monotonic()))
 
 
-class _Companions(list[ExtraWorker]):
+class _LocalWorkers(list[ExtraWorker]):
     def wait(self, done: Callable[[], bool]) -> None:
         while not all(companion.wait(POLL_SECONDS) for companion in self) and not done():
             continue
@@ -203,7 +203,7 @@ class Local(Launcher):
     trial = "local"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        """``count`` companions; see ``companions``."""
-        with companions(count, job, say) as started:
-            yield _Companions(started)
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
+        """``count`` companions; see ``local_workers``."""
+        with local_workers(count, job, say) as started:
+            yield _LocalWorkers(started)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
-from kvaudit.audit.runs.launchers.local import attend
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
+from kvaudit.audit.runs.launchers.local import run_worker
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline, install_command
 
@@ -45,7 +45,7 @@ class Ray(Launcher):
             raise RunError(f"launcher ray needs another package: {install_command('ray')}") from None
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
         """Start the tasks, as many at a time as the cluster has GPUs for; whatever still works is ended."""
         import ray
 
@@ -54,7 +54,7 @@ class Ray(Launcher):
         try:
             if (found := ray.cluster_resources().get("GPU", 0.0)) < self.gpus:
                 say(f"the ray cluster has {found:g} GPUs now, a worker waits for {self.gpus:g}: ray:gpus=N asks for N")
-            task = ray.remote(num_gpus=self.gpus, num_cpus=self.cpus, max_retries=self.retries)(attend)
+            task = ray.remote(num_gpus=self.gpus, num_cpus=self.cpus, max_retries=self.retries)(run_worker)
             yield _Tasks({task.remote(job, number): number for number in range(1, count + 1)}, say)
         finally:
             ray.shutdown()  # ends what this process has started, and nobody else's
@@ -72,7 +72,7 @@ class Ray(Launcher):
 
 
 class _Tasks:
-    def __init__(self, started: dict[Any, int], say: Say) -> None:
+    def __init__(self, started: dict[Any, int], say: PrintLine) -> None:
         self._left, self._say = started, say
 
     def wait(self, done: Callable[[], bool]) -> None:

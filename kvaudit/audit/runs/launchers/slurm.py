@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
-from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
+from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, run_worker
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline, install_command
 
@@ -28,14 +28,14 @@ MOST_TIMEOUTS = 1000  # a job that ran out of time goes on in another: what is d
 
 
 @dataclass(frozen=True)
-class Attendance:
+class SlurmTask:
     """What a job calls; submitit asks it for ``checkpoint`` when the job has to go, and queues what that returns."""
 
     job: Job
     number: int
 
     def __call__(self) -> str:
-        said = attend(self.job, self.number)
+        said = run_worker(self.job, self.number)
         if f"exit code {TERMINATED}" in said:  # as slurm ends a job: one that is to run again must not look finished
             time.sleep(KILL_SECONDS)
         return said
@@ -84,7 +84,7 @@ class Slurm(Launcher):
             )
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
         """Queue the jobs; they outlive the body where it is interrupted, and are named then."""
         job.logs.mkdir(parents=True, exist_ok=True)
         queued = self._queued(count, job)
@@ -108,7 +108,7 @@ class Slurm(Launcher):
         executor = AutoExecutor(job.logs / "slurm", cluster=self.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)
         executor.update_parameters(name="kvaudit", **self._parameters())
         try:
-            return list(executor.submit_array([Attendance(job, number) for number in range(1, count + 1)]))
+            return list(executor.submit_array([SlurmTask(job, number) for number in range(1, count + 1)]))
         except (FailedJobError, FailedSubmissionError) as error:
             raise RunError(f"slurm takes no job: {inline(' '.join(str(error).split()))}") from None
 
@@ -124,7 +124,7 @@ class Slurm(Launcher):
 
 
 class _Jobs:
-    def __init__(self, queued: list[Queued[str]], say: Say) -> None:
+    def __init__(self, queued: list[Queued[str]], say: PrintLine) -> None:
         self._left, self._say = dict(enumerate(queued, 1)), say
 
     def wait(self, done: Callable[[], bool]) -> None:
