@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
-from kvaudit.audit.runs.rounds import looks_at
+from kvaudit.audit.runs.stages.rounds import looks_at
 from kvaudit.reports.stats.betting import SHARE, betting_effect, clusters_show, log_wealth
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import shows_margin

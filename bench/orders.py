@@ -16,7 +16,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvaudit.audit.runs.rounds import looks_at
+from kvaudit.audit.runs.stages.rounds import looks_at
 from kvaudit.core.conditions import condition_names
 from kvaudit.reports.gate.cell import decide_cell
 from kvaudit.reports.records.load import RunData, load_run

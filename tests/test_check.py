@@ -27,7 +27,7 @@ from kvaudit.audit.runs.question import (
     spec_named,
     spec_text,
 )
-from kvaudit.audit.runs.rounds import RowsPlan, plan_lines
+from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
@@ -261,7 +261,7 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.engines.worked.importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.load_named", None)
     code, _, err = kvaudit("check", *U4)
     told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)
@@ -346,7 +346,7 @@ def test_a_check_of_the_embedded_model_says_ship_and_goes_on_to_the_same_lines(
     assert len(verdict) <= MOST_TERMINAL_LINES
     assert verdict[1] == "serving: Ship openvino u4."
     assert (tmp_path / "run" / "report" / "card.md").exists()
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)  # as they were a moment ago
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)  # as they were a moment ago
     code, out, _ = kvaudit(*words, "--resume")
     assert (code, out.splitlines()[-len(verdict) :]) == (0, verdict)
 

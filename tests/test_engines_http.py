@@ -517,7 +517,7 @@ engines: {{endpoint: {{at_once: 1}}}}
 def worked(path: Path, spec: RunSpec, *, asks_refused: bool = False) -> dict[str, list[Record]]:
     """The records of a run, by the address of the server."""
     run = open_run(path, spec, resume=True)
-    Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).evaluate()
+    Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).work_on("evaluate")
     files = [file.read_text().splitlines() for file in run.records.glob("*.jsonl")]
     return {found[0].policy: found for lines in files if (found := list(map(Record.from_json, lines)))}
 

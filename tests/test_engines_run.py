@@ -18,12 +18,13 @@ from kvaudit.audit.engines.base import Session
 from kvaudit.audit.engines.weights import check_room
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.audit.runs import evaluate
+from kvaudit.audit.runs.batches import engine_batches, whole_templates
 from kvaudit.audit.runs.engine_slot import hold_engine
-from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
-from kvaudit.audit.runs.floor import engine_batches, whole_templates
+from kvaudit.audit.runs.evaluate import evaluation_items, grid
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import check_engines, prepare_run
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_chat
@@ -58,7 +59,7 @@ def spec_of(old: str = "", new: str = "") -> RunSpec:
 
 def worked(path: Path, spec: RunSpec) -> RunFolder:
     run = open_run(path, spec, resume=True)
-    Pipeline(run, Console(quiet=True), threads=1).evaluate()
+    Pipeline(run, Console(quiet=True), threads=1).work_on("evaluate")
     return run
 
 
@@ -79,7 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder
 @pytest.fixture
 def same_again(whole: RunFolder, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run as the whole one: its engines are not tried once more, and our own cache says what it said there."""
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
     monkeypatch.setattr(evaluate, "play", played_once(memory))
 
 
@@ -245,7 +246,7 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
         return started[-1]
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
     with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; what is written stays: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
@@ -264,7 +265,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_how_to_go_on(
         return started[-1]
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
     with pytest.raises(RunError, match="it ended while it started; what is written stays: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 
@@ -318,8 +319,10 @@ class Weighed(SUITES.get("refusal")):  # type: ignore[misc]
 
 def test_a_suite_that_weighs_given_answers_is_refused_by_name(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("kvaudit.audit.runs.evaluate.asked_suite", lambda *_: Weighed())
-    with pytest.raises(SpecError, match="suite refusal weighs given answers, which engine openvino is not asked for"):
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.asked_suite", lambda *_: Weighed())
+    with pytest.raises(
+        SpecError, match="suite refusal scores given answers by their likelihood, which engine openvino is not used for"
+    ):
         check_engines(spec_of(), {("refusal", 96): [items]})
 
 
@@ -379,8 +382,7 @@ gate: {margins: {refusal: 20}}
 def test_trained_checkpoints_are_served_by_an_engine_as_they_are(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", parse_spec(ARMS, "spec", NAMES), resume=True)
     pipeline = Pipeline(run, Console(quiet=True), threads=1)
-    pipeline.train()
-    pipeline.evaluate()
+    pipeline.work_on("train", "evaluate")
     data = load_run(run.path)
     found = drift_of(data, comparison_of(data.spec, data.records, data.provenance), 0.05)
     kinds = {(c.estimand, c.policy) for c in found.contrasts if c.arm == "smd" and c.suite == "refusal"}

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvaudit.audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
+from kvaudit.audit.runs.batches import batched
+from kvaudit.audit.runs.evaluate import Evaluator, grid, row_seed
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.prepare import check_contexts
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import DataError, SpecError

@@ -19,11 +19,11 @@ import pytest
 import torch
 from test_cli import SPEC, refused
 
-from kvaudit.audit.runs import pipeline
 from kvaudit.audit.runs.launchers import local, slurm
 from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, Say, WorkerGroup, parse_launcher
 from kvaudit.audit.runs.launchers.local import Local, attend, companions
 from kvaudit.audit.runs.launchers.slurm import Slurm
+from kvaudit.audit.runs.stages import train
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_line
 
@@ -273,7 +273,7 @@ def test_a_run_without_workers_left_says_what_is_open(
     spec.write_text(SPEC.format(model=tiny_folder))
     monkeypatch.setattr(LAUNCHERS, "get", lambda _: Idle)
     line = refused("run", spec, "--out", tmp_path / "run", "--launcher", "idle", "--workers", 2)
-    assert "no worker is left, but 2 checkpoints and 4 units are; what is written stays" in line
+    assert "all workers have stopped with 2 checkpoints and 4 units unfinished; finished work is kept" in line
 
 
 def test_a_gpu_that_is_too_small_is_one_line(
@@ -285,11 +285,9 @@ def test_a_gpu_that_is_too_small_is_one_line(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(pipeline, "train", full)
+    monkeypatch.setattr(train, "train", full)
     line = refused("run", spec, "--out", tmp_path / "run", "--threads", 1)
-    assert line.startswith(
-        "error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); what is written"
-    )
+    assert line.startswith("error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); finished work")
 
 
 class Idle(Launcher):

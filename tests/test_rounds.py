@@ -18,8 +18,8 @@ import kvaudit
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import suites_left_out
-from kvaudit.audit.runs.rounds import (
+from kvaudit.audit.runs.stages.pilot import suites_left_out
+from kvaudit.audit.runs.stages.rounds import (
     DECIDED,
     LOSS,
     ROUNDS_FOLDER,

@@ -149,7 +149,7 @@ def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_pa
     save_file({name: t + 1e-3 for name, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
     code, output, _ = run(tmp_path, spec(own))
     assert code == 2
-    assert "the run met it with" in output
+    assert "but the run began with" in output
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME

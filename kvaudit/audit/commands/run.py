@@ -37,7 +37,8 @@ from kvaudit.core.text import inline
 if TYPE_CHECKING:
     from kvaudit.audit.runs.engine_slot import FirstHeard
     from kvaudit.audit.runs.folder import RunFolder
-    from kvaudit.audit.runs.pipeline import Pipeline, Prepared
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import Prepared
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import Names
 
@@ -173,8 +174,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
-        with pipeline.under_one_bar():
-            pipeline.work_on()
+        pipeline.work_on()
     write_checked(run.path)
     judge_all(run.path, run.spec, asked.plugins)
     return run.path
@@ -255,8 +255,7 @@ def _join(path: Path, options: Options) -> None:
     if _followed(asked, options):
         return
     pipeline, _ = opened_run(asked, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on()
+    pipeline.work_on()
 
 
 def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
@@ -276,8 +275,7 @@ def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *,
         say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on("pilot", "evaluate")
+    pipeline.work_on("pilot", "evaluate")
     say(Console(), f"records: {run.records}")
 
 
@@ -334,7 +332,8 @@ def opened_run(
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
-    from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.gate.rules import defaults_said
 
     check_report_place(asked.folder)
@@ -350,7 +349,6 @@ def opened_run(
         run.note(**{ANYWAY: utc_now()})
     if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
-    others, takeover = _joining(run.path, options), options.takeover
     return (
         Pipeline(
             run,
@@ -358,8 +356,8 @@ def opened_run(
             threads,
             prepared,
             asked.plugins,
-            takeover=takeover,
-            others=others,
+            takeover=options.takeover,
+            rank_command=_joining(run.path, options),
             processes=processes,
             asks_refused=options.ask_refused,
         ),

@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 
 from kvaudit.audit.cache.shared import SharedPrefill
-from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
+from kvaudit.audit.engines import Condition, Served, parse_served
 from kvaudit.audit.engines.talk import EngineRow, talk_with
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.batches import batched, engine_batches, whole_templates
 from kvaudit.audit.runs.engine_slot import EngineSlot
-from kvaudit.audit.runs.floor import AGAIN, SHUFFLED, engine_batches, whole_templates
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import (
     PILOT_FOLDER,
@@ -33,16 +33,12 @@ from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packed import packed
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
-from kvaudit.audit.training.adapters import check_adapter
-from kvaudit.audit.training.reward_trial import check_reward_tells
-from kvaudit.audit.training.rewards.base import paying_of
-from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
-from kvaudit.core.spec_train import TrainSpec
+from kvaudit.reports.records.floor import AGAIN, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
@@ -85,28 +81,6 @@ def asked_suite(spec: RunSpec, name: str) -> Suite:
     suite.max_new_tokens += thinking.budget if thinking else 0
     suite.placements = part.placement or suite.placements
     return suite
-
-
-def asked_in_training(section: TrainSpec) -> tuple[str, ...]:
-    """The suites that training asks, validation's too."""
-    return tuple(dict.fromkeys((*section.suites, *section.watched)))
-
-
-def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
-    """Raise SpecError when a context length of the spec, with an answer, exceeds the model's positions."""
-    grid = spec.evaluate
-    asked = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
-    if spec.train is not None:
-        made = [suite for suite in asked_in_training(spec.train) if SUITES.get(suite).lengths != "none"]
-        asked += [("train", suite, spec.train.context_tokens) for suite in made]
-    for section, suite, context in asked:
-        made_suite = SUITES.get(suite)() if section == "train" else asked_suite(spec, suite)
-        needed = context + made_suite.max_new_tokens
-        if needed > model.max_positions:
-            raise SpecError(
-                f"{section}.context_tokens {context} and an answer of suite {suite} need {needed} positions, "
-                f"model {model.name!r} has {model.max_positions}; lower context_tokens"
-            )
 
 
 Batches = dict[tuple[str, int], list[list[Item]]]  # by suite and context length
@@ -317,7 +291,7 @@ class Evaluator:
     def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
         lengths = {}
         for item in items:
-            prompt = _opening_tokens(self._model, item)
+            prompt = opening_tokens(self._model, item)
             check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option has a row behind the prompt
@@ -451,51 +425,7 @@ def made(
         raise SpecError(f"{section}.suites {suite.name}: {error}") from error
 
 
-def check_engines(spec: RunSpec, batches: Batches) -> None:
-    """Raise SpecError for an engine that is not there, and for a suite that it cannot be asked."""
-    ways = [way for way in served(spec) if isinstance(way, Condition)]
-    for way in ways:
-        ENGINES.get(way.engine).check(dict(way.settings), spec.engine(way.canonical))
-    for (name, _), parts in batches.items() if ways else ():
-        suite = asked_suite(spec, name)
-        if any(suite.options(item) for part in parts for item in part):
-            raise SpecError(
-                f"suite {name} weighs given answers, which engine {ways[0].engine} is not asked for: one pass over "
-                "them never reads the compressed cache; leave the suite out, or serve it in a run of its own "
-                "under policies of ours"
-            )
-
-
-def check_training(spec: RunSpec, model: LoadedModel) -> None:
-    """Make the first items that every suite trains on; raises what would otherwise come up in the first step.
-
-    So do an adapter that has no place in the model, and gold answers that cannot be shown to it.
-    """
-    if spec.train is not None:
-        check_adapter(model.model, spec.train.adapter)
-        for name in asked_in_training(spec.train):
-            context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
-            number = suite.held("train", spec.train.prompts_per_step, seed)
-            for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
-                _opening_tokens(model, item)
-                if spec.train.sft is not None and name in spec.train.suites:
-                    gold_rollout(model, suite, item)
-
-
-def check_reward(section: TrainSpec, model: LoadedModel) -> None:
-    """Raise what a reward would raise in the first step: a file, module or key that is missing, or a broken number.
-
-    It pays for one ideal answer of every suite, which asks an endpoint as many questions.
-    """
-    paying = paying_of(section.reward, section.suites)
-    paying.check()
-    if not paying.by_grade_alone:
-        suites = [SUITES.get(name)() for name in paying.paid]
-        asked = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_tells(paying, [(suite, made("train", suite, "train", *asked)[0]) for suite in suites], model)
-
-
-def _opening_tokens(model: LoadedModel, item: Item) -> int:
+def opening_tokens(model: LoadedModel, item: Item) -> int:
     """The length of an item's prompt; what the chat template refuses names the suite."""
     try:
         return len(model.chat.opening(item.messages).ids)
@@ -508,19 +438,6 @@ def check_spans(suite: Suite, item: Item) -> None:
     found = fault(item.spans, [message.content for message in item.messages], said_later=suite.max_turns > 1)
     if found:
         raise SpecError(f"suite {suite.name} item {item.item_id} {found}; mend the suite's spans")
-
-
-def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
-    """Split items into batches of like length that hold at most ``tokens`` padded tokens, one item at the least."""
-    batches: list[list[Item]] = []
-    # one order in every process: a resumed unit must meet the same batches
-    for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
-        # rows are padded to the longest, which is this one
-        if batches and (len(batches[-1]) + 1) * lengths[item.item_id] <= tokens:
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-    return batches
 
 
 def row_seed(seed: int, item: Item, sample: int) -> int:
