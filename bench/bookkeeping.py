@@ -39,7 +39,7 @@ class Sealer:
     def __init__(self, *_: object) -> None:
         pass
 
-    def run_together(self, units: Sequence[Unit], run: RunFolder, progress: RowsDone, *_: object, **__: object) -> None:
+    def answer_units(self, units: Sequence[Unit], run: RunFolder, progress: RowsDone, *_: object, **__: object) -> None:
         for unit in units:
             files = UnitFiles.of(run.records, unit)
             progress(unit, 0, 1)

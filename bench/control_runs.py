@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.runs.evaluate import Batches, Evaluator, served
+from kvaudit.audit.runs.evaluate import Batches, Evaluator, served_policies
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
@@ -96,11 +96,11 @@ def sample(folder: Path, size: Size) -> RunFolder:
     Pipeline(run, Console(), 1, prepared).work_on("evaluate")
     for number in range(size.reruns):
         evaluator = Rerun(prepared.model, spec, number)
-        for policy in served(spec)[:2]:
+        for policy in served_policies(spec)[:2]:
             for suite in SUITE_NAMES:
                 unit = Unit(rerun_arm(number), 0, policy, suite, CONTEXT)
                 if not UnitFiles.of(run.records, unit).seal.exists():
-                    evaluator.run_together([unit], run, lambda *_: None)
+                    evaluator.answer_units([unit], run, lambda *_: None)
         run.note(checkpoints={f"{rerun_arm(number)}/0": prepared.model.sha256})
     return run
 
@@ -117,7 +117,7 @@ def copy_run(
     run, known = open_run(target, spec_of(size, policies), resume=False), source.provenance()
     pairs = [(old, new) for old, names in arms.items() for new in names]
     for old, new in pairs:
-        for policy in served(run.spec):
+        for policy in served_policies(run.spec):
             for suite in SUITE_NAMES:
                 theirs = UnitFiles.of(source.records, Unit(old, 0, policy, suite, CONTEXT))
                 rows = map(Record.from_json, theirs.records.read_text(encoding="utf-8").splitlines())

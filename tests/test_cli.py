@@ -473,7 +473,7 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
     (tmp_path / "older.py").write_text("from audit.gone import Evictor")
     assert "; audit is kvaudit.audit now" in refused("list", "policies", "--plugin", tmp_path / "older.py")
-    assert "brings no policy, suite, judge, reward, launcher or engine" in refused(
+    assert "has no policy, suite, judge, reward, launcher or engine" in refused(
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")

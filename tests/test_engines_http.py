@@ -563,7 +563,7 @@ def test_a_run_whose_provenance_lost_a_key_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "run" / "provenance.json"
     write_json(path, {key: value for key, value in read_json(path).items() if key != "base_sha256"})
     with pytest.raises(
-        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote into it; put it back"
+        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote there; restore the file"
     ):
         worked(tmp_path / "run", spec)
 

@@ -19,7 +19,7 @@ from kvaudit.audit.engines.weights import check_room
 from kvaudit.audit.engines.worked import WorkedSession
 from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.batches import engine_batches, whole_templates
-from kvaudit.audit.runs.engine_slot import hold_engine
+from kvaudit.audit.runs.engine_slot import check_engine_unchanged
 from kvaudit.audit.runs.evaluate import evaluation_items, grid
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
@@ -245,9 +245,9 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; what is written stays: go on"):
+    with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; finished work is kept: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
     assert all(one.stopped for one in started)
@@ -264,9 +264,9 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_how_to_go_on(
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="it ended while it started; what is written stays: go on with --resume"):
+    with pytest.raises(RunError, match="it ended while it started; finished work is kept: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 
 
@@ -283,19 +283,19 @@ def test_another_engine_does_not_go_on_with_a_run(
     monkeypatch.undo()
     path = tmp_path / "run" / "provenance.json"
     path.write_text(path.read_text().replace("openvino_genai 20", "openvino_genai 19"))
-    with pytest.raises(RunError, match=r"engine openvino said version 'openvino_genai 19.* when the run began"):
+    with pytest.raises(RunError, match=r"engine openvino reported version 'openvino_genai 19.* when the run began"):
         worked(tmp_path / "run", spec_of())
 
 
 def test_of_two_long_texts_of_an_engine_that_part_is_shown_in_which_they_do(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", spec_of(), resume=False)
-    hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
+    check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
     with pytest.raises(
-        RunError, match=r"vllm said flags '\.\.\..*--old' when the run began with it, now '\.\.\..*--new'"
+        RunError, match=r"vllm reported flags '\.\.\..*--old' when the run began, and reports '\.\.\..*--new'"
     ):
-        hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
-    with pytest.raises(RunError, match="said flags '--a=1 --a=1 "):
-        hold_engine(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
+    with pytest.raises(RunError, match="reported flags '--a=1 --a=1 "):
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ class Weighed(SUITES.get("refusal")):  # type: ignore[misc]
 
 def test_a_suite_that_weighs_given_answers_is_refused_by_name(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.asked_suite", lambda *_: Weighed())
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.suite_as_asked", lambda *_: Weighed())
     with pytest.raises(
         SpecError, match="suite refusal scores given answers by their likelihood, which engine openvino is not used for"
     ):

@@ -21,7 +21,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
 from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.batches import whole_templates
-from kvaudit.audit.runs.evaluate import Evaluator, clusters_of
+from kvaudit.audit.runs.evaluate import Evaluator, count_clusters
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
@@ -281,7 +281,7 @@ def test_a_pilot_is_never_more_than_the_items() -> None:
 
 @pytest.mark.parametrize(("name", "clusters"), [("refusal", 72), ("agent", 72), ("math", 72), ("pressure", 96)])
 def test_templates_are_counted_by_asking(name: str, clusters: int) -> None:
-    assert clusters_of(SUITES.get(name)(), 1000, 3000, words) == clusters
+    assert count_clusters(SUITES.get(name)(), 1000, 3000, words) == clusters
 
 
 # --- what cannot pass ------------------------------------------------------------------------------------------------

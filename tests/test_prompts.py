@@ -56,7 +56,7 @@ def evaluated(tmp_path: Path, tiny: Path, patch: pytest.MonkeyPatch, zones: tupl
     evaluator = Evaluator(model := load_model(str(folder)), spec)
     for unit, zone in zip(grid(spec), zones, strict=True):
         at(zone, patch)
-        evaluator.run_together([unit], run, lambda *_: None)
+        evaluator.answer_units([unit], run, lambda *_: None)
     run.note(base_sha256=model.sha256)
     return run.path
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from reports_synthetic import build, policy, tiny
 
-from kvaudit.audit.runs.evaluate import selecting
+from kvaudit.audit.runs.evaluate import selecting_policies
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.remarks import remarks
@@ -93,6 +93,8 @@ def test_a_run_that_does_not_say_so_is_told_nothing(run: Path) -> None:
 def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:
     policies = ["none", "quest:budget=32", "int8", "snapkv:budget=64", "quest:budget=32|none"]
     grid = {"policies": policies, "suites": ["math"], "context_tokens": [96]}
-    found = selecting(parse_spec(json.dumps({"name": "x", "model": "embedded", "evaluate": grid}), "x.yaml", NAMES))
+    found = selecting_policies(
+        parse_spec(json.dumps({"name": "x", "model": "embedded", "evaluate": grid}), "x.yaml", NAMES)
+    )
     assert len(found) == 2
     assert all("quest" in text for text in found)

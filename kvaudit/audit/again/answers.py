@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvaudit.audit.again.finished import Checkpoints, check_answers, items_again
 from kvaudit.audit.again.measure import Measure, Total
 from kvaudit.audit.policies import Policy
-from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, row_seed
+from kvaudit.audit.runs.evaluate import Evaluator, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
@@ -79,8 +79,10 @@ class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
         return model
 
     def served(self, piece: SomeAnswers, model: LoadedModel) -> Iterator[list[ServedAgain]]:
-        suite, seed = asked_suite(self._run.spec, piece.known.suite), self._run.spec.evaluate.seed
-        for rows in Evaluator(model, self._run.spec).again(piece.policy, suite, self._items(piece, suite, model)):
+        suite, seed = suite_as_asked(self._run.spec, piece.known.suite), self._run.spec.evaluate.seed
+        for rows in Evaluator(model, self._run.spec).answer_items(
+            piece.policy, suite, self._items(piece, suite, model)
+        ):
             own = {AnswerKey(row.item.item_id, row.sample_index): row for row in rows}
             yield [
                 ServedAgain(

@@ -10,7 +10,7 @@ from kvaudit.audit.again.answers import AnswersAgain, ServedAgain, SomeAnswers
 from kvaudit.audit.again.finished import finished_records
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import Policy, parse_policy
-from kvaudit.audit.runs.evaluate import grid, served_by_us
+from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
@@ -78,7 +78,7 @@ def policies_meant(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     """Of the run's policies those that are meant, as elsewhere; what it did not serve is taken as it is written."""
     for engine in filter(is_engine, map(engine_in, texts)):
         raise SpecError(f"--policy names engine {engine}, which shows nobody its cache; name a policy of our own cache")
-    known = [policy.canonical for policy in served_by_us(run.spec)]
+    known = [policy.canonical for policy in cache_policies(run.spec)]
     return [parse_policy(text) for text in match_policies(texts, known)]
 
 

@@ -11,7 +11,7 @@ from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.recorded import RecordedRollouts
 from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.stored import records_of, stored_unit
+from kvaudit.audit.runs.stored import read_records, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
 from kvaudit.audit.sampling.model import LoadedModel
@@ -75,7 +75,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
     if files.seal.is_file():
         stored = stored_unit(files.records)
         stored.check()
-        yield from records_of(stored)
+        yield from read_records(stored)
 
 
 def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:

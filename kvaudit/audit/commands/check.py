@@ -21,8 +21,8 @@ from kvaudit.core.text import clip, inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.audit.runs.engine_slot import FirstHeard
-    from kvaudit.audit.runs.question import CheckPlan, Way
+    from kvaudit.audit.runs.engine_slot import OnFirstAnswer
+    from kvaudit.audit.runs.question import CheckPlan, ServingConfig
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
 
@@ -76,21 +76,21 @@ class Asking:
 
         check_no_address("model", self.model, "its folder, a .gguf file or embedded")
 
-    def plan(self, way: Way) -> CheckPlan:
+    def plan(self, way: ServingConfig) -> CheckPlan:
         """What is asked; raises SpecError for a time that is none."""
-        from kvaudit.audit.runs.question import MINUTES, SEED, planned
+        from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
         if not 0 < minutes <= _LONGEST:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_LONGEST}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number from 0 on")
-        return planned(self.model, way, minutes=minutes, seed=seed, made_up=self.made_up)
+        return plan_check(self.model, way, minutes=minutes, seed=seed, made_up=self.made_up)
 
-    def way(self) -> Way:
+    def way(self) -> ServingConfig:
         """The one way of serving that is given; raises SpecError where there is none, or more than one."""
         self.check_model()
-        from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
+        from kvaudit.audit.runs.question import endpoints_config, engine_config, policy_config
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
@@ -99,10 +99,10 @@ class Asking:
             raise SpecError(_FORMS)
         named = selectors(self.settings, "--set")
         if self.engine is not None:
-            return engine_way(self.engine, self.kv, named, python=self.python, weights=self.weights)
+            return engine_config(self.engine, self.kv, named, python=self.python, weights=self.weights)
         if self.policy is not None:
-            return policy_way(self.policy)
-        return endpoints_way(self.reference or "", self.candidate or "", named)
+            return policy_config(self.policy)
+        return endpoints_config(self.reference or "", self.candidate or "", named)
 
 
 def check(
@@ -148,20 +148,24 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     asking.check_model()  # before it is shown: an address may hold a password
     typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
     from kvaudit.audit.commands.run import AskedRun, Options, opened_run
-    from kvaudit.audit.runs.question import spec_named, spec_text
+    from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
     set_rows(asking)
     way = asking.way()
     _check_there(asking, way)
     plan = asking.plan(way)
-    spec = spec_named(spec_text(asking.model, way, plan, typed(asking)))
+    spec = parse_spec_text(spec_text(asking.model, way, plan, typed(asking)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
         say(console, line)
     asked = AskedRun(spec, out or Path("runs") / spec.name, {})
     options = Options(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
     pipeline, run = opened_run(
-        asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_first_heard(console, spec)
+        asked,
+        options,
+        threads or len(os.sched_getaffinity(0)),
+        resume=resume,
+        on_first_answer=_first_heard(console, spec),
     )
     pipeline.work_on("pilot", "evaluate")
     from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
@@ -178,7 +182,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     return run.path, findings.verdict.exit_code
 
 
-def _first_heard(console: Console, spec: RunSpec) -> FirstHeard:
+def _first_heard(console: Console, spec: RunSpec) -> OnFirstAnswer:
     """Shows the beginning of the first answers as they come."""
     from kvaudit.core.conditions import condition_names
 
@@ -204,7 +208,7 @@ def set_rows(asking: Asking) -> None:
     os.environ[DATA_VARIABLE] = str(asking.data)
 
 
-def _check_there(asking: Asking, way: Way) -> None:
+def _check_there(asking: Asking, way: ServingConfig) -> None:
     """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED

@@ -101,12 +101,12 @@ def init(
             seed=seed,
             made_up=made_up,
         )
-        from kvaudit.audit.runs.question import spec_named, spec_text
+        from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
         set_rows(asking)
         way = asking.way()
         text = spec_text(model, way, asking.plan(way), typed(asking))
-        folder = Path("runs") / spec_named(text).name  # which raises where it is none
+        folder = Path("runs") / parse_spec_text(text).name  # which raises where it is none
         _write(text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}")
 
 

@@ -84,11 +84,11 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     from rich.console import Console
 
     from kvaudit.audit.judges.base import JUDGES
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
     from kvaudit.audit.runs.judge import Judging, judged_folder
     from kvaudit.core.options import parse_named
 
-    source = begun_run(path)
+    source = existing_run(path)
     set_data(source.spec)
     chosen = None if by is None else parse_named(JUDGES, by)
     place = out if chosen is None else out or judged_folder(path, chosen)
@@ -126,17 +126,17 @@ def _note(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
     """Keep with the judged run what the report says of its judge: the verdict before it, agreement, its card."""
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
 
     noted: dict[str, object] = {"agreement": agreement}
-    if begun_run(run).spec.probe is None:  # a probe has no verdict by itself
+    if existing_run(run).spec.probe is None:  # a probe has no verdict by itself
         noted |= _verdicts(run, out, judge, console)
     if card:
         from kvaudit.audit.judges.card import HEADINGS, card_rows
         from kvaudit.audit.judges.labels import sources
 
         noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
-    begun_run(out).note(judged=noted)
+    existing_run(out).note(judged=noted)
 
 
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:

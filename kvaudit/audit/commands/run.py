@@ -35,7 +35,7 @@ from kvaudit.core.secrets import without_passwords
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from kvaudit.audit.runs.engine_slot import FirstHeard
+    from kvaudit.audit.runs.engine_slot import OnFirstAnswer
     from kvaudit.audit.runs.folder import RunFolder
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import Prepared
@@ -169,7 +169,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     # this process is one of the workers, or only waits for them
-    with launcher.crew(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
+    with launcher.start_workers(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
@@ -186,10 +186,10 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
     has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
     """
-    from kvaudit.audit.runs.ranks import launched
+    from kvaudit.audit.runs.ranks import is_launched
 
     threads = options.threads or begun
-    if _ranks(spec) > 1 and launched():  # other workers would take themselves for the same ranks
+    if _ranks(spec) > 1 and is_launched():  # other workers would take themselves for the same ranks
         if (options.workers or 1) > 1 or not here:
             raise SpecError(
                 "the processes that were launched are the ranks of one worker; leave out --workers and --launcher, or "
@@ -210,12 +210,12 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
 
 def _places(spec: RunSpec) -> int:
     """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
-    from kvaudit.audit.runs.launchers.local import gpus, idle_cores
+    from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
         return max(idle_cores() // _ranks(spec), 1)
-    return max(len(gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
+    return max(len(visible_gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
 
 
 def _ranks(spec: RunSpec) -> int:
@@ -232,11 +232,11 @@ def _followed(asked: AskedRun, options: Options) -> bool:
 
     from kvaudit.audit.runs.folder import open_run
     from kvaudit.audit.runs.pipeline import Pipeline
-    from kvaudit.audit.runs.ranks import is_follower, joined
+    from kvaudit.audit.runs.ranks import is_follower, join_ranks
 
     if not is_follower(_ranks(asked.spec)):
         return False
-    with joined(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
+    with join_ranks(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
         run = open_run(asked.folder, asked.spec, resume=True)  # which the first has made before it comes here
         Pipeline(run, Console(), options.threads, plugins=asked.plugins).follow(ranks)
     return True
@@ -317,13 +317,13 @@ def opened_run(
     *,
     resume: bool,
     works: bool = True,
-    heard: FirstHeard | None = None,
+    on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed.
 
     A process that ``works`` no unit loads no model, so what is wrong with that comes up where units are worked on.
-    ``heard``: see ``prepare_run``.
+    ``on_first_answer``: see ``prepare_run``.
     """
     from rich.console import Console
 
@@ -339,7 +339,7 @@ def opened_run(
     check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
-    prepared = None if begun or not works else prepare_run(asked.spec, heard=heard)
+    prepared = None if begun or not works else prepare_run(asked.spec, on_first_answer=on_first_answer)
     # by the gate that the run will be held to
     if not begun:
         _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)

@@ -26,12 +26,12 @@ def opened(path: Path, plugins: Sequence[Path], threads: int | None = None) -> R
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
     from kvaudit.audit.runs.launchers.local import idle_cores
     from kvaudit.audit.runs.names import load_plugins
 
     files = load_plugins(plugins)
-    run = begun_run(path)
+    run = existing_run(path)
     if run.spec.probe is not None:
         raise SpecError(f"{str(path)!r} is a probe, and an endpoint shows no distributions; give the folder of a run")
     set_data(run.spec)

@@ -9,7 +9,7 @@ import torch
 
 from kvaudit.audit.cache.layers import governed_text
 from kvaudit.audit.runs.evaluate import Batches
-from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted, utc_now, versions_line
+from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
@@ -98,7 +98,7 @@ class Models:
 
     def load_on_rank(self, rank: int) -> None:
         """Load the base model on another rank than the first; raise RunError if its weights differ from rank 0's."""
-        spec, sha256 = self._spec, noted(self._run, "base_sha256")
+        spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
         self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != sha256:
             raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
@@ -145,9 +145,9 @@ class Models:
     def sha256_of(self, pair: Pair) -> str:
         """Return the sha256 of the weights that an arm and seed are evaluated with; loads nothing."""
         if self._is_base(pair):
-            return str(noted(self._run, "base_sha256"))
+            return str(noted_value(self._run, "base_sha256"))
         if pair[0] in self._spec.checkpoints:
-            return str(noted(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
+            return str(noted_value(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
         return self.trained_sha256(pair)
 
     def trained_sha256(self, pair: Pair) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvaudit.audit.judges.base import JUDGES
-from kvaudit.audit.runs.evaluate import asked_suite, grid, made, round_of
+from kvaudit.audit.runs.evaluate import grid, make_items, round_size, suite_as_asked
 from kvaudit.audit.runs.units import Unit
 from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
 from kvaudit.core.errors import CannotPass
@@ -85,9 +85,9 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     """Return the cluster and facets of every item of one round of a suite."""
-    suite, part = asked_suite(spec, name), spec.evaluate
+    suite, part = suite_as_asked(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
-    items = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
+    items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), part.seed, context, count)
     grades_harm = any(parse_named(JUDGES, text).grades_harm for text in spec.judge)
     return [
         Counted(
@@ -228,9 +228,9 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
     """Return how many items a suite has: one round, or several if a second round asks new questions."""
-    suite, part = asked_suite(spec, name), spec.evaluate
+    suite, part = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", part.seed) is not None:
         return len(layout)
     context, items = min(part.contexts_of(name)), 2 * len(layout)
-    prompts = [item.messages for item in made("evaluate", suite, "eval", items, part.seed, context, count)]
+    prompts = [item.messages for item in make_items("evaluate", suite, "eval", items, part.seed, context, count)]
     return len(layout) * (_MOST_ROUNDS if len(set(prompts)) == len(prompts) else 1)

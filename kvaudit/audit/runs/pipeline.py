@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.engine_slot import EngineSlot
-from kvaudit.audit.runs.evaluate import selecting, served
+from kvaudit.audit.runs.evaluate import selecting_policies, served_policies
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged
 from kvaudit.audit.runs.found_so_far import FoundSoFar
 from kvaudit.audit.runs.launchers.local import idle_cores
@@ -138,9 +138,9 @@ def _note_names(run: RunFolder, spec: RunSpec) -> None:
     """Note the threads that the run began with, and the policies and suites that its names stand for."""
     run.note(
         threads=run.provenance().get("threads", torch.get_num_threads()),
-        policies={policy.canonical: policy.hash for policy in served(spec)},
+        policies={policy.canonical: policy.hash for policy in served_policies(spec)},
         known_policies=sorted(POLICIES.all()),
-        selecting_policies=selecting(spec),
+        selecting_policies=selecting_policies(spec),
         suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
         suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
     )

@@ -8,15 +8,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvaudit.audit.engines import ENGINES, Condition
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, FirstHeard, try_out_engines
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, OnFirstAnswer, try_out_engines
 from kvaudit.audit.runs.evaluate import (
     Batches,
     Evaluator,
-    asked_suite,
-    made,
+    cache_policies,
+    make_items,
     opening_tokens,
-    served,
-    served_by_us,
+    served_policies,
+    suite_as_asked,
 )
 from kvaudit.audit.runs.ranks import check_ranks
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_named
@@ -47,11 +47,11 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None = None) -> Prepared:
+def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstAnswer | None = None) -> Prepared:
     """Load the base model and make the items; raise whatever is wrong with the spec.
 
-    ``trains`` is False if nothing is left to train, so that only the memory of an evaluation is required. ``heard`` is
-    called with the beginning of a first answer under every serving configuration.
+    ``trains`` is False if nothing is left to train, so that only the memory of an evaluation is required.
+    ``on_first_answer`` is called with the beginning of a first answer under every serving configuration.
     """
     disable_progress_bar()
     model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
@@ -72,20 +72,20 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, heard: FirstHeard | None 
     if spec.train is not None and trains:
         try_out_drawing(spec.train, model, spec.engine(spec.train.rollouts or ""))
     item = next((item for parts in batches.values() for part in parts for item in part), None)
-    conditions = [policy for policy in served(spec) if isinstance(policy, Condition)]
+    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
     if item is not None:
-        if heard is not None:
-            _first_answers(model, spec, item, heard)  # before weights are converted, which may take minutes
-        try_out_engines(conditions, model, spec, item, heard)
+        if on_first_answer is not None:
+            _first_answers(model, spec, item, on_first_answer)  # before weights are converted, which may take minutes
+        try_out_engines(conditions, model, spec, item, on_first_answer)
     return Prepared(model, batches, rows)
 
 
-def _first_answers(model: LoadedModel, spec: RunSpec, item: Item, heard: FirstHeard) -> None:
+def _first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
     """Begin an answer under each policy of our own cache, or uncompressed if an engine serves all of them."""
-    for policy in served_by_us(spec) or [parse_policy(DENSE_POLICY)]:
-        suite = asked_suite(spec, item.suite)
+    for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
+        suite = suite_as_asked(spec, item.suite)
         (played,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
-        heard(policy.canonical, item, played.transcript[len(item.messages)].content)
+        on_answer(policy.canonical, item, played.transcript[len(item.messages)].content)
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
@@ -96,7 +96,7 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
         trained = [suite for suite in _training_suites(spec.train) if SUITES.get(suite).lengths != "none"]
         lengths += [("train", suite, spec.train.context_tokens) for suite in trained]
     for section, name, context in lengths:
-        suite = SUITES.get(name)() if section == "train" else asked_suite(spec, name)
+        suite = SUITES.get(name)() if section == "train" else suite_as_asked(spec, name)
         needed = context + suite.max_new_tokens
         if needed > model.max_positions:
             raise SpecError(
@@ -120,7 +120,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
         for name in _training_suites(spec.train):
             context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
             number = suite.held("train", spec.train.prompts_per_step, seed)
-            for item in made("train", suite, "train", number, seed, context, model.chat.count_tokens):
+            for item in make_items("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:
                     gold_rollout(model, suite, item)
@@ -136,16 +136,18 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
     if not paying.by_grade_alone:
         suites = [SUITES.get(name)() for name in paying.paid]
         request = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_tells(paying, [(suite, made("train", suite, "train", *request)[0]) for suite in suites], model)
+        check_reward_tells(
+            paying, [(suite, make_items("train", suite, "train", *request)[0]) for suite in suites], model
+        )
 
 
 def check_engines(spec: RunSpec, batches: Batches) -> None:
     """Raise SpecError for an engine that is not installed, and for a suite that engines cannot serve."""
-    conditions = [policy for policy in served(spec) if isinstance(policy, Condition)]
+    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
     for condition in conditions:
         ENGINES.get(condition.engine).check(dict(condition.settings), spec.engine(condition.canonical))
     for (name, _), parts in batches.items() if conditions else ():
-        suite = asked_suite(spec, name)
+        suite = suite_as_asked(spec, name)
         if any(suite.options(item) for part in parts for item in part):
             raise SpecError(
                 f"suite {name} scores given answers by their likelihood, which engine {conditions[0].engine} is not "

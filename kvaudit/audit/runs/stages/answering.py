@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-from kvaudit.audit.runs.claims import HeldUnits, work_through_groups
+from kvaudit.audit.runs.claims import ClaimedUnits, work_on_groups
 from kvaudit.audit.runs.evaluate import Evaluator
-from kvaudit.audit.runs.folder import noted
+from kvaudit.audit.runs.folder import noted_value
 from kvaudit.audit.runs.found_so_far import policy_labels
 from kvaudit.audit.runs.models import Pair
 from kvaudit.audit.runs.progress import Part
@@ -72,12 +72,12 @@ class UnitWorker:
         def finish(unit: Unit) -> None:
             bar.count((folder, unit), bar.size((folder, unit)))
 
-        def answer(held: HeldUnits[Unit]) -> None:
-            first, resumed = held.units[0], set[Unit]()
-            bar.claim([(folder, unit) for unit in held.units])
+        def answer(claimed: ClaimedUnits[Unit]) -> None:
+            first, resumed = claimed.units[0], set[Unit]()
+            bar.claim([(folder, unit) for unit in claimed.units])
 
             def report(unit: Unit, done: int, of: int) -> None:
-                held.claim(unit).check()
+                claimed.claim(unit).check()
                 name, answers = (folder, unit), bar.size((folder, unit)) * done / max(1, of)
                 if unit in resumed:
                     bar.count(name, answers)
@@ -88,21 +88,21 @@ class UnitWorker:
 
             with explain_full_memory(self._unit_text(phase, first), "evaluate.batch_tokens"):
                 evaluator = self._evaluator_of((first.arm, first.seed))
-                evaluator.run_together(held.units, context.run, report, held.keeps, folder=folder, rows=rows)
+                evaluator.answer_units(claimed.units, context.run, report, claimed.keep, folder=folder, rows=rows)
 
         is_work_left = not all(map(is_done, units))
         if is_work_left:
             context.models.base()  # its items give the parts their sizes
         bar.expect(parts())
         with context.engines:  # an engine ends with the stage it answers in
-            work_through_groups(
+            work_on_groups(
                 # the units of a group are adjacent in the grid, as groupby requires
-                [list(group) for _, group in groupby(units, lambda unit: unit.together)],
-                done=is_done,
+                [list(group) for _, group in groupby(units, lambda unit: unit.group_key)],
+                is_done=is_done,
                 lock=lambda unit: files[unit].lock,
                 work=answer,
-                finished=finish,
-                waiting=context.print_line,
+                on_done=finish,
+                on_wait=context.print_line,
                 takeover=context.takeover,
             )
         bar.claim(())
@@ -114,7 +114,7 @@ class UnitWorker:
             gc.collect()  # hooks and bound methods of some models refer to them in a cycle
             context = self._context
             model = context.models.checkpoint(pair)
-            inputs = inputs_sha256(noted(context.run, INPUTS))
+            inputs = inputs_sha256(noted_value(context.run, INPUTS))
             self._evaluator = (pair, Evaluator(model, context.spec, context.models.batches, inputs, context.engines))
         return self._evaluator[1]
 

@@ -15,7 +15,7 @@ from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.stages.floor import FloorStage
 from kvaudit.audit.runs.stages.rounds import RoundsStage
-from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, open_refused
+from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, reopen_refused
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json
 
@@ -119,4 +119,4 @@ class GridStage(Stage):
             files = UnitFiles.of(context.run.records, unit)
             with Claims(takeover=context.takeover).claim(files.lock) as claim:
                 if claim is not None and files.seal.exists():
-                    open_refused(files, unit.identity(context.models.sha256_of((unit.arm, unit.seed))))
+                    reopen_refused(files, unit.identity(context.models.sha256_of((unit.arm, unit.seed))))

@@ -151,8 +151,8 @@ class RoundsStage(Stage):
         with mutex(run.path / ".looks.lock"):
             if "words" in looks_in(run.provenance())[number - 1]:
                 return
-            put_together(run.path, units, number)
-            run.note(**{LOOKS: {str(number): {**look, "words": words_of(run.path)}}})
+            join_rounds(run.path, units, number)
+            run.note(**{LOOKS: {str(number): {**look, "words": gate_statuses(run.path)}}})
         self.context.print_line(list(look_lines(run.provenance()))[-1])
 
 
@@ -163,7 +163,7 @@ def _round_parts(folder: Path, units: Sequence[Unit], rows: Mapping[str, range])
 # --- which rows are asked, and when it ends --------------------------------------------------------------------------
 
 
-def looks_at(rows: int, first: int = FIRST_LOOK) -> list[int]:
+def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
     """Return the numbers of rows after which a look is taken, each half as large again as the last; ``rows`` ends."""
     looks, look = list[int](), first
     while look < rows:
@@ -227,7 +227,7 @@ def next_round(
     if not undecided:
         return DECIDED
     rows = {
-        suite: range(done, next(look for look in looks_at(plan.items[suite], first) if look > done))
+        suite: range(done, next(look for look in look_sizes(plan.items[suite], first) if look > done))
         for suite, done in asked.items()
         if suite in undecided and done < plan.items[suite]
     }
@@ -256,7 +256,7 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
 # --- a look ----------------------------------------------------------------------------------------------------------
 
 
-def put_together(run: Path, units: Sequence[Unit], rounds: int) -> None:
+def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
     """Write the record file of every unit from those of its rounds, and seal it."""
     for unit in units:
         parts = [UnitFiles.of(run / ROUNDS_FOLDER / str(number), unit) for number in range(1, rounds + 1)]
@@ -275,7 +275,7 @@ def put_together(run: Path, units: Sequence[Unit], rounds: int) -> None:
         write_json(joined.seal, seals[-1] | ({REFUSED: refused} if refused else {}) | counts)
 
 
-def words_of(run: Path) -> dict[str, str]:
+def gate_statuses(run: Path) -> dict[str, str]:
     """Return the gate's status of each gated metric after the rows that were asked so far."""
     data = load_run(run)
     comparison, rules = declared(data, Asked())

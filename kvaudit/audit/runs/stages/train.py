@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from kvaudit.audit.engines import Condition
-from kvaudit.audit.runs.claims import Claim, work_through
-from kvaudit.audit.runs.engine_slot import hold_engine
+from kvaudit.audit.runs.claims import Claim, work_on_units
+from kvaudit.audit.runs.engine_slot import check_engine_unchanged
 from kvaudit.audit.runs.folder import check_inputs_unchanged
 from kvaudit.audit.runs.launchers.base import Job
 from kvaudit.audit.runs.models import Pair, trained_pairs
 from kvaudit.audit.runs.progress import Part
-from kvaudit.audit.runs.ranks import started
+from kvaudit.audit.runs.ranks import start_ranks
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
 from kvaudit.audit.training.checkpoint import drop_state
@@ -65,7 +65,7 @@ class TrainStage(Stage):
         arguments = [*context.rank_command, "--threads", str(torch.get_num_threads())]
         logs = context.run.path / "logs" / f"ranks-{os.getpid()}"
         job = Job(arguments, logs, Path.cwd(), any_gpu=context.spec.device in ("auto", "cuda"))
-        with started(section.ranks, job, context.print_line, any_left=not is_done) as ranks:
+        with start_ranks(section.ranks, job, context.print_line, any_left=not is_done) as ranks:
             if section.stops:
                 # first every arm to its own end, then all arms of a seed to the step of the earliest alarm
                 self._train_all(list(section.pairs), self._has_stopped, ranks)
@@ -116,14 +116,14 @@ class TrainStage(Stage):
                 bar.count(pair, self._steps(pair) * self._answers_per_step(pair))
                 drop_state(context.run.checkpoint(*pair))
 
-        work_through(
+        work_on_units(
             pairs,
-            done=is_done,
+            is_done=is_done,
             # beside the folder, which holds files of the training alone
             lock=lambda pair: context.run.checkpoint(*pair).with_name(f"seed-{pair[1]}.lock"),
             work=work,
-            finished=finish,
-            waiting=context.print_line,
+            on_done=finish,
+            on_wait=context.print_line,
             takeover=context.takeover,
         )
         bar.claim(())
@@ -157,7 +157,9 @@ class TrainStage(Stage):
 
     def _engine_use(self, rollouts: str) -> EngineUse:
         def check_unchanged(condition: Condition, description: Mapping[str, str]) -> None:
-            hold_engine(self.context.run, f"rollouts of {condition.canonical}", condition.engine, description)
+            check_engine_unchanged(
+                self.context.run, f"rollouts of {condition.canonical}", condition.engine, description
+            )
 
         return EngineUse(self.context.spec.engine(rollouts), check_unchanged)
 
