@@ -390,3 +390,9 @@ def test_an_arm_that_is_trained_cannot_be_given_too() -> None:
     train = {"arms": ["dense"], "seeds": [1], "policy": "none", "suites": ["refusal"]}
     with pytest.raises(SpecError, match=r"checkpoints\.dense is the name of an arm"):
         read(train=train)
+
+
+def test_checkpoints_are_evaluated_with_the_number_of_items_that_the_pilot_gives(trained: Path, tmp_path: Path) -> None:
+    grid = {"policies": ["none"], "suites": {"refusal": {"items": "auto"}}, "context_tokens": [128], "pilot": 24}
+    code, output, _ = run(tmp_path, spec(trained, evaluate=grid))
+    assert (code, "KeyError" in output) == (0, False)

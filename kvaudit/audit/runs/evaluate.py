@@ -62,14 +62,14 @@ def grid(spec: RunSpec) -> list[Unit]:
     return units
 
 
-def served_policies(spec: RunSpec, arm: str | None = None) -> list[Served]:
-    """Return the policies and engine conditions of the grid, or of one arm, in the order of the spec."""
-    return [parse_served(text) for text in (spec.evaluate.policies if arm is None else spec.served(arm))]
+def served_policies(spec: RunSpec) -> list[Served]:
+    """Return the policies and engine conditions of the grid, in the order of the spec."""
+    return [parse_served(text) for text in spec.evaluate.policies]
 
 
-def cache_policies(spec: RunSpec, arm: str | None = None) -> list[Policy]:
+def cache_policies(spec: RunSpec) -> list[Policy]:
     """Return the policies of kvaudit's own cache, without engine conditions."""
-    return [policy for policy in served_policies(spec, arm) if isinstance(policy, Policy)]
+    return [policy for policy in served_policies(spec) if isinstance(policy, Policy)]
 
 
 def selecting_policies(spec: RunSpec) -> list[str]:
@@ -111,10 +111,6 @@ class Evaluator:
         for suite in self._spec.evaluate.suites:
             for context in self._spec.evaluate.contexts_of(suite):
                 self._batches(suite_as_asked(self._spec, suite), context)
-
-    def items(self, suite: str, context: int) -> list[Item]:
-        """Return the items of a suite at a length, in the order of their batches."""
-        return [item for batch in self._batches(suite_as_asked(self._spec, suite), context) for item in batch]
 
     def answer_units(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.cache.layers import governed_text
-from kvaudit.audit.runs.evaluate import Batches
+from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
@@ -137,6 +137,7 @@ class Models:
         # before its first answer is sealed: a run that has all answers no longer needs the folder
         take_over(locate(name), self._run.checkpoint(*pair))
         if spec.train is None and not (self._run.path / RECIPE).exists():
+            Evaluator(self.base(), spec, self.batches).prepare()  # the pilot may have changed the number of items
             joined = joined_recipe(self._run, refusal_set(spec, self.batches))
             if joined is not None:
                 write_json(self._run.path / RECIPE, joined)

@@ -30,14 +30,12 @@ class EvaluateStage(Stage):
         self._grid: GridStage | RoundsStage = self._rounds or GridStage(context, self._worker)
 
     def parts(self) -> Iterator[Part]:
-        """The units of the grid and of the floor; none in rounds, whose number is not known."""
-        if self._rounds is None:
+        if self._rounds is None:  # the number of rounds is not known
             yield from self._grid.parts()
             yield from self._floor.parts()
 
     @property
     def is_done(self) -> bool:
-        """Whether every unit is sealed, or the rounds have ended."""
         return self._grid.is_done if self._rounds is not None else not self.unsealed
 
     @property
@@ -92,7 +90,6 @@ class GridStage(Stage):
         self.has_asked = False
 
     def parts(self) -> Iterator[Part]:
-        """The units, without the rows that the pilot answers."""
         context, evaluate = self.context, self.context.spec.evaluate
         piloted = set(pilot_units(with_kept_gate(context.spec, context.run.provenance()), self.units))
         for unit in self.units:
@@ -102,11 +99,9 @@ class GridStage(Stage):
 
     @property
     def is_done(self) -> bool:
-        """Whether every unit is sealed."""
         return all(is_sealed(self.context.run.records, unit) for unit in self.units)
 
     def work(self) -> RunContext:
-        """Answer the units that are not sealed, or whose answers a server refused if these are asked again."""
         if self.context.asks_refused:
             self._open_refused()
         self.has_asked = self._worker.work("asking", self.context.run.records, self.units, self.parts)

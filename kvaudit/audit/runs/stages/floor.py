@@ -32,13 +32,11 @@ class FloorStage(Stage):
         self._units = [unit for unit in units if is_asked and isinstance(unit.policy, Condition)]
 
     def parts(self) -> Iterator[Part]:
-        """The units of both orders, to within a batch."""
         for folder in self._folders:
             yield from self._folder_parts(folder)
 
     @property
     def is_done(self) -> bool:
-        """Whether every unit is sealed in both orders."""
         return not self.unsealed
 
     @property
@@ -47,7 +45,6 @@ class FloorStage(Stage):
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:
-        """Answer what is left in both orders."""
         for folder in self._folders:
             make_folder(folder)
             self._worker.work("asking again", folder, self._units, partial(self._folder_parts, folder))

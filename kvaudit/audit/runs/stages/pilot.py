@@ -33,7 +33,6 @@ class PilotStage(Stage):
     """Answers the pilot's units and notes what they show: controls, and the number of items of open suites."""
 
     def parts(self) -> Iterator[Part]:
-        """The units of the pilot; the number of rows is an estimate."""
         return iter(()) if self.is_done else self._unit_parts(self._units)
 
     @property

@@ -59,7 +59,6 @@ class RoundsStage(Stage):
 
     @property
     def is_done(self) -> bool:
-        """Whether the rounds have ended."""
         return ENDED in table_of(self.context.run.provenance(), LOOKS)
 
     @property
@@ -69,7 +68,6 @@ class RoundsStage(Stage):
         return [] if plan is None else [unit for unit in grid(self.context.spec) if unit.suite in plan.items]
 
     def work(self) -> RunContext:
-        """Plan the rows if no process has, then ask and look until there is no next round."""
         plan, bar = self._plan(), self.context.bar
         units = self.units
         while True:

@@ -43,16 +43,13 @@ class TrainStage(Stage):
     """Trains every checkpoint that is not finished."""
 
     def parts(self) -> Iterator[Part]:
-        """The checkpoints, weighed by the answers of their training steps."""
         yield from map(self._part, trained_pairs(self.context.spec))
 
     @property
     def is_done(self) -> bool:
-        """Whether every checkpoint is finished."""
         return all(map(self.context.models.is_trained, trained_pairs(self.context.spec)))
 
     def work(self) -> RunContext:
-        """Train the warm starts, then the arms, and note the hashes of all checkpoints."""
         context = self.context
         section, models = context.spec.train, context.models
         if section is None:
