@@ -46,7 +46,7 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
     """Split items into the batches that an engine is sent; ``folder`` is the one in the run that its answers go to.
 
-    The pilot's items come first and end a batch, so that the grid asks them beside the same neighbours. The first batch
+    The pilot's items come first and end a batch, so that the grid asks them in the same batches. The first batch
     is small, so that first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once

@@ -128,7 +128,7 @@ class Evaluator:
         pilot's folder holds the pilot's items only; every other folder but the floor's takes its answers over.
 
         A batch is played for one unit after another, so that it is prefilled once (``SharedPrefill``). ``keep`` is
-        called before every batch of every unit; a unit for which it returns False is left as it is. Raises DataError if
+        called before every batch of every unit; a unit for which it returns False is skipped. Raises DataError if
         a file holds records of another checkpoint.
         """
         suite, place = suite_as_asked(self._spec, units[0].suite), folder or run.records

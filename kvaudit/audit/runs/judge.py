@@ -148,7 +148,7 @@ class Judging:
             file.flush()
             os.fsync(file.fileno())
         claim.check()
-        seal.unlink(missing_ok=True)  # a seal of an older judgement must not stand beside the new records
+        seal.unlink(missing_ok=True)  # an older seal does not fit the new records
         os.replace(partial_file, place)
         changed = {"was": unit.version, **{name: counts[name] for name in _COUNTS}}
         if self._judge is not None:

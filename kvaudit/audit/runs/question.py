@@ -114,14 +114,14 @@ def plan_check(
     length = _length(model, max(kept or 0, exact) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if is_at_hand(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
-    if not made_up and (named or model != EMBEDDED) and not any(one.name in _NEEDED for one in at_hand):
+    if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
         unseen = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, length, None, (), unseen, minutes, seed)
     evicts = kept is not None or exact > 0
-    endpoints = tuple(one for one in at_hand if not (evicts and one.name == "injection"))
-    absent = tuple(dict.fromkeys(rows for one in ENDPOINTS for rows in absent_sources(one.name)))
+    endpoints = tuple(endpoint for endpoint in at_hand if not (evicts and endpoint.name == "injection"))
+    absent = tuple(dict.fromkeys(rows for point in ENDPOINTS for rows in absent_sources(point.name)))
     context, length = (_CONTEXT, max(length, _CONTEXT_LENGTH)) if evicts else (None, length)
     return CheckPlan(endpoints, (), length, context, absent, tuple(_unseen(endpoints, kept)), minutes, seed)
 

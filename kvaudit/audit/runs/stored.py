@@ -129,7 +129,7 @@ def work_on_stored(
     lock: Callable[[StoredUnit], Path],
     work: Callable[[StoredUnit, Claim], None],
 ) -> None:
-    """Work on every unit that is not done, beside other processes, with a progress bar that counts answers.
+    """Work on every unit that is not done, shared with other processes, with a progress bar that counts answers.
 
     Each unit is checked against its seal before ``work`` is called with it.
     """

@@ -41,7 +41,7 @@ class WorkerGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Starts workers. Subclass as a frozen dataclass in a file of its own, with a ``name``.
+    """Starts workers. Subclass it as a frozen dataclass in a separate file, with a ``name``.
 
     Fields are its options: ``NAME:field=value,field=value`` in a command.
     """

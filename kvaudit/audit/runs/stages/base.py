@@ -59,7 +59,7 @@ class RunContext:
 
 
 class Stage(ABC):
-    """One stage of a run, which resumes where it stopped, beside other processes that work on it.
+    """One stage of a run. It resumes where it stopped, and other processes may work on it at the same time.
 
     Once it is done, its work writes nothing more, and no stage changes what an earlier one wrote. A stage keeps what it
     learns to itself or on disk; what later stages need is in the context that its work returns.

@@ -116,7 +116,7 @@ class TrainStage(Stage):
         work_on_units(
             pairs,
             is_done=is_done,
-            # beside the folder, which holds files of the training alone
+            # next to the folder, which holds files of the training only
             lock=lambda pair: context.run.checkpoint(*pair).with_name(f"seed-{pair[1]}.lock"),
             work=work,
             on_done=finish,
