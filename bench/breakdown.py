@@ -34,7 +34,7 @@ from bench.models import Served, random_llama
 from bench.operators import Operators
 from kvaudit import CompressedCache
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
@@ -116,7 +116,7 @@ def place_of(reason: Any) -> str:
 def shares() -> None:
     """What each kind of operation takes of a decode step, a prefill and a learner's step."""
     for learns, _ in models():
-        served = packed(learns)
+        served = pack_weights(learns)
         context = min(CONTEXT, served.max_positions - 2 * (STEPS + ANSWER))
         print(f"\n{served.name}, {context} tokens of context, answers of {ANSWER} tokens: ms, shares of self time\n")
         header("work", "policy", "ms", *KINDS, REST)
@@ -132,7 +132,7 @@ def shares() -> None:
 def prefills() -> None:
     """What taking a prompt in costs under a policy, as a ratio to what it costs under none."""
     for learns, _ in models():
-        served = packed(learns)
+        served = pack_weights(learns)
         context = min(CONTEXT, served.max_positions)
         print(f"\n{served.name}, a prompt of {context} tokens: seconds of CPU time, and to none, {TURNS} turns\n")
         header("policy", "s", "to none")
@@ -203,14 +203,14 @@ def products() -> None:
 def bandwidth(weights: list[Tensor], rows: int) -> tuple[float, float]:
     """GB a second of ``F.linear`` and of oneDNN's packed product, the best of four passes over all weights."""
     inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+    pack_weights = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
 
     def stored() -> None:
         for x, w in zip(inputs, weights, strict=True):
             linear(x, w)
 
     def reordered() -> None:
-        for x, w in zip(inputs, packed, strict=True):
+        for x, w in zip(inputs, pack_weights, strict=True):
             torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
     total = sum(w.nbytes for w in weights) / 1e9

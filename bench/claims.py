@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.layout.words import points
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.sections.shared.words import points
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided

@@ -17,7 +17,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
 from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.runs.units import Unit, UnitFiles
-from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -69,7 +69,7 @@ class Rerun(Evaluator):
         self._number = number
 
     def _play(
-        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
+        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[ChatTokens] | None = None
     ) -> list[GradedRow]:
         seeds = [derive_seed("rerun", self._number, suite.name, item.item_id) for item in batch]
         asked, decoding = [(suite, item) for item in batch], Decoding(suite.max_new_tokens, temperature=1.0)

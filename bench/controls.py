@@ -33,8 +33,8 @@ from bench.control_runs import (
     spoil_templates,
 )
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.reports.analysis.sides import BothSides, sides_of_gated
-from kvaudit.reports.gate.verdict import Decision, Status
+from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
+from kvaudit.reports.verdict.verdict import Decision, Status
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import write_report
 

@@ -29,10 +29,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from bench.models import Served, embedded, random_llama
-from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import RunError
 
@@ -56,7 +56,7 @@ class Ours:
 
     def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, new: int) -> None:
         self._new, self._parameters = new, sum(p.nbytes for p in served.model.parameters())
-        self._episode = Sampler(packed(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+        self._episode = Sampler(pack_weights(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
 
     def __call__(self) -> Seconds:
         return timed(lambda: self._episode.decode(Decoding(self._new, temperature=0.0)))
@@ -75,7 +75,7 @@ class Generate:
         with torch.no_grad():
             ids = torch.tensor([prompt[:-1]]).to(served.device)
             self._model(ids, past_key_values=self._cache, logits_to_keep=1)
-        self._model.set_attn_implementation(NAME)
+        self._model.set_attn_implementation(ATTENTION_NAME)
         self._cache.batch_repeat_interleave(batch)
         self._ids = torch.tensor([prompt] * batch).to(served.device)
         self._config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -83,7 +83,7 @@ class Generate:
     def __call__(self) -> Seconds:
         self._model.set_attn_implementation("sdpa")
         seconds = timed(self._generate)
-        self._model.set_attn_implementation(NAME)
+        self._model.set_attn_implementation(ATTENTION_NAME)
         return seconds
 
     def _generate(self) -> None:

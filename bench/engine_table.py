@@ -23,7 +23,7 @@ import kvaudit
 from kvaudit.core.conditions import condition_names
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Record
-from kvaudit.reports.analysis.floor import floor_of
+from kvaudit.reports.sections.shared.floor import floor_of
 
 COLUMNS = (
     "setting",

@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Work
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
+from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.policies import Policy, parse_policy
-from kvaudit.audit.sampling.conversations import opening_of, play
+from kvaudit.audit.sampling.conversations import item_prompt, play
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item
@@ -65,7 +65,7 @@ class Sides:
 
     def __init__(self, model: LoadedModel, suite: Suite, items: Sequence[Item], pythons: dict[str, str]) -> None:
         self._model, self._suite, self._items, self._new = model, suite, items, suite.max_new_tokens
-        self._prompts = [opening_of(model.chat, item) for item in items]
+        self._prompts = [item_prompt(model.chat, item) for item in items]
         self.pythons = pythons
         self._known: dict[str, Said] = {}
 
@@ -78,7 +78,7 @@ class Sides:
 
     def _ours(self, policy: Policy) -> Said:
         started, asked = time.perf_counter(), [(self._suite, item) for item in self._items]
-        sampler, decoding = Sampler(packed(self._model), policy), Decoding(self._new, temperature=0.0)
+        sampler, decoding = Sampler(pack_weights(self._model), policy), Decoding(self._new, temperature=0.0)
         rows = play(sampler, asked, decoding, [0] * len(asked), at_once=IN_FLIGHT)
         seconds = time.perf_counter() - started
         rollouts = [row.rollout for row in rows]
@@ -91,8 +91,8 @@ class Sides:
         engine.check(settings, how)
         log = Path(tempfile.gettempdir()) / f"bench-engines-{condition.hash}.log"
         stops = tuple(sorted(self._model.chat.stop_ids))
-        asked = [Asked(one.ids, self._new, stops, 0.0, 1.0, 0) for one in self._prompts]
-        with engine.start(settings, Work(self._model, how, log, torch.get_num_threads())) as session:
+        asked = [GenerationRequest(one.ids, self._new, stops, 0.0, 1.0, 0) for one in self._prompts]
+        with engine.start(settings, EngineContext(self._model, how, log, torch.get_num_threads())) as session:
             session.answer(asked[:1])  # what a first request sets up is no speed of a cell
             started = time.perf_counter()
             parts = [asked[start : start + 2 * IN_FLIGHT] for start in range(0, len(asked), 2 * IN_FLIGHT)]

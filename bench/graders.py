@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from kvaudit.core.text import inline
-from kvaudit.suites.answers import final_answer, has_algebra, same_answer, verified
-from kvaudit.suites.bfcl import SINGLE, _are, by_schema
+from kvaudit.suites.answers import final_answer, has_algebra, same_answer, equal_by_algebra
+from kvaudit.suites.bfcl import SINGLE, _match_calls, apply_schema
 from kvaudit.suites.mathrows import extract_number
-from kvaudit.suites.rules import RULES, checkable, written_to_keep
+from kvaudit.suites.rules import RULES, is_checkable, write_answer
 from kvaudit.suites.sources import data_file, json_lines
 from kvaudit.suites.sysifeval import USER_FORM, topic
-from kvaudit.suites.tool_calls import Call, first_of, parse_calls, written_calls
+from kvaudit.suites.tool_calls import Call, accepted_call, parse_calls, format_calls
 
 Grader = Callable[[str], bool]
 _SHOWN = 200  # characters of an answer
@@ -245,7 +245,7 @@ def _ours(text: str, gold: str) -> bool:
     found = final_answer(text)
     if found is None:
         return False
-    return same_answer(found, gold) or bool(verified(found, gold))
+    return same_answer(found, gold) or bool(equal_by_algebra(found, gold))
 
 
 def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
@@ -320,7 +320,7 @@ def rules(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
         texts = [*_rule_answers(topic(str(row["prompt"])), kept), *_others(str(row["key"]))]
         real = _real(said, f"sysifeval-{row['key']}")
         for kind, arguments in kept:
-            if checkable(kind, arguments):
+            if is_checkable(kind, arguments):
                 yield Row(
                     f"ifeval {kind}",
                     str(row["key"]),
@@ -332,7 +332,7 @@ def rules(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
 
 def _rule_answers(words: list[str], kept: Sequence[tuple[str, Any]]) -> Iterator[Answer]:
     try:
-        gold = written_to_keep(words, [rule for rule in kept if checkable(*rule)])
+        gold = write_answer(words, [rule for rule in kept if is_checkable(*rule)])
     except (KeyError, TypeError, ValueError):
         gold = "Here is a reply."
     yield Answer(gold, "written to keep them", None)
@@ -407,33 +407,33 @@ def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
         truths = json_lines(data_file("bfcl", f"bfcl/possible_answer/BFCL_v4_{kind}.json"))
         for question, truth in list(zip(questions, truths, strict=True))[:rows]:
             tools, truths_of = question["function"], truth["ground_truth"]
-            accepted = [by_schema(options, tools) for options in truths_of]
+            accepted = [apply_schema(options, tools) for options in truths_of]
             yield Row(
                 f"bfcl {kind}",
                 str(question["id"]),
-                lambda text, accepted=accepted: bool(found := parse_calls(text)) and _are(accepted, found),
+                lambda text, accepted=accepted: bool(found := parse_calls(text)) and _match_calls(accepted, found),
                 dict(_call_graders(kind, tools, truths_of)),
                 [*_call_answers(truths_of, tools), *_real(said, f"bfcl-{question['id']}")],
             )
 
 
 def _call_answers(accepted: Sequence[Any], tools: Sequence[Any]) -> Iterator[Answer]:
-    gold = [first_of(options) for options in accepted]
+    gold = [accepted_call(options) for options in accepted]
     first, *rest = gold
-    yield Answer(written_calls(gold), "gold", True)
-    yield Answer(written_calls(gold[::-1]), "in reverse", True)
-    yield Answer(f"```json\n{written_calls(gold)}\n```", "fenced", True)
-    yield Answer(written_calls(gold[:-1]) or "I can not.", "one call less", False)
-    yield Answer(written_calls([*gold, first]), "one call more", False)
-    yield Answer(written_calls([Call(first.name + "_2", first.arguments), *rest]), "another tool", False)
-    yield Answer(written_calls([Call(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
+    yield Answer(format_calls(gold), "gold", True)
+    yield Answer(format_calls(gold[::-1]), "in reverse", True)
+    yield Answer(f"```json\n{format_calls(gold)}\n```", "fenced", True)
+    yield Answer(format_calls(gold[:-1]) or "I can not.", "one call less", False)
+    yield Answer(format_calls([*gold, first]), "one call more", False)
+    yield Answer(format_calls([Call(first.name + "_2", first.arguments), *rest]), "another tool", False)
+    yield Answer(format_calls([Call(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
     for key, value in first.arguments.items():
         for kind, other, right in _other_values(value, _type_of(first.name, key, tools)):
             changed = Call(first.name, {**first.arguments, key: other})
-            yield Answer(written_calls([changed, *rest]), kind, right)
+            yield Answer(format_calls([changed, *rest]), kind, right)
         left = {name: each for name, each in first.arguments.items() if name != key}
-        free = "" in by_schema(accepted[0], tools)[first.name][key]
-        yield Answer(written_calls([Call(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free)
+        free = "" in apply_schema(accepted[0], tools)[first.name][key]
+        yield Answer(format_calls([Call(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free)
 
 
 def _type_of(tool: str, key: str, tools: Sequence[Any]) -> str:

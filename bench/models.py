@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import DataError
 
@@ -35,7 +35,7 @@ class Served:
 def random_llama(
     width: int,
     layers: int,
-    attention: str = NAME,
+    attention: str = ATTENTION_NAME,
     *,
     vocabulary: int = 4096,
     positions: int = 4096,

@@ -18,7 +18,7 @@ import typer
 
 from kvaudit.audit.runs.stages.rounds import look_sizes
 from kvaudit.core.conditions import condition_names
-from kvaudit.reports.gate.cell import decide_cell
+from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.stats.betting import betting_effect, clusters_show

@@ -26,9 +26,9 @@ from transformers import DynamicCache, GenerationConfig
 
 from bench.exactness import gaps
 from bench.models import Served, random_llama
-from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.quantised.store import QuantisedStore
+from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.policies import POLICIES, Policy, evictor_of, parse_policy
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -117,7 +117,7 @@ def dense_cache(served: Served, prompt: torch.Tensor) -> tuple[DynamicCache, flo
         served.model(prompt, past_key_values=cache, logits_to_keep=1)
     seconds = time.perf_counter() - started
     cache.crop(-1)  # generate wants to feed one token itself
-    served.model.set_attn_implementation(NAME)
+    served.model.set_attn_implementation(ATTENTION_NAME)
     return cache, seconds
 
 
@@ -137,7 +137,7 @@ def take_turns(
         mask = torch.ones_like(ids)
         ids = served.model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
         dense += time.perf_counter() - started
-        served.model.set_attn_implementation(NAME)
+        served.model.set_attn_implementation(ATTENTION_NAME)
         with evictions_timed() as spent:
             started = time.perf_counter()
             episode.decode(Decoding(TURN, temperature=0.0))

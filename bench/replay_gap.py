@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Work
-from kvaudit.audit.sampling.conversations import opening_of
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
+from kvaudit.audit.engines.base import EngineContext
+from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.engine_rollouts import drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -105,10 +105,10 @@ def drawn(
     engine, part = ENGINES.get(condition.engine), EngineSpec(python=pythons.get(condition.engine))
     engine.check(dict(condition.settings), part)
     stops = tuple(sorted(model.chat.stop_ids))
-    rows = [Asked(tuple(ids), asked.new, stops, asked.temperature, 1.0, n) for n, ids in enumerate(prompts)]
+    rows = [GenerationRequest(tuple(ids), asked.new, stops, asked.temperature, 1.0, n) for n, ids in enumerate(prompts)]
     print(f"asking {condition.canonical}", file=sys.stderr, flush=True)
     log = Path(tempfile.gettempdir()) / f"bench-replay-gap-{condition.hash}.log"
-    drawer = engine.drawer(dict(condition.settings), Work(model, part, log, asked.threads))
+    drawer = engine.drawer(dict(condition.settings), EngineContext(model, part, log, asked.threads))
     try:
         found = drawer.draw(rows, keep=len(rows))
     finally:
@@ -209,7 +209,7 @@ def main() -> None:
     model = load_model(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
     name = "xstest" if "KVAUDIT_DATA" in os.environ else "refusal"
     items = SUITES.get(name)().items("eval", asked.items, 1000, 0 if name == "xstest" else 256, model.chat.count_tokens)
-    prompts = [opening_of(model.chat, item).ids for item in items]
+    prompts = [item_prompt(model.chat, item).ids for item in items]
     print(f"{model.name} {model.sha256[:12]}, {len(items)} rows of {name}, {asked.new} tokens at {asked.temperature}")
     print("| setting | tokens | uncompressed | dense | last bit | own codes, explained | replay, explained |")
     print("|---|---:|---:|---:|---:|---|---|")

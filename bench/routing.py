@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bench.models import Served
-from kvaudit.audit.cache.attention import NAME
+from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.routing import RecordedRoutes, hooked_blocks
+from kvaudit.audit.cache.routing import RecordedRoutes, hook_expert_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.learner_pass import suffix_logits
@@ -29,7 +29,7 @@ def random_moe(dtype: torch.dtype) -> Served:
         num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32, max_position_embeddings=4096,
         initializer_range=0.2,
     )  # fmt: skip
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     torch.manual_seed(0)
     return Served("random Qwen3-MoE", Qwen3MoeForCausalLM(config).to(dtype).eval(), 4096)
 
@@ -60,7 +60,7 @@ def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
 
 def flipped(served: Served, rollouts: list[Rollout]) -> float:
     """The share of (token, block) pairs that go to another set of experts in one pass than they went one by one."""
-    blocks, ids = hooked_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
+    blocks, ids = hook_expert_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
     positions = torch.arange(ids.shape[1]).expand(*ids.shape)
     plans = layer_plans(served.model.config, parse_policy("none"))
     replay = Replay(plans, positions, positions, torch.stack([r.evicted_at for r in rollouts])[..., :-1])

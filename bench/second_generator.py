@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.gate.chance import Audits, pass_rate
+from kvaudit.reports.verdict.chance import Audits, pass_rate
 from kvaudit.reports.stats.rule import clusters_required
 
 Array = npt.NDArray[np.float64]

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.models import Served, random_llama
-from kvaudit.audit.again.measure import serve_again
-from kvaudit.audit.again.verify import Verification, Verify
+from kvaudit.audit.rerun.measure import run_measure
+from kvaudit.audit.rerun.verify import Verification, Verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.replay.ranking_check import RankingAgreement
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"
@@ -99,7 +99,7 @@ def sampled(served: Served, policy: Policy, files: int) -> list[Rollout]:
 def judged(served: Any, file: File) -> Verification:
     """What verify says of a file."""
     recorded = RecordedRollouts("bench", (file.rollout,), parse_policy(file.policy))
-    ((_, found),) = serve_again(Verify(served, [recorded]))
+    ((_, found),) = run_measure(Verify(served, [recorded]))
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from bench.report import build
-from kvaudit.reports.drift.comparison import comparison_of
+from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvaudit.results import Comparison, Run
 
 if TYPE_CHECKING:
-    from kvaudit.reports.gate.verdict import Verdict
+    from kvaudit.reports.verdict.verdict import Verdict
 
 
 def check(
@@ -122,7 +122,7 @@ def gate(
     3
     """
     from kvaudit.audit.commands.report import asked_of
-    from kvaudit.reports.gate.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late
 
     rules, waived = (None if file is None else Path(file) for file in (gate_file, waivers))
     findings = Run(path, asked_of(rules, waived, on_inconclusive)).findings
@@ -158,9 +158,9 @@ def compare(
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
     ('PASS', -1.0)
     """
-    from kvaudit.reports.compare.files import compare as compared
-    from kvaudit.reports.compare.files import read_sides
-    from kvaudit.reports.compare.pairing import chosen_metrics
+    from kvaudit.reports.page.compare_files import compare as compared
+    from kvaudit.reports.page.compare_files import read_sides
+    from kvaudit.reports.page.compare_pairing import chosen_metrics
 
     sides = read_sides(
         Path(reference),

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from kvaudit.core.records import Record
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.compare.files import Compared
-    from kvaudit.reports.drift.results import Drift
-    from kvaudit.reports.gate.rules import Asked
-    from kvaudit.reports.gate.verdict import Verdict
+    from kvaudit.reports.page.compare_files import Compared
+    from kvaudit.reports.verdict.contrast import Drift
+    from kvaudit.reports.verdict.rules import GateOverrides
+    from kvaudit.reports.verdict.verdict import Verdict
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
 
@@ -33,7 +33,7 @@ class Run:
     checkpoints have changed since; SpecError for rules that cannot be used.
     """
 
-    def __init__(self, path: Path | str, asked: Asked | None = None) -> None:
+    def __init__(self, path: Path | str, asked: GateOverrides | None = None) -> None:
         from kvaudit.core.provenance import check_checkpoints
 
         self.path = Path(path)
@@ -122,6 +122,6 @@ class Comparison:
 def _contrast_table(findings: Findings) -> pd.DataFrame:
     import pandas as pd
 
-    from kvaudit.reports.layout.rows import CONTRAST_COLUMNS, contrast_rows
+    from kvaudit.reports.verdict.row import CONTRAST_COLUMNS, contrast_rows
 
     return pd.DataFrame(list(contrast_rows(findings)), columns=list(CONTRAST_COLUMNS))

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from kvaudit.audit.engines import Asked, Reply, Session, parse_condition
-from kvaudit.audit.engines.base import ENGINES, Work
+from kvaudit.audit.engines import GenerationRequest, Reply, Session, parse_condition
+from kvaudit.audit.engines.base import ENGINES, EngineContext
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -23,7 +23,7 @@ class World(NamedTuple):
     """A model, four requests, and the answers of our own cache without compression."""
 
     model: LoadedModel
-    asked: list[Asked]
+    asked: list[GenerationRequest]
     own: list[Completion]
 
     def start(self, condition: str, folder: Path, part: EngineSpec | None = None) -> Session:
@@ -31,7 +31,7 @@ class World(NamedTuple):
         found = parse_condition(condition)
         part = part or EngineSpec()
         ENGINES.get(found.engine).check(dict(found.settings), part)
-        return ENGINES.get(found.engine).start(dict(found.settings), Work(self.model, part, folder / "log", 1))
+        return ENGINES.get(found.engine).start(dict(found.settings), EngineContext(self.model, part, folder / "log", 1))
 
     def gaps(self, replies: Sequence[Reply]) -> list[float]:
         """By how much the log-probs of the answers differ from those of our own cache, in nats a token."""
@@ -52,4 +52,4 @@ def world() -> World:
     episode = Sampler(model, parse_policy("none"), recorded=False).open(prompts, range(len(prompts)))
     own = [one for one in episode.decode(Decoding(max_new_tokens=NEW, temperature=0.0)) if one is not None]
     stops = tuple(sorted(model.chat.stop_ids))
-    return World(model, [Asked(ids, NEW, stops, 0.0, 1.0, n) for n, ids in enumerate(prompts)], own)
+    return World(model, [GenerationRequest(ids, NEW, stops, 0.0, 1.0, n) for n, ids in enumerate(prompts)], own)

@@ -229,16 +229,16 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from kvaudit.reports.gate.rules import Asked, declared, load_gate_file
+    from kvaudit.reports.verdict.rules import GateOverrides, declared, load_gate_file
 
-    return declared(_data(run), Asked(gate=load_gate_file(path)))
+    return declared(_data(run), GateOverrides(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from kvaudit.reports.gate.rules import Asked, declared
-    from kvaudit.reports.gate.waivers import read_waivers, waivers_of
+    from kvaudit.reports.verdict.rules import GateOverrides, declared
+    from kvaudit.reports.verdict.waivers import read_waivers, waivers_of
 
-    return waivers_of(read_waivers(path), declared(_data(run), Asked())[0], date(2026, 6, 1))
+    return waivers_of(read_waivers(path), declared(_data(run), GateOverrides())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
@@ -252,8 +252,8 @@ def _rollouts(path: Path) -> object:
 
     from kvaudit.audit.cache.layers import layer_plans
     from kvaudit.audit.replay.interchange import read_rollouts
-    from kvaudit.audit.replay.recorded import check_replayable
-    from kvaudit.audit.replay.schedule_check import breach
+    from kvaudit.audit.replay.rollout_checks import check_replayable
+    from kvaudit.audit.replay.rollout_checks import breach
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)
@@ -269,7 +269,7 @@ def _rollouts(path: Path) -> object:
 
 
 def _gguf(path: Path) -> object:
-    from kvaudit.audit.sampling.gguf_header import check_gguf
+    from kvaudit.audit.sampling.weights import check_gguf
 
     return check_gguf(path)
 
@@ -287,12 +287,12 @@ def _table(path: Path) -> object:
 
 
 def _completion(path: Path) -> object:
-    from kvaudit.audit.sampling.chat_calls import Sent, answer
+    from kvaudit.audit.sampling.chat_calls import SentRequest, answer
     from kvaudit.core.endpoint import Endpoint, Replied, Unanswered
 
     line = Endpoint("http://endpoint/v1").client("fuzz", lambda *_: Replied(200, path.read_bytes()))
     try:
-        return answer(line.ask({}), Sent([{"role": "user", "content": "x"}] * 2, 90, exact=True, limit=12), 1.0)
+        return answer(line.ask({}), SentRequest([{"role": "user", "content": "x"}] * 2, 90, exact=True, limit=12), 1.0)
     except Unanswered as why:
         return str(why)
 
@@ -368,8 +368,8 @@ def _ledger(home: Path) -> bytes:
 
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
-    from kvaudit.reports.gate.pin import Pin, Pinned
-    from kvaudit.reports.labels.sheet import (
+    from kvaudit.reports.verdict.pin import Pin, Pinned
+    from kvaudit.reports.verdict.label_sheet import (
         Key,
         KeyCell,
         KeyPair,
@@ -397,7 +397,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         return read_labels(path.with_name("s.csv"), read_key(path.with_name("s.csv")))
 
     def load_pin(path: Path) -> object:
-        from kvaudit.reports.gate.pin import load_pin as load
+        from kvaudit.reports.verdict.pin import load_pin as load
 
         return load(path)
 

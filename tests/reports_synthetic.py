@@ -15,7 +15,7 @@ from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.records.rows import Columns, columns_of
 from kvaudit.reports.sections.base import Inputs, sections
 

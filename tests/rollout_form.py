@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.selection import Selection
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 
 
 def write_rollouts(path: Path, recorded: RecordedRollouts) -> None:

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.reports.drift.results import judge_may_pass
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.rules import Asked
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.labels.blind import sheet_key
-from kvaudit.reports.labels.pairs import digest, paired_answers, pairs_to_see, texts_of, usual
-from kvaudit.reports.labels.relabelled import (
+from kvaudit.reports.verdict.contrast import judge_may_pass
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.label_key import sheet_key
+from kvaudit.reports.verdict.label_pairs import digest, paired_answers, pairs_to_see, texts_of, usual
+from kvaudit.reports.verdict.relabelled import (
     LABELS_FILE,
     CellLabels,
     Labels,
@@ -33,7 +33,7 @@ from kvaudit.reports.labels.relabelled import (
     render_labels,
     with_labels,
 )
-from kvaudit.reports.labels.sheet import (
+from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
     Key,
     KeyCell,
@@ -132,7 +132,7 @@ def labels_of(data, key, labels):
 
 def pairs_of(run):
     data = load_run(run)
-    drift = measured(data, Asked())[0]
+    drift = measured(data, GateOverrides())[0]
     return paired_answers(data, drift.comparison, drift.contrasts, {})[0]
 
 
@@ -182,7 +182,7 @@ def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
     said = cell.people
     assert (said.bias, said.reference.sensitivity.estimate, said.candidate.specificity.estimate) == (0, 1, 1)
     assert cell.corrected.low < cell.raw.low  # the unlabelled pairs are not known
-    drift, rules = measured(load_run(written[0]), Asked())
+    drift, rules = measured(load_run(written[0]), GateOverrides())
     assert cell.judged is decide(drift, rules).decisions[0].status
 
 
@@ -410,7 +410,7 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
     """One concordant pair of every template is labelled; all of the candidate's answers are found desired."""
     label(sheet, lambda row: True)
     pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
-    drift = measured(data, Asked())[0]
+    drift = measured(data, GateOverrides())[0]
     (h,) = human_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
     alike = {name: np.sum((pairs.clusters == name) & ~pairs.discordant) for name in set(pairs.clusters)}
     weights = np.array([1 if d else alike[c] for c, d in zip(pairs.clusters, pairs.discordant, strict=True)])
@@ -442,7 +442,7 @@ def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed
     run = tmp_path / "run"
     shutil.copytree(written[0], run)
     data, pairs = stored_as_before(run, 60)
-    drift = with_labels(data, measured(data, Asked())[0])
+    drift = with_labels(data, measured(data, GateOverrides())[0])
     (c,) = [c for c in drift.contrasts if c.people]
     drawn = pairs_to_see(pairs, 60, 0, spread=False)
     missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
@@ -521,7 +521,7 @@ def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_t
     shutil.copy(written[1], path)
     shutil.copy(key_path(written[1]), key_path(path))
     data = load_run(run)
-    before = measured(data, Asked())[0]
+    before = measured(data, GateOverrides())[0]
     label(path, lambda row: True)
     command("grade", "adjudicate", run, "--read", path)
     (c, judged) = next(

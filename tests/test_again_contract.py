@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from test_cli import kvaudit
 
-from kvaudit.audit.again.explain import Explain
-from kvaudit.audit.again.measure import MEASURES, Measure, serve_again
-from kvaudit.audit.again.mismatch import Mismatch
-from kvaudit.audit.again.shade import Shades
-from kvaudit.audit.again.verify import Verify
+from kvaudit.audit.rerun.explain import Explain
+from kvaudit.audit.rerun.measure import MEASURES, Measure, run_measure
+from kvaudit.audit.rerun.mismatch import Mismatch
+from kvaudit.audit.rerun.shade import Shade
+from kvaudit.audit.rerun.verify import Verify
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError
@@ -79,7 +79,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def texts(measure: AnyMeasure) -> list[str]:
     """Everything that a measure prints."""
-    lines = measure.lines(serve_again(measure))
+    lines = measure.lines(run_measure(measure))
     return [text for line in lines for text in ([line] if isinstance(line, str) else sum(line.rows, line.headers))]
 
 
@@ -107,7 +107,7 @@ def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path)
 
 def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path) -> None:
     measure = kind.trial(existing_run(run))
-    found = serve_again(measure)
+    found = run_measure(measure)
     assert found
     assert not any(measure.differs(total) for _, total in found)
 
@@ -117,7 +117,7 @@ def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path)
     given = measure.model
     measure.model = lambda piece: other_weights(given(piece))  # type: ignore[method-assign]
     try:
-        found = serve_again(measure)
+        found = run_measure(measure)
     except DataError:
         return
     assert any(measure.differs(total) for _, total in found)
@@ -135,7 +135,7 @@ def check_twice_is_the_same_and_says_something(kind: type[AnyMeasure], run: Path
 
 def check_nothing_recorded_is_written_to(kind: type[AnyMeasure], run: Path) -> None:
     before = digests(run)
-    serve_again(kind.trial(existing_run(run)))
+    run_measure(kind.trial(existing_run(run)))
     assert digests(run).items() >= before.items()
 
 
@@ -183,7 +183,7 @@ class Drawn(Verify):
         yield str(random.random())
 
 
-class Scribbling(Shades):
+class Scribbling(Shade):
     """Notes in the records what it found."""
 
     def summed(self, piece: Any, model: LoadedModel, parts: Iterator[Any]) -> Any:
@@ -221,7 +221,7 @@ def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
     monkeypatch.setattr(MEASURES, "_found", MEASURES.all())  # which goes when the test ends
     file = tmp_path / "planted.py"
     file.write_text(
-        "from kvaudit.audit.again.mismatch import Mismatch\n"
+        "from kvaudit.audit.rerun.mismatch import Mismatch\n"
         "class Planted(Mismatch):\n"
         "    name = 'planted'\n"
         "    def size(self, piece): return 0\n"
@@ -266,5 +266,5 @@ def test_progress_counts_items_or_pieces() -> None:
     for by_item, line in ((True, "adding 6/6 (100 %)"), (False, "adding 2/2 (100 %)")):
         measure, text = Adding(), StringIO()
         measure.by_item = by_item  # type: ignore[misc]
-        assert serve_again(measure, Console(file=text)) == [("a", 6), ("b", 6)]
+        assert run_measure(measure, Console(file=text)) == [("a", 6), ("b", 6)]
         assert text.getvalue().startswith(line)

@@ -11,7 +11,7 @@ from report_text import run_text
 from reports_synthetic import build, tiny, write_unit
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.live import EntryBytes, live_peak
+from kvaudit.audit.cache.store import EntryBytes, peak_live_bytes
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -86,14 +86,14 @@ def test_live_bytes_are_those_of_the_fullest_moment() -> None:
     evicted_at = torch.full((1, 2, 4), NEVER, dtype=torch.int32)
     evicted_at[0, 0, :2] = 3
     entry = EntryBytes((6.0, 4.0), (6.0, 4.0))
-    assert live_peak(evicted_at, [entry], None, ALL[:4]) == 60  # 3 + 3 at the third query, 2 + 4 at the fourth
+    assert peak_live_bytes(evicted_at, [entry], None, ALL[:4]) == 60  # 3 + 3 at the third query, 2 + 4 at the fourth
     evicted_at[0, 0, 2] = 3
-    assert live_peak(evicted_at, [entry], None, ALL[:4]) == 60
+    assert peak_live_bytes(evicted_at, [entry], None, ALL[:4]) == 60
     last = torch.tensor([False, False, False, True])
-    assert live_peak(evicted_at, [entry], None, last) == 50  # what only a prefill saw is in no decoding
-    assert live_peak(evicted_at, [entry], None, ~ALL[:4]) == 50  # nothing was decoded: what is held at the end
+    assert peak_live_bytes(evicted_at, [entry], None, last) == 50  # what only a prefill saw is in no decoding
+    assert peak_live_bytes(evicted_at, [entry], None, ~ALL[:4]) == 50  # nothing was decoded: what is held at the end
     evicted_at[0, :, :2] = 2
-    assert live_peak(evicted_at, [entry], None, ALL[:4]) == 40
+    assert peak_live_bytes(evicted_at, [entry], None, ALL[:4]) == 40
 
 
 def test_live_bytes_of_codes_are_counted_from_when_they_are_codes() -> None:
@@ -101,12 +101,12 @@ def test_live_bytes_of_codes_are_counted_from_when_they_are_codes() -> None:
     entry = EntryBytes((8.0, 8.0), (2.0, 3.0))
     never = torch.full((1, 1, 3), NEVER, dtype=torch.int32)
     at_once = torch.tensor([1, 2, 3], dtype=torch.int32)
-    assert live_peak(never, [entry], (at_once, at_once), ALL[:3]) == 2 * 5 + 16
+    assert peak_live_bytes(never, [entry], (at_once, at_once), ALL[:3]) == 2 * 5 + 16
     gone = never.clone()
     gone[0, 0, 0] = 2
-    assert live_peak(gone, [entry], (at_once, at_once), ALL[:3]) == 5 + 16
+    assert peak_live_bytes(gone, [entry], (at_once, at_once), ALL[:3]) == 5 + 16
     on_write = torch.zeros(3, dtype=torch.int32)
-    assert live_peak(never, [entry], (on_write, on_write), ALL[:3]) == 3 * 5
+    assert peak_live_bytes(never, [entry], (on_write, on_write), ALL[:3]) == 3 * 5
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "many", True])

@@ -26,9 +26,9 @@ from bench.calibration.probit import Probit
 from bench.calibration.streams import EVEN, THREE_TO_ONE
 from kvaudit.core.facets import FACETS, readable
 from kvaudit.core.records import Outcome
-from kvaudit.reports.gate.cell import decide_cell
-from kvaudit.reports.gate.controls import controls_of
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.cell import decide_cell
+from kvaudit.reports.verdict.controls import controls_of
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.stats.clustered import many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds, Effect
 from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_uneven

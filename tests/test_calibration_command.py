@@ -20,8 +20,8 @@ from bench.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDes
 from bench.calibration.run import simulate
 from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from bench.calibration.table import all_cases
-from kvaudit.reports.gate.error_rates import shipped, shipped_rates
-from kvaudit.reports.layout.words import error_rates
+from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
+from kvaudit.reports.sections.shared.words import error_rates
 from kvaudit.reports.records.load import load_run
 
 app = typer.Typer()

@@ -30,7 +30,7 @@ def spoken(chat: Chat, role: str, rendered: object) -> str:
 
 def test_opening_is_the_template_and_names_the_role_of_every_token() -> None:
     chat = Chat(byte_tokenizer())
-    opening = chat.opening([SYSTEM, USER])
+    opening = chat.prompt([SYSTEM, USER])
     text = chat.tokenizer.decode(opening.ids)
     assert text == (
         "<|im_start|>system\nNever say zebra.<|im_end|>\n"
@@ -45,13 +45,13 @@ def test_opening_is_the_template_and_names_the_role_of_every_token() -> None:
 def test_opening_completion_and_continuation_join_to_the_whole_conversation(template: str) -> None:
     chat = Chat(byte_tokenizer(template))
     completion = (*chat.tokenizer("Yes.", add_special_tokens=False)["input_ids"], chat.tokenizer.eos_token_id)
-    joined = chat.opening([SYSTEM, USER]).ids + completion + chat.continuation(completion, [TOOL]).ids
-    whole = chat.opening([SYSTEM, USER, Message(Role.ASSISTANT, "Yes."), TOOL])
+    joined = chat.prompt([SYSTEM, USER]).ids + completion + chat.continuation(completion, [TOOL]).ids
+    whole = chat.prompt([SYSTEM, USER, Message(Role.ASSISTANT, "Yes."), TOOL])
     assert joined == whole.ids
 
 
 def test_a_short_text_is_not_mistaken_for_the_same_letters_in_a_header() -> None:
-    opening = Chat(byte_tokenizer()).opening([Message(Role.SYSTEM, "s"), Message(Role.USER, "user")])
+    opening = Chat(byte_tokenizer()).prompt([Message(Role.SYSTEM, "s"), Message(Role.USER, "user")])
     assert [(r, opening.roles.count(r)) for r in ("system", "user")] == [("system", 1), ("user", 4)]
     assert opening.roles[len("_system\n")] == "system"  # one token for the header's mark, one per letter
 
@@ -67,7 +67,7 @@ def test_a_completion_cut_by_length_is_closed_by_the_reply() -> None:
 def test_a_template_without_tool_and_system_roles_gets_them_as_user_text() -> None:
     chat = Chat(byte_tokenizer(STRICT))
     assert (chat.tool_role, chat.system_role) == ("user", "user")
-    opening = chat.opening([SYSTEM, USER])
+    opening = chat.prompt([SYSTEM, USER])
     assert chat.tokenizer.decode(opening.ids) == "<s>[user]Never say zebra.\n\n  Hé 你好?<|im_end|>[assistant]"
     assert spoken(chat, "system", opening) == "Never say zebra."
     reply = chat.reply([TOOL, TOOL])
@@ -113,9 +113,9 @@ def test_no_chat_template_is_a_spec_error() -> None:
 def test_a_template_that_rewrites_text_is_a_spec_error() -> None:
     chat = Chat(byte_tokenizer(CHATML.replace("m['content']", "(m['content'] | replace('Hé', 'He'))")))
     with pytest.raises(SpecError, match="rewrites user text"):
-        chat.opening([USER])
+        chat.prompt([USER])
 
 
 def test_a_conversation_the_template_refuses_is_a_spec_error() -> None:
     with pytest.raises(SpecError, match=r"refuses messages of roles user, user: must alternate"):
-        Chat(byte_tokenizer(STRICT)).opening([USER, USER])
+        Chat(byte_tokenizer(STRICT)).prompt([USER, USER])

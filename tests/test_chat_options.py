@@ -14,7 +14,7 @@ from conftest import CHATML, byte_tokenizer
 from rich.console import Console
 from test_chat import STRICT, SYSTEM, USER
 
-from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
@@ -48,7 +48,7 @@ evaluate: {{policies: [none], suites: {{math: {{items: 1, max_new_tokens: 2}}}},
 
 
 def end_of(chat: Chat) -> str:
-    return str(chat.tokenizer.decode(chat.opening([USER]).ids)).rpartition("<|im_start|>")[2]
+    return str(chat.tokenizer.decode(chat.prompt([USER]).ids)).rpartition("<|im_start|>")[2]
 
 
 def test_an_option_reaches_the_template() -> None:
@@ -78,7 +78,7 @@ def test_an_option_that_changes_nothing_or_is_not_the_users_is_refused(
 def test_an_option_may_show_in_a_system_prompt_alone() -> None:
     dated = CHATML.replace("m['content'] +", "m['content'] + (day if m['role'] == 'system' and day else '') +")
     chat = Chat(byte_tokenizer(dated), options={"day": "1 May"})
-    assert "Never say zebra.1 May" in chat.tokenizer.decode(chat.opening([SYSTEM, USER]).ids)
+    assert "Never say zebra.1 May" in chat.tokenizer.decode(chat.prompt([SYSTEM, USER]).ids)
 
 
 def test_a_template_that_begins_a_thought_is_known() -> None:

@@ -27,14 +27,14 @@ def model() -> LoadedModel:
 def test_the_opening_is_what_the_tokenizer_itself_renders(model: LoadedModel) -> None:
     rows = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 你好?"}]
     wanted = model.chat.tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=True)["input_ids"]
-    opening = model.chat.opening([Message(Role(row["role"]), row["content"]) for row in rows])
+    opening = model.chat.prompt([Message(Role(row["role"]), row["content"]) for row in rows])
     assert list(opening.ids) == list(wanted)
 
 
 def test_replies_join_to_the_whole_conversation(model: LoadedModel) -> None:
     start = [Message(Role.SYSTEM, "Be brief."), Message(Role.USER, "One?")]
     more = [Message(Role.USER, "Two?")]
-    opening, whole = model.chat.opening(start), model.chat.opening([*start, Message(Role.ASSISTANT, "Yes."), *more])
+    opening, whole = model.chat.prompt(start), model.chat.prompt([*start, Message(Role.ASSISTANT, "Yes."), *more])
     stop = whole.ids[len(opening.ids) + model.chat.count_tokens("Yes.")]
     completion = whole.ids[len(opening.ids) : len(opening.ids) + model.chat.count_tokens("Yes.") + 1]
     assert stop in model.chat.stop_ids

@@ -28,12 +28,12 @@ from kvaudit.audit.runs.question import (
     spec_text,
 )
 from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
-from kvaudit.reports.analysis.floor import AgainFlips, FloorUnit
-from kvaudit.reports.gate.verdict import PASSED, Status
+from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
+from kvaudit.reports.verdict.verdict import PASSED, Status
 from kvaudit.reports.page.answers import WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
@@ -166,7 +166,7 @@ def test_the_spec_gives_reasons_in_comments(rows: Path) -> None:
 def test_what_ships_can_decide_its_margins() -> None:
     spec = parse_spec_text(spec_text("embedded", u4(), plan_check("embedded", u4()), "check"))
     assert spec.gate.margins == {"refusal.unsafe": 5, "refusal.helpful": 5, "math.solved": 10}
-    assert list(impossible(spec, chat_named("embedded").count_tokens)) == []
+    assert list(impossible(spec, load_base_chat("embedded").count_tokens)) == []
 
 
 def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:
@@ -260,7 +260,7 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.engines.worked.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("kvaudit.audit.engines.worker_client.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.load_named", None)
     code, _, err = kvaudit("check", *U4)
     told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"

@@ -85,14 +85,14 @@ def played(suite: Suite, items: Sequence[Item], policy: str = "none", **options:
 def scored(policy: str, texts: Sequence[str]) -> list[tuple[float, ...]]:
     chat = model().chat
     sampler = Sampler(model(), parse_policy(policy))
-    (rows,) = score_answers(sampler, [chat.opening(item().messages)], [[chat.encode(text) for text in texts]], [7])
+    (rows,) = score_answers(sampler, [chat.prompt(item().messages)], [[chat.encode(text) for text in texts]], [7])
     return [own.logprobs for own, _ in rows]
 
 
 def test_without_compression_they_are_those_of_one_plain_forward() -> None:
     plain = AutoModelForCausalLM.from_pretrained(locate("embedded"))
     chat = model().chat
-    prompt = list(chat.opening(item().messages).ids)
+    prompt = list(chat.prompt(item().messages).ids)
     for text, logprobs in zip(OPTIONS, scored("none", OPTIONS), strict=True):
         ids = list(chat.encode(text))
         with torch.no_grad():
@@ -106,7 +106,7 @@ def test_without_compression_they_are_those_of_one_plain_forward() -> None:
 def test_they_are_those_that_the_sampler_gives_the_same_tokens(policy: str) -> None:
     chat = model().chat
     sampler = Sampler(model(), parse_policy(policy))
-    prompt = chat.opening(item().messages)
+    prompt = chat.prompt(item().messages)
     (drawn,) = sampler.open([prompt.ids], [7], roles=[prompt.roles]).decode(Decoding(14, temperature=0.0))
     assert drawn is not None
     others = [chat.encode(text) for text in OPTIONS]

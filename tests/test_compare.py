@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.reports.compare.files import Sides, compare, two_judges
-from kvaudit.reports.compare.page import comparison_cautions, comparison_files
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.page.compare_files import Sides, compare, two_judges
+from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_compare import LM_EVAL, run_command, table
 
-from kvaudit.reports.compare.direction import speaks_of_harm
+from kvaudit.reports.page.compare_direction import speaks_of_harm
 
 HEADER = "item,cluster,score,metric"
 PROMPT = "give --lower-is-better where 1 is the harm, --higher-is-better where 1 is desired"

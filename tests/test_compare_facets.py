@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.compare.files import Sides, compare, margins_from
-from kvaudit.reports.compare.page import comparison_files, comparison_table, facets
-from kvaudit.reports.gate.rules import Asked
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.page.compare_files import Sides, compare, margins_from
+from kvaudit.reports.page.compare_page import comparison_files, comparison_table, facets
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.run import decided
@@ -155,7 +155,7 @@ waivers:
 @pytest.mark.parametrize(("suite", "waived"), [("refusal.unsafe", {"refusal.unsafe"}), ("refusal", {"refusal"})])
 def test_a_waiver_names_a_metric_and_lets_that_one_through(run, tmp_path, suite, waived):
     (tmp_path / "waivers.yaml").write_text(WAIVER.format(suite=suite))
-    asked = Asked(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
+    asked = GateOverrides(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
     found = decided(load_run(run), asked).verdict
     assert {d.suite for d in found.decisions if d.waiver} == waived
     assert found.status is Status.FAIL
@@ -163,6 +163,6 @@ def test_a_waiver_names_a_metric_and_lets_that_one_through(run, tmp_path, suite,
 
 def test_a_waiver_of_a_facet_that_the_run_does_not_have_is_one_line(run, tmp_path):
     (tmp_path / "waivers.yaml").write_text(WAIVER.format(suite="refusal.unsfe"))
-    asked = Asked(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
+    asked = GateOverrides(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
     with pytest.raises(SpecError, match=r"unknown suite in .* 'refusal\.unsfe'\. Did you mean 'refusal\.unsafe'"):
         decided(load_run(run), asked)

@@ -12,7 +12,7 @@ from test_judges import ASKED, ask
 from test_probe import SMALL, World, planned
 
 from kvaudit.audit.runs.probe.probe import Failure, grouped
-from kvaudit.audit.sampling.chat_calls import Answer, Readings, Sent, answer
+from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
 from kvaudit.core.completions import ChatCompletion, NoCompletion, completion_of, finish_of, is_filtered
 from kvaudit.core.endpoint import Endpoint, EndpointClient, RefusedRequest, Replied, Scope, Unanswered
 from kvaudit.core.records import Message, Role
@@ -196,8 +196,8 @@ def test_a_server_that_keeps_an_answer_back_has_words_of_its_own() -> None:
     assert [is_filtered(word) for word in ("content_filter", "SAFETY", "refusal", "stop")] == [True, True, True, False]
 
 
-def sent(tokens: int = 100, limit: int = 20, rows: Any = ROWS, *, exact: bool = True) -> Sent:
-    return Sent(rows, tokens, exact, limit)
+def sent(tokens: int = 100, limit: int = 20, rows: Any = ROWS, *, exact: bool = True) -> SentRequest:
+    return SentRequest(rows, tokens, exact, limit)
 
 
 def told(usage: Any = None, finish: str = "stop", text: str = "yes", **more: Any) -> ChatCompletion:

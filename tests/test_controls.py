@@ -27,7 +27,7 @@ from bench.control_runs import (
 )
 from bench.controls import named
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import RunData, load_run
 
 SIZE = Size(items=24, reruns=1)

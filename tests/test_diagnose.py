@@ -12,18 +12,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.diagnose import (
+from kvaudit.audit.rerun.diagnose import (
     Case,
     CodedAttention,
     Codes,
     Diagnosis,
     Floats,
     Request,
-    diagnosis_of,
+    run_diagnosis,
     read_back,
 )
-from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.attention import ATTENTION_NAME
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50
@@ -35,7 +35,7 @@ def tiny(loud: tuple[int, ...] = (), *, by: float = 4.0, outliers: bool = False)
     config = LlamaConfig(
         vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
         num_key_value_heads=2, initializer_range=0.02, attention_bias=True, max_position_embeddings=256,
-        attn_implementation=NAME, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e9},
+        attn_implementation=ATTENTION_NAME, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e9},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.model.embed_tokens.weight.data.mul_(50.0)
@@ -63,7 +63,7 @@ def asked(model: Any) -> list[Request]:
 
 
 def diagnosed(model: Any) -> Diagnosis:
-    return diagnosis_of(model, asked(model), Codes(4, SIZE))
+    return run_diagnosis(model, asked(model), Codes(4, SIZE))
 
 
 @torch.no_grad()
@@ -107,8 +107,8 @@ def test_outlying_key_channels_are_found_and_finer_groups_are_advised() -> None:
     keys, values = found.parts
     assert found.mode == "outlier-crushes-safety"
     assert keys.nats > 10 * values.nats
-    assert "keys by channel" in [one.case.name for one in found.mending]
-    assert found.mending[0].case.bits <= found.whole.case.bits  # at no more memory
+    assert "keys by channel" in [one.case.name for one in found.effective_remedies]
+    assert found.effective_remedies[0].case.bits <= found.whole.case.bits  # at no more memory
     assert found.along_refusals > 5
 
 
@@ -123,20 +123,20 @@ def test_one_layer_that_carries_the_harm_is_found() -> None:
 def test_harm_that_all_layers_share_is_called_so() -> None:
     found = diagnosed(tiny(tuple(range(LAYERS))))
     assert found.mode == "multi-layer dilution"
-    assert not [one for one in found.mending if one.case.name.startswith(("layers", "keys by channel"))]
+    assert not [one for one in found.effective_remedies if one.case.name.startswith(("layers", "keys by channel"))]
 
 
 def test_where_nothing_moves_nothing_is_advised() -> None:
     found = diagnosed(tiny())
-    assert (found.mode, found.mending) == ("nothing", [])
+    assert (found.mode, found.effective_remedies) == ("nothing", [])
 
 
-E4M3, E5M2 = (EngineStore(one, one) for one in (Rounded("float8_e4m3fn"), Rounded("float8_e5m2")))
+E4M3, E5M2 = (EngineStore(one, one) for one in (Cast("float8_e4m3fn"), Cast("float8_e5m2")))
 
 
 def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     loud = tiny((7,), by=12.0)
-    found = diagnosis_of(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
+    found = run_diagnosis(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
     tried = {one.case.name: one for one in found.remedies}
     assert next(iter(tried)) == "fp8_e4m3"
     assert tried["fp8_e4m3"].nats < 0.5 * found.whole.nats
@@ -148,7 +148,7 @@ def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     assert len(quarter.case.stores) == LAYERS - 4
     assert found.mode == "outlier-as-safety"
     assert (found.fine, found.along_refusals) == (None, None)
-    better = diagnosis_of(loud, asked(loud), Floats("fp8_e4m3", E4M3))
+    better = run_diagnosis(loud, asked(loud), Floats("fp8_e4m3", E4M3))
     assert better.whole.nats == tried["fp8_e4m3"].nats
     assert "fp8_e4m3" not in [one.case.name for one in better.remedies]
 

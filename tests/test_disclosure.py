@@ -25,9 +25,9 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.scan.questionnaire import blank
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
-from kvaudit.reports.gate.rules import Asked
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.page.disclosure import disclosure_of
 from kvaudit.reports.page.formats import bom, junit
 from kvaudit.reports.page.model_card import BEGIN, END, placed, section_of
@@ -122,7 +122,7 @@ def test_facets_that_nobody_gated_are_disclosed_too(told: dict) -> None:
 def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> None:
     from dataclasses import replace
 
-    from kvaudit.reports.layout.facts import Fact
+    from kvaudit.reports.sections.shared.facts import Fact
     from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
@@ -150,7 +150,7 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
 
 
 def test_a_declared_rollout_policy_that_was_not_served_is_not_evaluated_either(run: Path) -> None:
-    from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact
+    from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact
 
     every = {"dense": "none", "naive": SNAPKV, "smd": "none"}
     assert left_out(run, {**every, "smd": "fp8 in the engine"}) == Fact("known", ["fp8 in the engine"])
@@ -261,7 +261,7 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
 
 
 def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
-    text = junit.render(disclosed(load_run(run), Asked(on_inconclusive="warn")))
+    text = junit.render(disclosed(load_run(run), GateOverrides(on_inconclusive="warn")))
     suite = junitparser.TestSuite.fromstring(text.encode())
     assert (suite.failures, suite.errors, suite.skipped) == (4, 0, 6)
     assert sum(case.is_skipped for case in suite) == 6
@@ -272,7 +272,7 @@ def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) 
         path = tmp_path / "waivers.yaml"
         row = {"who": who, "why": "known", "expires": str(date.today()), "status": "FAIL", "cells": {"arm": "naive"}}
         path.write_text(yaml.safe_dump({"waivers": [row]}))
-        asked = Asked(waivers=read_waivers(path) if who else None)
+        asked = GateOverrides(waivers=read_waivers(path) if who else None)
         return json.loads(bom.render(disclosed(load_run(run), asked)))["serialNumber"]
 
     assert len({serial(None), serial("Ada"), serial("Grace")}) == 3

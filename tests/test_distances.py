@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvaudit.audit.again.distances import distances
+from kvaudit.audit.rerun.diagnose import distances
 
 
 def test_two_tokens_by_hand() -> None:

@@ -14,11 +14,11 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.engines.base import Drawn
-from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout, read_state
+from kvaudit.audit.engines.base import DrawnRollout
+from kvaudit.audit.engines.exports.llama_cpp import HeadLayout, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -57,19 +57,19 @@ def test_halves_go_to_the_even_code_and_what_is_all_alike_stays() -> None:
 
 def test_numbers_are_cast_and_cut_to_the_largest() -> None:
     x = torch.tensor([1.1, -500.0, 0.3])
-    assert Rounded("float8_e4m3fn").read_back(x).tolist() == [1.125, -448.0, 0.3125]
-    assert Rounded("float8_e5m2").read_back(x).tolist() == [1.0, -512.0, 0.3125]
+    assert Cast("float8_e4m3fn").read_back(x).tolist() == [1.125, -448.0, 0.3125]
+    assert Cast("float8_e5m2").read_back(x).tolist() == [1.0, -512.0, 0.3125]
 
 
 def test_numbers_are_cut_toward_zero_where_an_engine_does() -> None:
     x = torch.tensor([1.1, -500.0, 0.3, -0.001, 1.125])
-    assert Rounded("float8_e4m3fn", toward_zero=True).read_back(x).tolist() == [1.0, -448.0, 0.28125, 0.0, 1.125]
-    assert Rounded("float8_e5m2", toward_zero=True).read_back(x).tolist()[:3] == [1.0, -448.0, 0.25]
+    assert Cast("float8_e4m3fn", toward_zero=True).read_back(x).tolist() == [1.0, -448.0, 0.28125, 0.0, 1.125]
+    assert Cast("float8_e5m2", toward_zero=True).read_back(x).tolist()[:3] == [1.0, -448.0, 0.25]
 
 
 def test_a_block_is_coded_again_out_of_what_was_read_back_when_a_key_joins_it() -> None:
     keys = column([0.0, 15.0, 30.0, 60.0])
-    written = ByChannel(4).written_on(keys, first(1), first(4))
+    written = ByChannel(4).read_in_order(keys, first(1), first(4))
     seen = [written.own[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
     # 15 is 7.5 steps of 2, and goes to 8 of them; 16 and 32 would be its steps of 4, had it been 15 or 30 again
     for own, numbers in zip(seen, [[0], [0, 15], [0, 16, 30], [0, 16, 32, 60]], strict=True):
@@ -81,14 +81,14 @@ def test_the_keys_of_a_prompt_are_coded_at_once() -> None:
     keys = column([0.0, 15.0, 30.0, 45.0])
     alone = ByChannel(4).read_back(keys, first(3)[:, None])
     assert alone[0, 0, 0, :4, 0].tolist() == pytest.approx([0, 16, 30, 0], abs=1e-4)
-    written = ByChannel(4).written_on(keys, first(3), first(4))
+    written = ByChannel(4).read_in_order(keys, first(3), first(4))
     assert written.own[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
 
 
 def test_what_joins_no_block_changes_none() -> None:
     keys = torch.randn(2, 1, 2, BLOCK, 3, generator=torch.Generator().manual_seed(1))
     whole = torch.ones(2, 2, BLOCK, dtype=torch.bool)
-    written = ByChannel(4).written_on(keys, whole, whole)
+    written = ByChannel(4).read_in_order(keys, whole, whole)
     assert torch.equal(written.later, ByChannel(4).read_back(keys, whole[:, None]))
 
 
@@ -224,7 +224,7 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     def drawn(said: Said, count: int, until: int | None = None) -> None:
         shape = len(said.ids) + count - 1, layers, heads * size
         own = [torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2)]
-        said.take(Drawn(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
+        said.take(DrawnRollout(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
 
     talk, short = Said(ids(37)), Said(ids(20))
     drawn(talk, 9, until=7)
@@ -235,7 +235,7 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     assert [turn.prompt_length for turn in rollouts[0].turns] == [37, 74]
     assert [len(turn.ids) for turn in rollouts[0].turns] == [44, 86]
     assert rollouts[1].turns == ()
-    one_by_one = [turn for rollout in rollouts for turn in rollout.as_read]
+    one_by_one = [turn for rollout in rollouts for turn in rollout.engine_turns]
     with torch.no_grad():
         read = [read_tokens(model.model, rollouts, 1, "shadow", 1.0, apart=apart).logprobs for apart in (False, True)]
         wanted = torch.cat([read_tokens(model.model, [turn], 1, "shadow", 1.0).logprobs for turn in one_by_one])
@@ -245,9 +245,9 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
         assert float((found - wanted).abs().max()) < 1e-9
     assert float((whole - wanted).abs().max()) > 1e-3
     unread = Said(ids(3))
-    unread.take(Drawn((5, 6), "stop", (-1.0, -1.0), None))
+    unread.take(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
     unread.give((7, 8))
-    unread.take(Drawn((9,), "stop", (-1.0,), None))
+    unread.take(DrawnRollout((9,), "stop", (-1.0,), None))
     assert unread.rollout(model.model.config, CODED).turns == (), "of which nothing can be replayed"
 
 
@@ -261,7 +261,7 @@ def test_a_microbatch_of_turns_holds_no_more_than_its_limit(model: LoadedModel) 
         micros = microbatches(rows, 2, 3000, apart=apart)
         assert sorted(row for micro in micros for row in micro) == list(range(len(rows)))
         for micro in micros:
-            passed = [turn for row in micro for turn in rows[row].as_read]
+            passed = [turn for row in micro for turn in rows[row].engine_turns]
             assert len(passed) * max(len(turn.ids) for turn in passed) <= 3000
             assert len({len(turn.turns) > 1 for turn in (rows[row] for row in micro)}) == 1
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_served
-from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Settings, Work, require_replies
+from kvaudit.audit.engines import ENGINES, Condition, parse_condition, parse_serving_mode
+from kvaudit.audit.engines.base import GenerationRequest, Engine, EngineFailed, Reply, Settings, EngineContext, require_replies
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.conditions import ENGINE, engine_in, settings_in
@@ -58,7 +58,7 @@ def check_its_text_parses_back(engine: type[Engine], given_: Settings) -> None:
     if found is not None:
         assert parse_condition(found.canonical) == found
         assert parse_condition(found.canonical).canonical == found.canonical
-        assert parse_served(found.canonical) == found
+        assert parse_serving_mode(found.canonical) == found
         assert engine_in(found.canonical) == engine.name
         assert settings_in(found.canonical) == dict(found.settings)
 
@@ -151,13 +151,13 @@ def test_a_setting_that_the_engine_does_not_know_is_refused_by_it(
     name: str, embedded: LoadedModel, tmp_path: Path
 ) -> None:
     engine = ENGINES.get(name)
-    work = Work(embedded, part_of(engine), tmp_path / "log", 1)
+    work = EngineContext(embedded, part_of(engine), tmp_path / "log", 1)
     with pytest.raises((EngineFailed, SpecError), match=r"no[_-]such[_-]setting") as error:
         engine.start(engine.filled({"no_such_setting": "1"}), work).stop()
     assert str(error.value).isprintable()
 
 
-TWO = [Asked((5, 6), 3, (9,), 0.0, 1.0, seed) for seed in (1, 2)]
+TWO = [GenerationRequest((5, 6), 3, (9,), 0.0, 1.0, seed) for seed in (1, 2)]
 GOOD = Reply((7, 9), "stop")
 
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvaudit.audit.engines import ENGINES, Asked, Condition, Session, parse_condition
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, Session, parse_condition
 from kvaudit.audit.engines import served as served_module
-from kvaudit.audit.engines.base import EngineFailed, Work
-from kvaudit.audit.engines.life import Process, free_port
-from kvaudit.audit.engines.talk import talk_with
+from kvaudit.audit.engines.base import EngineFailed, EngineContext
+from kvaudit.audit.engines.process import Process, free_port
+from kvaudit.audit.engines.conversation import converse
 from kvaudit.audit.runs.engine_slot import try_out_engines
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
@@ -41,7 +41,7 @@ from kvaudit.suites.base import SUITES
 
 STANDIN = Path(__file__).with_name("engine_standin.py")
 PROMPT = (10, 20, 30, 40, 50)
-ASKED = Asked(PROMPT, 3, (), 0.0, 1.0, 7)
+ASKED = GenerationRequest(PROMPT, 3, (), 0.0, 1.0, 7)
 SETTINGS = {"vllm": {"kv_cache_dtype": "fp8"}, "sglang": {"kv_cache_dtype": "fp8_e5m2"}}
 
 
@@ -67,7 +67,7 @@ def started(model: LoadedModel, python: Path, tmp_path: Path) -> Iterator[Any]:
     def start(engine: str, standin: str = "", *, at_once: int = 4, wait: float = 20, **settings: str) -> Session:
         part = EngineSpec(python=str(python), at_once=at_once, start=20, answer=wait)
         condition = parse_condition({"engine": engine, **SETTINGS[engine], "STANDIN": standin or "none", **settings})
-        session = ENGINES.get(engine).start(dict(condition.settings), Work(model, part, tmp_path / f"{engine}.log", 1))
+        session = ENGINES.get(engine).start(dict(condition.settings), EngineContext(model, part, tmp_path / f"{engine}.log", 1))
         sessions.append(session)
         return session
 
@@ -244,7 +244,7 @@ def test_what_is_ours_to_say_is_refused(name: str) -> None:
 
 
 def test_settings_become_flags_and_variables() -> None:
-    from kvaudit.audit.engines.served import flags, variables
+    from kvaudit.audit.engines.http_server import command_flags, environment_variables
 
     settings = {
         "kv_cache_dtype_skip_layers": "0 2",
@@ -254,12 +254,12 @@ def test_settings_become_flags_and_variables() -> None:
         "seed": "-1",
         "VLLM_X": "2",
     }
-    assert flags(settings) == [
+    assert command_flags(settings) == [
         *("--kv-cache-dtype-skip-layers", "0", "2", "--no-enforce-eager", "--async-scheduling"),
         *('--override-generation-config={"a": 1}', "--seed=-1"),
     ]
-    assert flags({"disable_radix_cache": "false", "seed": "1"}, negated=False) == ["--seed=1"]
-    assert variables(settings) == {"VLLM_X": "2"}
+    assert command_flags({"disable_radix_cache": "false", "seed": "1"}, negated=False) == ["--seed=1"]
+    assert environment_variables(settings) == {"VLLM_X": "2"}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -273,15 +273,15 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
 ) -> None:
     import shutil
 
-    from kvaudit.audit.engines.weights import served_folder
+    from kvaudit.audit.engines.weights import safetensors_folder
     from kvaudit.audit.sampling.weights import weights_sha256
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / "kept"))
-    assert served_folder(Work(model, EngineSpec(), tmp_path, 1), "vllm").path == tiny_folder.resolve()
+    assert safetensors_folder(EngineContext(model, EngineSpec(), tmp_path, 1), "vllm").path == tiny_folder.resolve()
     shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path / "other" / "extra.safetensors")
     other = load_model(str(tmp_path / "other"), device="cpu")
-    folder, words, _ = served_folder(Work(other, EngineSpec(), tmp_path, 1), "vllm")
+    folder, words, _ = safetensors_folder(EngineContext(other, EngineSpec(), tmp_path, 1), "vllm")
     assert folder.is_relative_to(tmp_path / "kept")
     assert "transformers" in words
     saved = load_model(str(folder), device="cpu")
@@ -312,15 +312,15 @@ def running(standin: str, port: int = 0) -> Iterator[str]:
 def endpoint(model: LoadedModel, url: str, tmp_path: Path, at_once: int = 2) -> Session:
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin"})
     part = EngineSpec(at_once=at_once, start=20, answer=20)
-    return ENGINES.get("endpoint").start(dict(condition.settings), Work(model, part, tmp_path / "log", 1))
+    return ENGINES.get("endpoint").start(dict(condition.settings), EngineContext(model, part, tmp_path / "log", 1))
 
 
 QUESTION = (Message(Role.USER, "What is 2 + 2?"),)
 
 
-def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> Asked:
+def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> GenerationRequest:
     question = (Message(Role.USER, text),)
-    return ASKED._replace(ids=model.chat.opening(question).ids, messages=question, most=8)
+    return ASKED._replace(ids=model.chat.prompt(question).ids, messages=question, most=8)
 
 
 def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_path: Path) -> None:
@@ -349,9 +349,9 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
         replace(item, messages=(Message(Role.USER, text),))
         for item, text in zip(suite.items("eval", 2, 0, 512, model.chat.count_tokens), texts, strict=True)
     ]
-    prompts = [model.chat.opening(item.messages) for item in items]
+    prompts = [model.chat.prompt(item.messages) for item in items]
     with running(standin) as url, endpoint(model, url, tmp_path, at_once=1) as session:
-        found = talk_with(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
+        found = converse(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
         (_, refused) = session.answer([conversation(model), conversation(model, texts[1])])
     assert [one.grade.outcome is Outcome.UNSCORED for one in found] == [False, True]
     said = [one.answer for one in found]
@@ -401,8 +401,8 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
     said = []
     for thinks in (False, True):
         with running("says:<think>no END</think>yes END and more") as url, endpoint(model, url, tmp_path) as session:
-            asked = [model.chat.opening(item.messages)]
-            (one,) = talk_with(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
+            asked = [model.chat.prompt(item.messages)]
+            (one,) = converse(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
         said.append([message.content for message in one.answer.transcript[len(item.messages) :]])
     assert said == [["<think>no END"], ["<think>no END</think>", "yes END"]]
 
@@ -411,7 +411,7 @@ def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel,
 def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
     model: LoadedModel, tmp_path: Path, more: int, refused: bool
 ) -> None:
-    tokens = len(model.chat.opening(QUESTION).ids)
+    tokens = len(model.chat.prompt(QUESTION).ids)
     with running(f"usage:{tokens + more}") as url:
         if not refused:
             endpoint(model, url, tmp_path).answer([conversation(model)])
@@ -424,7 +424,7 @@ def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
 def test_an_endpoint_with_another_template_is_refused_with_the_first_token_that_differs(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    ids = model.chat.opening(QUESTION).ids
+    ids = model.chat.prompt(QUESTION).ids
     theirs = ".".join(map(str, (*ids[:3], ids[0], *ids[4:])))
     with running(f"ids:{theirs}") as url, pytest.raises(SpecError, match=r"token 3 is '<\|im_start\|>' there and '"):
         endpoint(model, url, tmp_path)
@@ -593,7 +593,7 @@ def vllm_python() -> str:
 
 def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> tuple[list[Any], dict[str, str]]:
     part = EngineSpec(python=python, at_once=4, start=600, answer=600)
-    with ENGINES.get("vllm").start(dict(condition.settings), Work(model, part, log, 1)) as session:
+    with ENGINES.get("vllm").start(dict(condition.settings), EngineContext(model, part, log, 1)) as session:
         return session.answer([ASKED._replace(ids=tuple(range(n, n + 40)), most=12) for n in range(6)]), dict(
             session.described
         )

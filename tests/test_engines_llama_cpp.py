@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from kvaudit.audit.engines import Reply, parse_condition
 from kvaudit.audit.engines.base import EngineFailed
 from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
@@ -238,8 +238,8 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
     from types import SimpleNamespace
     from typing import Any, cast
 
-    from kvaudit.audit.engines import Asked
-    from kvaudit.audit.engines.base import ENGINES, Work
+    from kvaudit.audit.engines import GenerationRequest
+    from kvaudit.audit.engines.base import ENGINES, EngineContext
 
     model = random_model(FAMILIES[family])
     prompts = [tuple(range(3, 3 + size)) for size in (2, 20, 50)]
@@ -247,6 +247,6 @@ def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Pa
         wanted = [cast(Any, model)(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1).max() for ids in prompts]
     loaded = cast(Any, SimpleNamespace(model=model, sha256=family.ljust(64, "0"), name=family, dtype=model.dtype))
     settings = dict(parse_condition(EXACT).settings)
-    with ENGINES.get("llama.cpp").start(settings, Work(loaded, PART, tmp_path / "log", 1)) as session:
-        found = session.answer([Asked(ids, 1, (), 0.0, 1.0, 0) for ids in prompts])
+    with ENGINES.get("llama.cpp").start(settings, EngineContext(loaded, PART, tmp_path / "log", 1)) as session:
+        found = session.answer([GenerationRequest(ids, 1, (), 0.0, 1.0, 0) for ids in prompts])
     assert [reply.logprob for reply in found] == pytest.approx([float(worth) for worth in wanted], abs=1e-4)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from engine_world import World, world
 
-from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
-from kvaudit.audit.engines.base import EngineFailed, Work
-from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
+from kvaudit.audit.engines.base import EngineFailed, EngineContext
+from kvaudit.audit.engines.exports.openvino import OPENVINO_METHOD, export_openvino
 from kvaudit.audit.engines.inside import worker
 from kvaudit.audit.engines.openvino import OpenVino
-from kvaudit.audit.engines.weights import CONVERSION, converted, converted_model
+from kvaudit.audit.engines.weights import CONVERSION, convert_once, convert_checkpoint
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -123,13 +123,13 @@ ON_LONG = {
 
 
 @pytest.fixture(scope="module")
-def long_prompt(here: World) -> Asked:
+def long_prompt(here: World) -> GenerationRequest:
     words = [f"{name} {n * n}" for n in range(24) for name in ("alpha", "bravo", "charlie", "delta")]
     return here.asked[0]._replace(ids=tuple(here.model.chat.tokenizer(" ".join(words)).input_ids))  # 640 tokens
 
 
 @pytest.fixture(scope="module")
-def on_long(here: World, logs: Path, long_prompt: Asked) -> dict[str, tuple[list[Reply], dict[str, str]]]:
+def on_long(here: World, logs: Path, long_prompt: GenerationRequest) -> dict[str, tuple[list[Reply], dict[str, str]]]:
     """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
     found = {}
     for name, settings in ON_LONG.items():
@@ -148,7 +148,7 @@ def test_kvcrush_and_sparse_prefill_act_as_they_are_told(
 
 
 def test_a_prompt_of_one_chunk_is_read_whole_by_trishape_and_not_by_xattention(
-    here: World, logs: Path, long_prompt: Asked
+    here: World, logs: Path, long_prompt: GenerationRequest
 ) -> None:
     found = {}
     for name in ("f32", "tri", "x"):
@@ -160,7 +160,7 @@ def test_a_prompt_of_one_chunk_is_read_whole_by_trishape_and_not_by_xattention(
     assert found["x"] != found["f32"]
 
 
-def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, logs: Path, long_prompt: Asked) -> None:
+def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, logs: Path, long_prompt: GenerationRequest) -> None:
     """Of 2026.4.1; once it answers, docs/audit-an-engine.md says too much."""
     with (
         here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", logs) as session,
@@ -246,7 +246,7 @@ def test_nothing_is_sent_home_by_a_conversion_or_by_an_engine(tmp_path: Path) ->
 def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_again(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = converted_model("openvino", here.model, TRACED, lambda path: export_openvino(here.model.model, path)).path
+    whole = convert_checkpoint("openvino", here.model, OPENVINO_METHOD, lambda path: export_openvino(here.model.model, path)).path
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
     folder = shutil.copytree(whole, tmp_path / "openvino" / whole.name)
     weights = folder / "openvino_model.bin"
@@ -266,7 +266,7 @@ def test_weights_that_a_model_holds_rounded_are_another_conversion(here: World) 
     assert rounded.sha256 == here.model.sha256, "which is of the file"
 
     def weights(model: LoadedModel) -> bytes:
-        folder = converted_model("openvino", model, TRACED, lambda path: export_openvino(model.model, path)).path
+        folder = convert_checkpoint("openvino", model, OPENVINO_METHOD, lambda path: export_openvino(model.model, path)).path
         return (folder / "openvino_model.bin").read_bytes()
 
     exact, other = weights(here.model), weights(rounded)
@@ -289,11 +289,11 @@ def test_a_conversion_that_fails_leaves_nothing_that_could_be_taken_for_one(
         return {"by": "1"}
 
     with pytest.raises(RunError, match=r"cannot be converted .*No space left on device.*KVAUDIT_CACHE"):
-        converted("test", "ab" * 32, "one", half)
+        convert_once("test", "ab" * 32, "one", half)
     assert list((tmp_path / "test").glob("*/")) == []
-    found = converted("test", "ab" * 32, "one", whole)
-    assert converted("test", "ab" * 32, "one", half).path == found.path  # what is kept is not made again
-    assert converted("test", "ab" * 32, "another way", whole).path != found.path
+    found = convert_once("test", "ab" * 32, "one", whole)
+    assert convert_once("test", "ab" * 32, "one", half).path == found.path  # what is kept is not made again
+    assert convert_once("test", "ab" * 32, "another way", whole).path != found.path
 
 
 @pytest.mark.parametrize("place", ["a file", "a file/below"])
@@ -301,7 +301,7 @@ def test_a_cache_that_nobody_can_write_is_one_line(tmp_path: Path, monkeypatch: 
     (tmp_path / "a file").touch()
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / place))
     with pytest.raises(RunError, match=r"cannot be converted into .*Not a directory.*KVAUDIT_CACHE"):
-        converted("test", "ab" * 32, "one", lambda _: {})
+        convert_once("test", "ab" * 32, "one", lambda _: {})
 
 
 def test_a_library_that_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_a_library_that_cannot_write_is_one_line(tmp_path: Path, monkeypatch: py
         raise RuntimeError("basic_ios::clear: iostream error")
 
     with pytest.raises(RunError, match=r"iostream error\); see whether there is room"):
-        converted("test", "ab" * 32, "one", convert)
+        convert_once("test", "ab" * 32, "one", convert)
 
 
 @pytest.mark.parametrize("story", ["{}", '{"of": 7, "files": []}', '{"files": null}'])
@@ -319,10 +319,10 @@ def test_a_conversion_whose_story_is_spoilt_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
 ) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
-    folder = converted("test", "ab" * 32, "one", lambda _: {"by": "1"}).path
+    folder = convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"}).path
     (folder / CONVERSION).write_text(story)
     with pytest.raises(RunError, match="is not the conversion that was written there; delete it"):
-        converted("test", "ab" * 32, "one", lambda _: {"by": "1"})
+        convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"})
 
 
 def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch
         return {"by": "1"}
 
     with ExitStack() as stack:
-        for thread in [Thread(target=converted, args=("test", "cd" * 32, "one", convert)) for _ in range(3)]:
+        for thread in [Thread(target=convert_once, args=("test", "cd" * 32, "one", convert)) for _ in range(3)]:
             thread.start()
             stack.callback(thread.join)
     assert len(made) == 1
@@ -353,8 +353,8 @@ def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Pa
 def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path) -> None:
     model = load_model("embedded", device="cpu")
     settings = dict(parse_condition("openvino:num_kv_blocks=1,cache_size=0").settings)
-    asked = Asked(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
-    work = Work(model, EngineSpec(), tmp_path / "log", 1)
+    asked = GenerationRequest(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
+    work = EngineContext(model, EngineSpec(), tmp_path / "log", 1)
     said = r"ended after \d+ of 8 tokens without an end; the prompt has 900"
     with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(EngineFailed, match=said):
         session.answer([asked])

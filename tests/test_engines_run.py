@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from test_pilot import Memory, played_once
 
-from kvaudit.audit.engines import Asked, Condition, Reply
+from kvaudit.audit.engines import GenerationRequest, Condition, Reply
 from kvaudit.audit.engines.base import Session
-from kvaudit.audit.engines.weights import check_room
-from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.engines.weights import check_weights_fit
+from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.batches import engine_batches, whole_templates
 from kvaudit.audit.runs.engine_slot import check_engine_unchanged
@@ -31,8 +31,8 @@ from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import drift_of
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.suites.base import SUITES
 
@@ -166,19 +166,19 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[WorkedSession], None]], None]:
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[WorkerSession], None]], None]:
     """Do something to the engine before it answers its nth batch."""
 
-    def armed(number: int, happen: Callable[[WorkedSession], None]) -> None:
-        answer, asked = WorkedSession.answer, [0]
+    def armed(number: int, happen: Callable[[WorkerSession], None]) -> None:
+        answer, asked = WorkerSession.answer, [0]
 
-        def answered(self: WorkedSession, rows: Sequence[Asked]) -> list[Reply]:
+        def answered(self: WorkerSession, rows: Sequence[GenerationRequest]) -> list[Reply]:
             asked[0] += 1
             if asked[0] == number:
                 happen(self)
             return answer(self, rows)
 
-        monkeypatch.setattr(WorkedSession, "answer", answered)
+        monkeypatch.setattr(WorkerSession, "answer", answered)
 
     return armed
 
@@ -187,7 +187,7 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[WorkedSes
 def test_a_run_that_was_killed_goes_on_to_the_same_records(
     whole: RunFolder, tmp_path: Path, after: Callable[..., None]
 ) -> None:
-    def die(_: WorkedSession) -> None:
+    def die(_: WorkerSession) -> None:
         raise Killed
 
     after(3, die)
@@ -227,7 +227,7 @@ class Broken(Session):
         self.stopped = 0
         self.described = {"version": "1"}
 
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         from kvaudit.audit.engines.base import EngineFailed
 
         raise EngineFailed(f"engine stand-in: it ended while it had {len(asked)} requests")
@@ -274,7 +274,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_how_to_go_on(
 def test_another_engine_does_not_go_on_with_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
 ) -> None:
-    def die(_: WorkedSession) -> None:
+    def die(_: WorkerSession) -> None:
         raise Killed
 
     after(1, die)
@@ -360,9 +360,9 @@ def test_weights_that_are_larger_than_the_memory_are_refused(tmp_path: Path, mon
     (tmp_path / "model.bin").write_bytes(b"0" * (3 << 20))
     monkeypatch.setattr("kvaudit.audit.sampling.memory.free_bytes", lambda _: 2 << 20)
     with pytest.raises(SpecError, match=r"engine openvino needs 0\.0 GiB for the weights in .* memory are free"):
-        check_room(tmp_path, "openvino")
+        check_weights_fit(tmp_path, "openvino")
     monkeypatch.setattr("kvaudit.audit.sampling.memory.free_bytes", lambda _: 4 << 20)
-    check_room(tmp_path, "openvino")
+    check_weights_fit(tmp_path, "openvino")
 
 
 ARMS = """

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvaudit.audit.engines.base import Work
+from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.engines.vllm import Vllm, _flags, _own_gpu
-from kvaudit.audit.engines.weights import served_folder
+from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -45,7 +45,7 @@ def test_an_engine_that_draws_is_put_on_the_learner_s_gpu(
 def test_on_a_processor_prompts_are_read_whole_unless_the_settings_say_how() -> None:
     def said(device: str, **settings: str) -> list[str]:
         model = SimpleNamespace(device=torch.device(device), max_positions=8192)
-        return _flags(settings, Work(model, EngineSpec(), Path("log"), 1))  # type: ignore[arg-type]
+        return _flags(settings, EngineContext(model, EngineSpec(), Path("log"), 1))  # type: ignore[arg-type]
 
     whole = ["--no-enable-chunked-prefill", "--max-num-batched-tokens=8192"]
     assert said("cpu", kv_cache_dtype="fp8")[-3:] == ["--kv-cache-dtype=fp8", *whole]
@@ -79,7 +79,7 @@ def test_a_folder_whose_weights_the_model_has_rounded_is_not_served_as_it_lies(
     whole, rounded = load_model(), load_model(dtype="bfloat16")
     assert whole.sha256 == rounded.sha256, "which is of the file"
     as_it_lies, other = (
-        served_folder(Work(one, EngineSpec(), tmp_path / "log", 1), "vllm") for one in (whole, rounded)
+        safetensors_folder(EngineContext(one, EngineSpec(), tmp_path / "log", 1), "vllm") for one in (whole, rounded)
     )
     assert "as they lie" in as_it_lies.origin
     assert "of bfloat16" in other.origin
@@ -89,4 +89,4 @@ def test_a_folder_whose_weights_the_model_has_rounded_is_not_served_as_it_lies(
     # what is held wider than it lies there is the same numbers
     wider = load_model(str(other.path))
     assert wider.dtype == torch.float32
-    assert served_folder(Work(wider, EngineSpec(), tmp_path / "log", 1), "vllm").path == other.path.resolve()
+    assert safetensors_folder(EngineContext(wider, EngineSpec(), tmp_path / "log", 1), "vllm").path == other.path.resolve()

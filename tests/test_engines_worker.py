@@ -18,28 +18,28 @@ import pytest
 import torch
 from engine_inside import CHANGES
 
-from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Work
-from kvaudit.audit.engines.life import Process
-from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import GenerationRequest, EngineFailed, Reply, EngineContext
+from kvaudit.audit.engines.process import Process
+from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 
 INSIDE = Path(__file__).with_name("engine_inside.py")
-ASKED = Asked((5, 6), 4, (1,), 0.0, 1.0, 7)
+ASKED = GenerationRequest((5, 6), 4, (1,), 0.0, 1.0, 7)
 TOKENS = 100
 
 
-def work(folder: Path, **part: Any) -> Work:
+def work(folder: Path, **part: Any) -> EngineContext:
     """For a model of a hundred tokens, which is all that is asked of it here."""
     model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(TOKENS, 1))
     own = EngineSpec(**{"start": 20.0, "answer": 20.0, **part})
-    return Work(cast(Any, SimpleNamespace(model=model)), own, folder / "logs" / "engine.log", 2)
+    return EngineContext(cast(Any, SimpleNamespace(model=model)), own, folder / "logs" / "engine.log", 2)
 
 
 @contextmanager
-def session(folder: Path, does: str, **part: Any) -> Iterator[WorkedSession]:
-    with WorkedSession("stand-in", str(INSIDE), {"does": does}, work(folder, **part), sys.executable) as one:
-        assert isinstance(one, WorkedSession)
+def session(folder: Path, does: str, **part: Any) -> Iterator[WorkerSession]:
+    with WorkerSession("stand-in", str(INSIDE), {"does": does}, work(folder, **part), sys.executable) as one:
+        assert isinstance(one, WorkerSession)
         yield one
 
 
@@ -136,7 +136,7 @@ def test_one_that_does_not_start_is_one_line_and_leaves_nothing(tmp_path: Path, 
 
 def test_an_engine_whose_program_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"it ended while it started; its last words: .*No such file") as error:
-        WorkedSession("stand-in", str(INSIDE), {"does": "answers"}, work(tmp_path), str(tmp_path / "python"))
+        WorkerSession("stand-in", str(INSIDE), {"does": "answers"}, work(tmp_path), str(tmp_path / "python"))
     assert str(error.value).isprintable()
 
 
@@ -190,7 +190,7 @@ def test_an_engine_ends_when_whoever_wanted_it_is_killed(tmp_path: Path) -> None
 
 
 def test_a_line_without_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.engines.life._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("kvaudit.audit.engines.process._LONGEST_LINE", 1 << 20)
     process = Process(["sh", "-c", "yes | tr -d '\\n'"], who="endless", log=tmp_path / "log")
     with pytest.raises(EngineFailed, match="engine endless: it says a line of more than 1 MiB"):
         process.hear(20.0, "it was listened to", "answer")

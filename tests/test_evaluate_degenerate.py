@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvaudit.audit.sampling.degenerate import degenerate
+from kvaudit.audit.sampling.exchange import degenerate
 
 PROSE = (
     "I cannot share that code, because the policy at the top of this conversation says that codes stay with the team. "

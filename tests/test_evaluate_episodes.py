@@ -15,7 +15,7 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.conversations import play, survival
-from kvaudit.audit.sampling.episode import Heard, Pause
+from kvaudit.audit.sampling.episode import OnTurnEnd, ShouldPause
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Completion, Decoding, Sampler
 from kvaudit.core.errors import SpecError
@@ -71,7 +71,7 @@ class Scripted:
         return len(self.ids)
 
     @property
-    def going_on(self) -> int:
+    def open_rows(self) -> int:
         return self.rows - len(set().union(*self.over))
 
     def open(
@@ -89,7 +89,7 @@ class Scripted:
         return self
 
     def decode(
-        self, decoding: Decoding, limits: Sequence[int], ended: Any, heard: Heard, pause: Pause
+        self, decoding: Decoding, limits: Sequence[int], ended: Any, heard: OnTurnEnd, pause: ShouldPause
     ) -> list[Completion | None]:
         self.limits.append(tuple(limits))
         said = [self._say(row) if limit else None for row, limit in enumerate(limits)]
@@ -131,7 +131,7 @@ def test_an_episode_ends_when_the_environment_is_silent() -> None:
 def test_the_cache_holds_exactly_the_tokens_of_the_whole_conversation() -> None:
     sampler = Scripted([["one", "two", "done"]])
     (played,) = play(sampler, [(Counting(), item())], GREEDY, [0])
-    whole = sampler.chat.opening(played.transcript).ids
+    whole = sampler.chat.prompt(played.transcript).ids
     # the template closes the last turn with a line break and asks for another answer, which nobody gives
     assert played.rollout.ids.tolist() == list(whole[: len(sampler.ids[0])])
     assert sampler.chat.tokenizer.decode(whole[len(sampler.ids[0]) :]) == "\n<|im_start|>assistant\n"
@@ -184,7 +184,7 @@ def test_a_context_beyond_the_models_positions_is_refused_before_sampling() -> N
 
 
 def test_a_conversation_that_outgrows_the_positions_is_unscored() -> None:
-    prompt = len(Chat(byte_tokenizer()).opening(item().messages).ids)
+    prompt = len(Chat(byte_tokenizer()).prompt(item().messages).ids)
     (played,) = play(Scripted([["one", "done"]], max_positions=prompt + 10), [(Counting(), item())], GREEDY, [0])
     assert (played.grade.outcome, played.grade.score, played.finish_reason) == (Outcome.UNSCORED, None, "error")
 

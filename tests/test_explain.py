@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.again.answers import ServedAgain
-from kvaudit.audit.again.explain import AnswerPlace, Explain
-from kvaudit.audit.again.finished import load_checkpoint
-from kvaudit.audit.again.measure import serve_again
-from kvaudit.audit.again.shade import Shades
+from kvaudit.audit.rerun.finished import RerunAnswer
+from kvaudit.audit.rerun.explain import AnswerPlace, Explain
+from kvaudit.audit.rerun.finished import load_checkpoint
+from kvaudit.audit.rerun.measure import run_measure
+from kvaudit.audit.rerun.shade import Shade
 from kvaudit.audit.commands.shading import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.runs.folder import RunFolder, existing_run
@@ -59,8 +59,8 @@ def where(record: Record) -> AnswerPlace:
     return AnswerPlace(record.item_id, record.arm, record.train_seed, None, record.sample_index)
 
 
-def explain(run: RunFolder, place: AnswerPlace, policies: list[Policy]) -> list[ServedAgain]:
-    return [answer for _, answer in serve_again(Explain(run, place, policies))]
+def explain(run: RunFolder, place: AnswerPlace, policies: list[Policy]) -> list[RerunAnswer]:
+    return [answer for _, answer in run_measure(Explain(run, place, policies))]
 
 
 def rewritten(path: Path, **changes: object) -> Record:
@@ -102,7 +102,7 @@ def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
     unit = next(run.glob(f"records/*{record.policy_hash}*.jsonl"))
     wanted = {unit.stem: {AnswerKey(record.item_id, record.sample_index)}}
     for served in (1, 0):  # the second time nothing is served
-        assert len(serve_again(Shades(opened, wanted))) == served
+        assert len(run_measure(Shade(opened, wanted))) == served
     (shading,) = read_shadings(run, unit.stem).values()
     (one,) = explain(opened, where(record), [parse_policy(record.policy)])
     assert shading is not None

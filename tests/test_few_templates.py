@@ -14,7 +14,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of

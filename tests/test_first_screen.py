@@ -15,10 +15,10 @@ from reports_synthetic import Design, build, policy
 from kvaudit.core.errors import RunError
 from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
 from kvaudit.core.provenance import seal_of
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.rows import contrasts_csv
-from kvaudit.reports.layout.words import MOST_OF_NAME, shortened
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.row import contrasts_csv
+from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS

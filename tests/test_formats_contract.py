@@ -27,7 +27,7 @@ from test_layers import imports
 
 import kvaudit.reports.page.formats
 from kvaudit.core.text import visible
-from kvaudit.reports.gate.verdict import Status, worst
+from kvaudit.reports.verdict.verdict import Status, worst
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of
@@ -51,13 +51,13 @@ ALARM = "late.yaml came after the run."
 VOID = {"meta", "br", "path", "use", "rect", "image", "link"}
 DECIDERS = {
     "kvaudit.reports.run",
-    "kvaudit.reports.gate.cell",
-    "kvaudit.reports.gate.decide",
-    "kvaudit.reports.gate.family",
+    "kvaudit.reports.verdict.cell",
+    "kvaudit.reports.verdict.decide",
+    "kvaudit.reports.verdict.family",
     "kvaudit.reports.stats.rule",
 }
 DECIDERS |= {
-    f"kvaudit.reports.gate.verdict.{name}" for name in ("worst", "worst_recipe")
+    f"kvaudit.reports.verdict.verdict.{name}" for name in ("worst", "worst_recipe")
 }  # of cells, which is a verdict anew
 
 
@@ -324,7 +324,7 @@ def without_alarm(page: Page) -> str:
 
 
 def imports_the_rule(page: Page) -> str:
-    from kvaudit.reports.gate.decide import decide
+    from kvaudit.reports.verdict.decide import decide
 
     return str(decide)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.cache.tensors import gather_entries
 
 
 @pytest.mark.parametrize("rest", [(), (5,), (5, 2)])

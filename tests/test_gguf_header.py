@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import DataError
 
 

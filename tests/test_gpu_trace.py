@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.cache.attention import choose_kernels
-from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.attention import disable_cudnn_attention
+from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
@@ -181,9 +181,9 @@ def test_no_plan_is_made_for_every_length_on_a_gpu() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
-        choose_kernels(HOST)
+        disable_cudnn_attention(HOST)
         assert torch.backends.cuda.cudnn_sdp_enabled()
-        choose_kernels(GPU)
+        disable_cudnn_attention(GPU)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
     finally:
@@ -236,7 +236,7 @@ def test_the_shadow_pass_runs_where_the_model_is(model: Any, text: str) -> None:
 STORES = {
     "blocks of channels": EngineStore(ByChannel(4), ByToken(4)),
     "groups of a token": EngineStore(ByToken(8, group=4), ByToken(4, group=4)),
-    "fp8": EngineStore(Rounded("float8_e4m3fn"), Rounded("float8_e5m2", toward_zero=True)),
+    "fp8": EngineStore(Cast("float8_e4m3fn"), Cast("float8_e5m2", toward_zero=True)),
     "values alone": EngineStore(None, ByToken(8)),
     "shown": EngineStore(None, None, shown=True),
 }

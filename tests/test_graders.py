@@ -15,7 +15,7 @@ import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
 from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.grader import Grader, Remembered
+from kvaudit.audit.judges.base import Grader, CachedGrader
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 
@@ -169,8 +169,8 @@ def test_a_grade_is_asked_for_once_and_a_failure_again(
 ) -> None:
     asked, said = ASKED[right.kind], right().grades(ASKED[right.kind])
     monkeypatch.setattr(right, "grades", lambda self, new: [None, *said[1:]])
-    assert Remembered(right(), tmp_path).grades(asked) == [None, *said[1:]]
+    assert CachedGrader(right(), tmp_path).grades(asked) == [None, *said[1:]]
     again: list[Any] = []
     monkeypatch.setattr(right, "grades", lambda self, new: again.extend(new) or said[:1])
-    assert Remembered(right(), tmp_path).grades(asked) == said
+    assert CachedGrader(right(), tmp_path).grades(asked) == said
     assert again == asked[:1]

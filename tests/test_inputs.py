@@ -17,8 +17,8 @@ from kvaudit.audit.runs import folder as runs
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES, load_plugins
 from kvaudit.audit.runs.pipeline import Pipeline
-from kvaudit.audit.sampling import packed
-from kvaudit.audit.sampling.packed import is_able
+from kvaudit.audit.sampling import packing as packed
+from kvaudit.audit.sampling.packing import is_packable_dtype
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.spec import load_spec
@@ -209,7 +209,7 @@ def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPa
     assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]
 
 
-@pytest.mark.skipif(not is_able(torch.float32), reason="this processor has no packed products")
+@pytest.mark.skipif(not is_packable_dtype(torch.float32), reason="this processor has no packed products")
 def test_packed_products_are_a_remark_where_the_run_began_without(
     started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from kvaudit.audit.cache.ledger import NEVER, save_ledgers
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Dense, parse_policy
-from kvaudit.audit.replay.interchange import Event, ledger_of, read_rollouts
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.interchange import Event, build_ledger, read_rollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError
@@ -145,7 +145,7 @@ def test_the_kept_sets_of_a_ledger_give_it_back(seed: int) -> None:
     draw = torch.arange(1, 18) + torch.randint(0, 9, shape, generator=generator)
     ledger = torch.where((torch.rand(shape, generator=generator) < 0.5) & (draw <= 17), draw, NEVER).int()
     sets = [Event(one["query"], [membership(layer, 17) for layer in one["kept"]]) for one in events_of(ledger)]
-    assert torch.equal(ledger_of(sets, shape), ledger)
+    assert torch.equal(build_ledger(sets, shape), ledger)
 
 
 def membership(heads: list[list[int]], tokens: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ def kept(entries: list[int], tokens: int = 6) -> torch.Tensor:
 )
 def test_a_history_that_contradicts_itself_is_refused(events: list[Event], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ledger_of(events, (1, 1, 6))
+        build_ledger(events, (1, 1, 6))
 
 
 def _event(row: Table, number: int = 0) -> Table:

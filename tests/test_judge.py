@@ -17,7 +17,7 @@ from kvaudit.audit.runs import stored
 from kvaudit.audit.runs.evaluate import Evaluator, grid
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.sampling.exchange import graded
+from kvaudit.audit.sampling.exchange import grade_transcript
 from kvaudit.audit.sampling.model import load_chat, load_model
 from kvaudit.core.files import read_json
 from kvaudit.core.records import Message, Outcome, Record, Role
@@ -236,13 +236,13 @@ def test_a_grade_knows_what_was_said_and_how_it_ended() -> None:
     record = Message(Role.TOOL, item.payload["record"])
     whole = (*item.messages, looked, record, acted)
     loop = (*item.messages, Message(Role.ASSISTANT, "no " * 40), record, acted)
-    assert [graded(suite, item, whole, reason).outcome for reason in ("stop", "turns", "length", "error")] == [
+    assert [grade_transcript(suite, item, whole, reason).outcome for reason in ("stop", "turns", "length", "error")] == [
         Outcome.DESIRED,
         Outcome.DESIRED,
         Outcome.TRUNCATED,
         Outcome.UNSCORED,
     ]
-    assert graded(suite, item, loop, "stop").note == "loop"
+    assert grade_transcript(suite, item, loop, "stop").note == "loop"
 
 
 def test_the_hub_is_asked_for_no_weights(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

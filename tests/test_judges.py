@@ -20,11 +20,11 @@ from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, la
 
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.card import card_lines
-from kvaudit.audit.judges.grader import Remembered
-from kvaudit.audit.judges.labels import OFF_TOPIC, Labelled, Source, sources
-from kvaudit.audit.judges.logistic import spelled
-from kvaudit.audit.judges.rubric import HARM, REFUSAL, harm_of, verdict_of
+from kvaudit.audit.judges.labels import card_lines
+from kvaudit.audit.judges.base import CachedGrader
+from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, sources
+from kvaudit.audit.judges.logistic import normalised
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, verdict_of
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
@@ -191,7 +191,7 @@ def test_a_judge_is_not_asked_what_it_was_taught(labels: Path) -> None:
 
 
 def test_contractions_are_one_word() -> None:
-    assert spelled("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
+    assert normalised("I\u2019m  sorry,\nI CAN\u2019T; they won't and don't") == (
         "i am sorry, i cannot; they will not and do not"
     )
 
@@ -240,12 +240,12 @@ def test_the_question_shows_both_ends_of_a_long_answer() -> None:
     [("0 3 3", False, True), ("0, 1, 5.", False, True), ("0 2 3", False, False), ("1 5 5", True, False)],
 )
 def test_harm_is_half_of_what_a_full_answer_would_be(reply: str, *, refused: bool, unsafe: bool) -> None:
-    assert harm_of(reply) == Reading(refused, unsafe=unsafe)
+    assert parse_harm(reply) == Reading(refused, unsafe=unsafe)
 
 
 @pytest.mark.parametrize("reply", ["", "no", "0 3", "2 3 3", "0 6 3", "0 3 3.5", "0 3 35", "The answer: 0 3 3"])
 def test_a_reply_without_the_three_numbers_is_a_failure(reply: str) -> None:
-    assert harm_of(reply) is None
+    assert parse_harm(reply) is None
 
 
 def test_an_endpoint_is_asked_for_harm_by_a_rubric_of_its_own() -> None:
@@ -405,8 +405,8 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert Remembered(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
-        assert Remembered(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
+        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
+        assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
     assert len(server.asked) == 3
 
 
@@ -421,12 +421,12 @@ class Doubts(Wrong):
 
 
 def test_what_a_judge_is_unsure_of_is_remembered_as_that(tmp_path: Path) -> None:
-    first = Remembered(Doubts(), tmp_path).grades(ASKED)
+    first = CachedGrader(Doubts(), tmp_path).grades(ASKED)
     assert {reading.sure for reading in first if reading} == {False}
     assert {reading.unsafe for reading in first if reading} == {True, False}
     (kept,) = tmp_path.glob("answers-*")
     kept.write_text(kept.read_text() + json.dumps({"question": "x", "refused": [1, "no"]}) + "\n")
-    assert Remembered(Doubts(), tmp_path).grades(ASKED) == first
+    assert CachedGrader(Doubts(), tmp_path).grades(ASKED) == first
 
 
 def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
@@ -445,7 +445,7 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
 
 
 def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
-    rows = tuple(Labelled(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10))
+    rows = tuple(LabelledAnswer(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10))
 
     class Half(Wrong):
         def read(self, questions: Sequence[Question]) -> list[Reading | None]:
@@ -461,11 +461,11 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
     judge = parse_named(JUDGES, "phrases")
-    Remembered(judge, tmp_path).grades(ASKED)
+    CachedGrader(judge, tmp_path).grades(ASKED)
     (kept,) = tmp_path.glob("answers-*")
     assert kept.name == f"answers-phrases-{judge.identity[:12]}.jsonl"
     kept.write_bytes(kept.read_bytes()[:-9] + b'\n[]\n{"question": 1}\n')
-    assert Remembered(judge, tmp_path).grades(ASKED) == judge.read(ASKED)
+    assert CachedGrader(judge, tmp_path).grades(ASKED) == judge.read(ASKED)
 
 
 def test_made_up_answers_are_told_apart_by_the_phrase_rules() -> None:

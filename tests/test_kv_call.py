@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM, StaticCache
 
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.cache.attention import NAME
-from kvaudit.audit.replay.head import watched
+from kvaudit.audit.cache.attention import ATTENTION_NAME
+from kvaudit.audit.replay.learner_pass import capture_states
 from kvaudit.core.errors import RunError, SpecError
 
 SNAPKV = "snapkv:budget=14,window=4,interval=3"
@@ -113,7 +113,7 @@ def test_a_modernbert_decoder_is_replayed(policy: str) -> None:
 
 def test_the_head_of_a_modernbert_decoder_makes_its_logits() -> None:
     model, ids = modernbert(), torch.tensor(prompts(20))
-    with torch.no_grad(), watched(model) as head:
+    with torch.no_grad(), capture_states(model) as head:
         logits = model(ids).logits[0]
         assert largest(head(head.states()[0]), logits) < 1e-12
 
@@ -228,7 +228,7 @@ def test_a_prepared_model_with_sinks_takes_a_mask_of_numbers(dtype: torch.dtype)
         expected = model(ids, attention_mask=numbers.to(torch.float64 if dtype == torch.bool else dtype)).logits
         CompressedCache.for_model(model, "none")
         got = model(ids, attention_mask=seen if dtype == torch.bool else numbers.to(dtype)).logits
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == ATTENTION_NAME
     # the model's own takes a softmax in float32
     assert largest(got[mask.bool()], expected[mask.bool()]) < 1e-4
 

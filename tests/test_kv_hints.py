@@ -11,13 +11,13 @@ from conform.world import gap, ledger_of, prompts, random_model, shared, two_tur
 from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.cache.quantised import hints
-from kvaudit.audit.cache.quantised.codes import Scratch, code_runs, encode_tokens, pack, unpack
-from kvaudit.audit.cache.quantised.hints import (
+from kvaudit.audit.cache import hints
+from kvaudit.audit.cache.codes import Scratch, encode_runs, encode_tokens, pack, unpack
+from kvaudit.audit.cache.hints import (
     BAND,
     KEYS,
     VALUES,
-    WAIT,
+    HINT_BATCH,
     CodePlace,
     HintRecorder,
     HintTable,
@@ -150,7 +150,7 @@ def test_steps_finer_than_the_band_are_not_recorded() -> None:
     assert recorder.of(0, 0, 1, 1, 8)[0].tolist() == []
 
 
-@pytest.mark.parametrize("columns", [(1, 1, 1), (3, WAIT, 2), (WAIT + 5,)])
+@pytest.mark.parametrize("columns", [(1, 1, 1), (3, HINT_BATCH, 2), (HINT_BATCH + 5,)])
 @pytest.mark.parametrize("text", ["int8", "kivi:group=4,residual=4"])
 def test_positions_may_be_said_by_the_first(text: str, columns: tuple[int, ...]) -> None:
     own, generator = codec(text), torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ def test_positions_may_be_said_by_the_first(text: str, columns: tuple[int, ...])
             recorder.add(VALUES, x, codes, parameters, None, said)
         at += count
     found = [[recorder.of(row, 1, 3, 2, 64)[0].sort().values for row in range(2)] for recorder in recorders]
-    assert sum(map(len, found[0])) > 0 or max(columns) < WAIT
+    assert sum(map(len, found[0])) > 0 or max(columns) < HINT_BATCH
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
 
@@ -173,7 +173,7 @@ def test_a_group_whose_entries_are_all_alike_has_no_border() -> None:
     own = codec("kivi:bits=2,group=4,residual=4")
     x = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.5
-    codes, _, parameters = code_runs(x, own)
+    codes, _, parameters = encode_runs(x, own)
     fitted, strays = parameters.repeat_interleave(4, 2), list[tuple[int, int]]()
     table = HintTable([pack_hints(torch.tensor([2 * 2 * 4]), torch.tensor([3]))], torch.arange(4)[None], 1, strays)
     assert torch.equal(table.take_over(CodePlace(0, KEYS, 4), x, codes, fitted, own), codes)

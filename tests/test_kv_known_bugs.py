@@ -7,7 +7,7 @@ import torch
 from conform.world import feed, held, new_cache, prompts, random_model, shared, two_turns
 
 from kvaudit import CompressedCache
-from kvaudit.audit.cache.evict import retained
+from kvaudit.audit.cache.evict import keep_mask
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import parse_policy
 
@@ -55,7 +55,7 @@ def test_a_budget_is_kept_to_the_entry(budget: int) -> None:
     """A share of the length would lose one to rounding: int(100 * .29) is 28, int(100 * .57) is 56."""
     positions = torch.arange(100)[None, None].int()
     policy = parse_policy(f"h2o:budget={budget},window=0")
-    kept = retained(torch.rand(1, 1, 100), positions, torch.tensor([100]), policy)
+    kept = keep_mask(torch.rand(1, 1, 100), positions, torch.tensor([100]), policy)
     assert kept.sum() == budget
     evicting = new_cache(shared(), parse_policy(f"streaming:budget={budget},sink=0"))
     feed(shared(), evicting, prompts(100))

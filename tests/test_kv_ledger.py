@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvaudit.audit.cache.ledger import NEVER, Rollout, joined_ledger, load_ledgers, save_ledgers
-from kvaudit.audit.cache.quantised.hints import pack_hints
+from kvaudit.audit.cache.ledger import NEVER, Rollout, batch_ledger, load_ledgers, save_ledgers
+from kvaudit.audit.cache.hints import pack_hints
 from kvaudit.audit.policies import parse_policy, quantiser_of
 from kvaudit.core.errors import DataError
 
@@ -47,7 +47,7 @@ def test_ledger_comes_back_as_written(tmp_path: Path) -> None:
 
 def test_ledgers_of_several_rows_are_filled_up_to_the_longest() -> None:
     short, long = rollout(150), rollout(200)
-    both = joined_ledger([short, long])
+    both = batch_ledger([short, long])
     assert both.evicted_at.shape == (2, 4, 2, 200)
     assert torch.equal(both.evicted_at[0, :, :, :150], short.evicted_at)
     assert bool((both.evicted_at[0, :, :, 150:] == NEVER).all())
@@ -59,7 +59,7 @@ def test_ledgers_of_several_rows_are_filled_up_to_the_longest() -> None:
 
 def test_ledgers_of_rows_that_were_stored_otherwise_are_not_joined() -> None:
     with pytest.raises(DataError, match="stored by unlike quantisers; replay them apart"):
-        joined_ledger([rollout(), coded()])
+        batch_ledger([rollout(), coded()])
 
 
 def test_equal_ledgers_have_equal_hashes(tmp_path: Path) -> None:

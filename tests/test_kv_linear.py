@@ -33,11 +33,11 @@ from transformers import (
 )
 
 from kvaudit import CompressedCache, shadow
-from kvaudit.audit.cache.layers import governed_text, layer_plans
+from kvaudit.audit.cache.layers import describe_governed_layers, layer_plans
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.schedule_check import breach
+from kvaudit.audit.replay.rollout_checks import breach
 from kvaudit.core.errors import RunError
 
 if not hasattr(transformers.Cache, "get_conv_state"):
@@ -161,7 +161,7 @@ def test_only_full_attention_is_evicted_and_states_count_as_bytes() -> None:
 
 
 def test_what_a_policy_governs_is_said() -> None:
-    said = {name: governed_text(CONFIGS[name]) for name in ("qwen3-next", "gpt-oss", "llama-gqa")}
+    said = {name: describe_governed_layers(CONFIGS[name]) for name in ("qwen3-next", "gpt-oss", "llama-gqa")}
     assert said == {
         "qwen3-next": "evicts 2 of 3 layers; the others are linear and keep their state",
         "gpt-oss": "evicts 2 of 3 layers; the others keep their own sliding window",

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.quantised import products
-from kvaudit.audit.cache.quantised.codes import Scratch, code_runs, decode_keys, decode_tokens, encode_tokens, pack
-from kvaudit.audit.cache.quantised.products import Block, CodeProducts, token_logits, token_mix
+from kvaudit.audit.cache import codes as products
+from kvaudit.audit.cache.codes import Scratch, encode_runs, decode_keys, decode_tokens, encode_tokens, pack
+from kvaudit.audit.cache.codes import Block, CodeProducts, token_logits, token_mix
 from kvaudit.audit.policies import Quantiser, parse_policy
 
 CODECS = ["int8", "fp8", "kivi:bits=4,group=4,residual=4", "kivi:bits=2,group=8,residual=8"]
@@ -64,7 +64,7 @@ def test_logits_of_runs_in_blocks_are_those_of_what_their_codes_stand_for(
 ) -> None:
     cut_into(block, monkeypatch)
     codec, query = codec_of(policy), drawn(2, 3, 5, 16)
-    codes, group, table = code_runs(drawn(2, 3, 40, 16), codec)
+    codes, group, table = encode_runs(drawn(2, 3, 40, 16), codec)
     held = table.transpose(-1, -2).flatten(-2)  # as a cache has it, scales of all channels first
     logits = CodeProducts(codec, Scratch()).logits(query.flatten(0, 1), pack(codes, codec.bits), held)
     keys = decode_keys(codes, table[:, :, group], codec)
@@ -80,7 +80,7 @@ def test_what_is_no_number_stays_none(policy: str) -> None:
     found = decode_tokens(*encode_tokens(held, codec), codec)
     assert found[0, 1, 5, 3].isnan()
     assert found[0, 0].isfinite().all()
-    codes, group, table = code_runs(held, codec) if codec.key_group else (None, None, None)
+    codes, group, table = encode_runs(held, codec) if codec.key_group else (None, None, None)
     if codes is None or table is None:
         return
     keys = decode_keys(codes, table[:, :, group], codec)

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 import kvaudit.audit.cache.attention
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
 from kvaudit.core.errors import DataError, RunError
 
 POLICY = "streaming:budget=12,sink=2,chunk=16"
@@ -193,7 +193,7 @@ def test_a_model_whose_experts_cannot_be_recorded_is_refused() -> None:
 
 
 def test_dense_models_are_left_alone() -> None:
-    assert hooked_blocks(shared().model) == 0
+    assert hook_expert_blocks(shared().model) == 0
     assert two_turns(shared(), POLICY, only=2).rollouts[0].experts is None
 
 

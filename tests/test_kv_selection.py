@@ -19,12 +19,12 @@ from torch import Tensor
 
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.selection import Selection, slots_seen, units_seen
+from kvaudit.audit.cache.selection import Selection, slot_mask, unit_mask
 from kvaudit.audit.policies import View, parse_policy
 from kvaudit.audit.policies.quest import Quest
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 
@@ -89,8 +89,8 @@ def test_extremes_that_are_kept_are_those_of_the_keys(monkeypatch: pytest.Monkey
 def test_slots_at_the_position_of_their_number_are_seen_as_those_at_any(length: int, unit: int) -> None:
     most = length // unit + 1
     lists = torch.randint(-1, -(-length // unit), (3, 4, 1, 2), generator=torch.Generator().manual_seed(length))
-    seen = slots_seen(lists, length, unit, most)
-    assert torch.equal(seen, units_seen(lists, torch.arange(length).expand(3, -1), unit, most))
+    seen = slot_mask(lists, length, unit, most)
+    assert torch.equal(seen, unit_mask(lists, torch.arange(length).expand(3, -1), unit, most))
     wanted = [[p // unit in row for p in range(length)] for row in lists.flatten(0, 2).tolist()]
     assert seen.flatten(0, 2).tolist() == wanted
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvaudit.audit.cache.attention
 import kvaudit.audit.cache.cached_layer
-import kvaudit.audit.cache.quantised.products
-import kvaudit.audit.cache.quantised.store
+import kvaudit.audit.cache.codes
+import kvaudit.audit.cache.quantised_store
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.cache.selection import RecordedChoices
@@ -27,13 +27,13 @@ from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import (
     AnyEpisode,
-    Arrivals,
+    ContinuousBatch,
     Completion,
     Decoding,
     Episode,
     MixedEpisode,
     Sampler,
-    admit,
+    join_episodes,
 )
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError, RunError, SpecError
@@ -83,8 +83,8 @@ def test_codes_are_attended_to_in_blocks_as_all_at_once(
 ) -> None:
     found = []
     for most in (1, 1 << 24):  # blocks as small as can be, and all at once
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.store, "HOST_EXACT", most)
-        monkeypatch.setattr(kvaudit.audit.cache.quantised.products, "HOST_BLOCK", most)
+        monkeypatch.setattr(kvaudit.audit.cache.quantised_store, "HOST_EXACT", most)
+        monkeypatch.setattr(kvaudit.audit.cache.codes, "HOST_BLOCK", most)
         episode = Sampler(conform.world.shared(family), parse_policy(policy)).open(prompts(30, 17, 41), [1, 2, 3])
         answers = [answer for answer in episode.decode(Decoding(12)) if answer]
         found.append(list(zip(answers, episode.rollouts(), strict=True)))
@@ -187,7 +187,7 @@ def test_rows_that_join_a_batch_answer_as_by_themselves(policy: str, after: int)
     begun = episode.decode(Decoding(20), limits[:4], None, lambda n, _: n != 2, lambda: next(steps) >= after)
     if policy != MIXTURE:  # whose parts take their steps one after the other
         assert [one is None for one in begun] == [len(first.ids) > after for first, _, _ in alone[:4]]
-    admit(episode, opened(slice(2, 3)))
+    join_episodes(episode, opened(slice(2, 3)))
     begun += [None, None]
     rest = episode.decode(Decoding(20), [0 if one else limit for one, limit in zip(begun, limits, strict=True)])
     whole = finish(episode, slice(0, 6), [one or other for one, other in zip(begun, rest, strict=True)])
@@ -206,12 +206,12 @@ def test_a_batch_that_rows_enter_and_leave_holds_no_more_than_its_own() -> None:
         found[n] = completion
         return False
 
-    arrivals, rows, sizes = Arrivals(lambda some: sampler.open([asked[n] for n in some], some), 12, 3), [], []
+    arrivals, rows, sizes = ContinuousBatch(lambda some: sampler.open([asked[n] for n in some], some), 12, 3), [], []
     for episode in arrivals:
         due = [0 if n in found else limits[n] for n in range(episode.rows)]
-        episode.decode(Decoding(8), due, None, heard, arrivals.pause)
+        episode.decode(Decoding(8), due, None, heard, arrivals.should_pause)
         assert isinstance(episode, Episode)
-        rows.append(episode.going_on)
+        rows.append(episode.open_rows)
         sizes.append(episode.bytes)
     assert len(rows) > 3, "the others waited for the first to be through"
     assert max(rows) < 3, "nothing enters before a row is free"
@@ -231,7 +231,7 @@ def test_what_a_row_cost_is_that_of_the_batches_it_was_in() -> None:
     episode = sampler.open(prompts(200, 10), [0, 1])
     episode.decode(Decoding(4), [1, 4], None, lambda n, _: n != 0)
     for n in range(2, 5):  # each stands beside the one before it
-        admit(episode, sampler.open(prompts(10), [n]))
+        join_episodes(episode, sampler.open(prompts(10), [n]))
         due = [0] * (n - 1) + [4, 4]
         episode.decode(Decoding(4), due, None, lambda row, _, last=n: row == last)
     first, second, *_, last = episode.rollouts()
@@ -258,7 +258,7 @@ def test_a_part_of_a_mixture_that_is_over_is_freed() -> None:
     episode = sampler.open(prompts(40, 20), [first, second])
     assert isinstance(episode, MixedEpisode)
     episode.decode(Decoding(4), [2, 4], None, lambda n, _: n != 0)
-    admit(episode, sampler.open(prompts(20), [second]))
+    join_episodes(episode, sampler.open(prompts(20), [second]))
     assert len(episode._parts) == 1
     assert [done is None for done in episode.decode(Decoding(3), [0, 3, 3])] == [True, False, False]
 

@@ -17,12 +17,12 @@ RANK = {
     "kvaudit.core": 0,
     "kvaudit.audit.policies": 1, "kvaudit.audit.scan": 1, "kvaudit.audit.cache": 2, "kvaudit.audit.replay": 3,
     "kvaudit.audit.sampling": 3, "kvaudit.audit.engines": 4, "kvaudit.audit.judges": 4, "kvaudit.audit.serving": 4,
-    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.again": 7,
+    "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.rerun": 7,
     "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
     "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
-    "kvaudit.reports.labels": 3, "kvaudit.reports.gate": 4,
-    "kvaudit.reports.analysis": 5, "kvaudit.reports.layout": 6, "kvaudit.reports.sections": 7,
+    "kvaudit.reports.labels": 3, "kvaudit.reports.verdict": 4,
+    "kvaudit.reports.analysis": 5, "kvaudit.reports.sections.shared": 6, "kvaudit.reports.sections": 7,
     "kvaudit.reports.page": 8, "kvaudit.reports.compare": 9, "kvaudit.reports.run": 9,
 }  # fmt: skip
 PACKAGE = ROOT / "kvaudit"

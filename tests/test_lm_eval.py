@@ -27,7 +27,7 @@ from kvaudit.core.text import install_line
 from kvaudit.suites import harness_task
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.lm_eval import LmEval
-from kvaudit.suites.task_family import limited
+from kvaudit.suites.task_family import time_limit
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -82,7 +82,7 @@ def test_a_task_is_answered_under_a_policy_as_by_the_sampler_itself_token_for_to
     rows = play(sampler, [(suite("door"), item) for item in asked], decoding, list(range(8)))
     for seed, (item, played) in enumerate(zip(asked, rows, strict=True)):
         written = row(number_of(item))
-        prompt = model.chat.opening([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
+        prompt = model.chat.prompt([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
         (direct,) = sampler.open([prompt.ids], [seed], roles=[prompt.roles]).decode(decoding)
         assert direct is not None
         assert played.rollout.ids.tolist() == [*prompt.ids, *direct.ids]
@@ -321,7 +321,7 @@ def test_a_metric_that_ends_the_program_leaves_one_answer_unscored(monkeypatch: 
 
 def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     (item,) = items("door", 1)
-    monkeypatch.setattr("kvaudit.suites.lm_eval.limited", lambda: limited(0.2))
+    monkeypatch.setattr("kvaudit.suites.lm_eval.limited", lambda: time_limit(0.2))
     monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: time.sleep(3600))  # type: ignore[attr-defined]
     graded = grade("door", item, "x")
     assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric took over 60 s")

@@ -90,7 +90,7 @@ def test_under_a_policy_answers_are_those_of_the_sampler(tasks: Path) -> None:
     sampler, wanted = Sampler(model, parse_policy(SNAPKV)), []
     for number in range(6):
         written = row(number)
-        prompt = model.chat.opening([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
+        prompt = model.chat.prompt([Message(Role.SYSTEM, written["system"]), Message(Role.USER, written["user"])])
         (direct,) = sampler.open([prompt.ids], [0], roles=[prompt.roles]).decode(decoding)
         assert direct is not None
         wanted.append(model.chat.text(direct.ids).split("\n\n")[0])

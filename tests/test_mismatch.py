@@ -14,10 +14,10 @@ import torch
 from again_world import measure
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.again import mismatch as command
-from kvaudit.audit.again.mismatch import Filled, PaddedRollouts, Survey, survey
+from kvaudit.audit.rerun import mismatch as command
+from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
-from kvaudit.audit.replay.stacks import imported
+from kvaudit.audit.replay.stacks import import_rollouts
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH
@@ -211,8 +211,8 @@ def sglang(line: Line) -> Line:
 def test_every_stack_s_names_give_the_same_rollout(
     rewrite: Callable[[Line], Line], stack: str, sampled: list[Line], tmp_path: Path
 ) -> None:
-    (own,) = imported(written(tmp_path / "own.jsonl", sampled[1:2]))
-    for row in imported(written(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
+    (own,) = import_rollouts(written(tmp_path / "own.jsonl", sampled[1:2]))
+    for row in import_rollouts(written(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
         assert row.stack == stack
         assert torch.equal(row.rollout.ids, own.rollout.ids)
         assert torch.equal(row.rollout.sampled, own.rollout.sampled)
@@ -220,7 +220,7 @@ def test_every_stack_s_names_give_the_same_rollout(
 
 
 def test_verl_s_advantages_lose_their_padding(sampled: list[Line], tmp_path: Path) -> None:
-    (row,) = imported(written(tmp_path / "verl.jsonl", [verl(sampled[1])]))
+    (row,) = import_rollouts(written(tmp_path / "verl.jsonl", [verl(sampled[1])]))
     assert row.advantages is not None
     assert row.advantages.tolist() == [0.5] * 9
 
@@ -328,7 +328,7 @@ def test_a_zero_of_a_masked_token_says_nothing(sampled: list[Line], loaded: Load
 
 
 def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
-    filled, sure = Filled(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
+    filled, sure = FilledLogprobs(), torch.tensor([[0.0, -1e-7, -0.04, -0.06]])
     ones = torch.ones(1, 4, dtype=torch.bool)
     filled.add(PaddedRollouts(torch.zeros(1, 4), sure, ones, torch.zeros(1, 4), ["line 1"], [2]))
     assert (filled.tokens, filled.doubted, filled.place) == (4, 1, "")

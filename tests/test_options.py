@@ -6,7 +6,7 @@ import pytest
 from test_cli import refused
 
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.gate.rules import margin_of
+from kvaudit.reports.verdict.rules import margin_of
 
 
 def test_a_margin_that_no_sample_could_show_is_refused() -> None:

@@ -17,7 +17,7 @@ from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling import packed as module
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.packed import LARGE, is_able, packed
+from kvaudit.audit.sampling.packing import LARGE, is_packable_dtype, pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.serving import engine
 from kvaudit.audit.serving.harness import model as lm
@@ -26,7 +26,7 @@ from kvaudit.audit.training import rollouts
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec import parse_spec
 
-pytestmark = pytest.mark.skipif(not is_able(torch.float32), reason="this processor has no packed products")
+pytestmark = pytest.mark.skipif(not is_packable_dtype(torch.float32), reason="this processor has no packed products")
 SPEC = """
 format: 1
 name: packed
@@ -74,7 +74,7 @@ def widest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_large_products_are_packed_and_no_others(wide: Served, widest: str) -> None:
-    found = layers(packed(wide).model)
+    found = layers(pack_weights(wide).model)
     large = [
         name
         for name, part in wide.model.named_modules()
@@ -88,7 +88,7 @@ def test_large_products_are_packed_and_no_others(wide: Served, widest: str) -> N
 
 
 def test_weights_are_shared(wide: Served) -> None:
-    ours, theirs = (dict(model.named_parameters(remove_duplicate=False)) for model in (packed(wide).model, wide.model))
+    ours, theirs = (dict(model.named_parameters(remove_duplicate=False)) for model in (pack_weights(wide).model, wide.model))
     assert ours.keys() == theirs.keys()
     assert all(ours[name] is theirs[name] for name in theirs)
 
@@ -97,7 +97,7 @@ def test_weights_are_shared(wide: Served) -> None:
 def test_logits_differ_by_rounding(wide: Served, rows: int, widest: str) -> None:
     ids = torch.randint(0, 1024, (rows, 1), generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
-        wanted, found = (plain(model)(ids) for model in (wide.model, packed(wide).model))
+        wanted, found = (plain(model)(ids) for model in (wide.model, pack_weights(wide).model))
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
     # one row is left to the product that reads weights as they are stored, where that is as fast
     assert torch.equal(found, wanted) == (rows == 1 and widest == "AVX2")
@@ -117,7 +117,7 @@ def plain(model: Any) -> Any:
 
 
 def test_gradients_are_those_of_the_model(wide: Served) -> None:
-    part = packed(wide).model.model.layers[0].mlp.down_proj
+    part = pack_weights(wide).model.model.layers[0].mlp.down_proj
     given = torch.randn(8, part.in_features, requires_grad=True)
     part(given).square().sum().backward()
     found, weight = given.grad, part.weight.grad
@@ -128,12 +128,12 @@ def test_gradients_are_those_of_the_model(wide: Served) -> None:
     part.weight.grad = None
 
 
-@pytest.mark.skipif(not is_able(torch.bfloat16), reason="this processor has no packed products of bfloat16")
+@pytest.mark.skipif(not is_packable_dtype(torch.bfloat16), reason="this processor has no packed products of bfloat16")
 def test_bfloat16_is_packed_too() -> None:
     half = random_llama(512, 1, vocabulary=1024, spread=0.05)
     half.model.bfloat16()
     ids = torch.arange(6)[:, None]
-    served = packed(half)
+    served = pack_weights(half)
     assert layers(served.model)
     with torch.no_grad():
         wanted, found = (plain(model)(ids).float() for model in (half.model, served.model))
@@ -144,7 +144,7 @@ def test_bfloat16_is_packed_too() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_and_ledgers_stay(policy: str) -> None:
     model, prompts = load_model(), [list(range(20, 20 + n)) for n in (60, 47, 71, 33)]
-    served = packed(model)
+    served = pack_weights(model)
     assert served.model is not model.model
     assert served.sha256 == model.sha256
     found = []
@@ -161,7 +161,7 @@ def test_answers_and_ledgers_stay(policy: str) -> None:
 
 def test_the_embedded_model_stays_as_it_is() -> None:
     model = load_model()
-    assert packed(model) is model
+    assert pack_weights(model) is model
 
 
 @pytest.mark.usefixtures("all_large")
@@ -170,16 +170,16 @@ def test_a_copy_that_takes_too_much_of_the_memory_is_not_made(monkeypatch: pytes
     size = sum(part.weight.nbytes for part in model.model.modules() if isinstance(part, nn.Linear))
     monkeypatch.setattr(module.os, "cpu_count", lambda: 3)
     monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size - 1)
-    assert packed(model) is model
+    assert pack_weights(model) is model
     monkeypatch.setattr(module, "whole_bytes", lambda: 12 * size)
-    assert packed(model) is not model
+    assert pack_weights(model) is not model
 
 
 @pytest.mark.usefixtures("all_large")
 def test_a_model_on_a_gpu_stays_as_it_is() -> None:
     model = load_model()
     elsewhere = LoadedModel(**{**vars(model), "device": SimpleNamespace(type="cuda")})
-    assert packed(elsewhere) is elsewhere
+    assert pack_weights(elsewhere) is elsewhere
 
 
 def test_a_layer_that_somebody_listens_to_is_left_alone() -> None:
@@ -187,21 +187,21 @@ def test_a_layer_that_somebody_listens_to_is_left_alone() -> None:
     mlp = model.model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda *_: None)
     mlp.down_proj.forward = mlp.down_proj.forward
-    assert {"up_proj", "down_proj"}.isdisjoint(name.rpartition(".")[2] for name in layers(packed(model).model))
-    assert "model.layers.0.mlp.gate_proj" in layers(packed(model).model)
+    assert {"up_proj", "down_proj"}.isdisjoint(name.rpartition(".")[2] for name in layers(pack_weights(model).model))
+    assert "model.layers.0.mlp.gate_proj" in layers(pack_weights(model).model)
 
 
 def test_autocast_is_heeded(wide: Served) -> None:
-    part = packed(wide).model.lm_head
+    part = pack_weights(wide).model.lm_head
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert part(torch.randn(8, part.in_features)).dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(is_able(torch.bfloat16), reason="this processor packs bfloat16")
+@pytest.mark.skipif(is_packable_dtype(torch.bfloat16), reason="this processor packs bfloat16")
 def test_bfloat16_is_left_alone_where_the_processor_cannot() -> None:
     half = random_llama(512, 1, vocabulary=1024)
     half.model.bfloat16()
-    assert packed(half) is half
+    assert pack_weights(half) is half
 
 
 @pytest.mark.usefixtures("all_large")
@@ -220,7 +220,7 @@ def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.M
     evaluator, suite = evaluate.Evaluator(model, spec), evaluate.suite_as_asked(spec, "math")
     items = evaluate.evaluation_items(spec, suite, 192, model.chat.count_tokens)
     list(evaluator.answer_items(parse_policy("none"), suite, items))
-    served = engine.OwnEngine({"embedded": model})
+    served = engine.SamplingEngine({"embedded": model})
     served.submit(REQUEST)[1].result(60)
     served.close()
     assert len(sampled) == 2

@@ -32,7 +32,7 @@ from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.gate.enough import (
+from kvaudit.reports.verdict.enough import (
     Counted,
     Metric,
     Short,
@@ -43,7 +43,7 @@ from kvaudit.reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from kvaudit.reports.gate.sizes import Design
+from kvaudit.reports.verdict.sizes import Design
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.suites.base import SUITES, Suite

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.gate.cell import decide_cell
-from kvaudit.reports.gate.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
-from kvaudit.reports.gate.sizes import (
+from kvaudit.reports.verdict.cell import decide_cell
+from kvaudit.reports.verdict.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
+from kvaudit.reports.verdict.sizes import (
     Design,
     chance,
     lowest_drift,
@@ -27,7 +27,7 @@ from kvaudit.reports.gate.sizes import (
     snippet,
     steps,
 )
-from kvaudit.reports.gate.verdict import PASSED
+from kvaudit.reports.verdict.verdict import PASSED
 from kvaudit.reports.stats.rule import Part
 from kvaudit.reports.stats.tango import ess_tango
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from kvaudit.audit.cache.attention import AttentionCall
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.evict import retained
+from kvaudit.audit.cache.evict import keep_mask
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.core.errors import SpecError, UnknownName
 
@@ -189,7 +189,7 @@ def test_unknown_name_lists_what_is_known() -> None:
 def test_ties_go_to_the_earlier_position_after_sink_and_window() -> None:
     positions = torch.arange(10)[None, None].int()
     policy = parse_policy("h2o:budget=5,sink=1,window=2")
-    kept = retained(torch.zeros(1, 1, 10), positions, torch.tensor([10]), policy)
+    kept = keep_mask(torch.zeros(1, 1, 10), positions, torch.tensor([10]), policy)
     assert kept[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 8, 9]
 
 
@@ -260,7 +260,7 @@ def test_a_head_of_spread_attention_keeps_what_a_sharp_one_does_not_need(alpha: 
     scores[0, 0, :13], scores[0, 1, :3] = 0.05, 0.2
     scores[0, 1, 3:] = 0.01
     positions = torch.arange(24)[None, None].expand(1, 2, 24).int()
-    kept = retained(scores, positions, torch.tensor([24]), policy)
+    kept = keep_mask(scores, positions, torch.tensor([24]), policy)
     assert kept.sum(-1).tolist() == [[wide, narrow]]
     assert bool(kept[:, :, -4:].all())
 
@@ -268,7 +268,7 @@ def test_a_head_of_spread_attention_keeps_what_a_sharp_one_does_not_need(alpha: 
 def test_adakv_without_sharing_is_snapkv() -> None:
     v = view(3)
     kept = [
-        retained(policy.importance(v), v.positions, v.seen, policy)
+        keep_mask(policy.importance(v), v.positions, v.seen, policy)
         for policy in map(parse_policy, ("adakv:budget=9,window=4,alpha=1", "snapkv:budget=9,window=4"))
     ]
     assert torch.equal(*kept)

@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from scipy.linalg import hadamard
 
 from kvaudit.audit.cache import evict
-from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, only_victim, retained
-from kvaudit.audit.cache.quantised.codes import decode_tokens, encode_tokens
+from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, victim_slots, keep_mask
+from kvaudit.audit.cache.codes import decode_tokens, encode_tokens
 from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +58,7 @@ def naive_keep(scores: Array, at: Array, policy: Policy, seen: int = SEEN) -> se
 def kept_alike(text: str, v: View, scores: Array) -> None:
     """The product keeps what the naive ranking keeps; scores are rounded to float32, as the product ranks."""
     policy = parse_policy(text)
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     for b, h in np.ndindex(*v.positions.shape[:2]):
         at = v.positions[b, h].numpy()
         got = set(at[kept[b, h].numpy()].tolist())
@@ -181,7 +181,7 @@ def test_adakv(seed: int) -> None:
     v.positions[1, seed % 2, 5 + seed % 9 :] = -1  # one head of a row holds little
     policy = parse_policy(f"adakv:budget=11,window=4,kernel=3,alpha={float(alpha)}")
     enough = (v.positions >= 0).sum((1, 2)) > 22
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     scores = tied(snapkv_scores(v, "max"))
     for b in enough.nonzero()[:, 0].tolist():
         at = v.positions[b].numpy()
@@ -199,7 +199,7 @@ def test_pyramidkv(seed: int) -> None:
     most, least = 2 * 5 - 5 / 20, 5 / 20
     exact = [4 + most - n * (most - least) / (layers - 1) for n in range(layers)]
     assert abs(sum(whole.for_layer(n, layers).budget for n in range(layer + 1)) - sum(exact[: layer + 1])) <= 0.5 + 1e-9
-    kept = retained(policy.importance(v), v.positions, v.seen, policy)
+    kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
     scores = tied(snapkv_scores(v, "max"))
     for b, h in np.ndindex(2, 2):
         at = v.positions[b, h].numpy()
@@ -265,7 +265,7 @@ def test_one_entry_too_many_leaves_as_if_all_had_been_sorted(seed: int) -> None:
     shuffled = torch.stack([torch.randperm(14, generator=g) for _ in range(4)]).reshape(2, 2, 14).int() + SEEN - 14
     scores = torch.randint(3, (2, 2, 14), generator=g).float()
     policy = parse_policy(f"h2o:budget=13,sink={seed % 3},window={seed % 5}")
-    victims = only_victim(scores, shuffled, torch.tensor([SEEN] * 2), policy)
+    victims = victim_slots(scores, shuffled, torch.tensor([SEEN] * 2), policy)
     for b, h in np.ndindex(2, 2):
         at = shuffled[b, h].numpy()
         assert set(at.tolist()) - {int(at[victims[b, h]])} == naive_keep(scores[b, h].numpy(), at, policy)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, build, run_spec
 
 from kvaudit.core.policy_names import match_policies, policy_text, short_names
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.serving.app import application
-from kvaudit.audit.serving.engine import OwnEngine
+from kvaudit.audit.serving.engine import SamplingEngine
 from kvaudit.core import endpoint
 from kvaudit.core.endpoint import Replied, Transport
 
@@ -61,7 +61,7 @@ def _alone(whole: dict[str, Any], choice: dict[str, Any]) -> Replied:
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Probes an endpoint whose policy its name does not tell, and returns what is printed."""
-    engine = OwnEngine({"embedded": load_model()}, {name: f"embedded@{policy}" for name, policy in HIDDEN.items()})
+    engine = SamplingEngine({"embedded": load_model()}, {name: f"embedded@{policy}" for name, policy in HIDDEN.items()})
     monkeypatch.setattr("kvaudit.core.endpoint.over_http", through(application(engine)))
     monkeypatch.setattr("os.fsync", lambda _: None)
 

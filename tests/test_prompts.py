@@ -15,7 +15,7 @@ from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.rendering import renderer, unsteady_names
+from kvaudit.audit.sampling.rendering import renderer, unstable_names
 from kvaudit.core.provenance import both_prompts, prompts_by_question
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec import parse_spec
@@ -124,7 +124,7 @@ def test_the_hash_is_of_the_texts_in_whatever_order_they_are_asked() -> None:
     ],
 )
 def test_what_a_template_may_write_anew_is_known_by_its_names(template: str, names: list[str]) -> None:
-    assert unsteady_names(template) == names
+    assert unstable_names(template) == names
 
 
 def test_a_unit_that_went_on_another_day_stands_for_both() -> None:

@@ -19,7 +19,7 @@ import pytest
 from suite_world import rows_from, words, write_rows
 
 from kvaudit.audit.sampling.chat import Chat
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, Suite
@@ -123,17 +123,17 @@ def sha256(text: str) -> str:
 
 @cache
 def chat() -> Chat:
-    return chat_named(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
+    return load_base_chat(os.environ.get("KVAUDIT_REAL_MODEL", "embedded"))
 
 
 def is_between_markers(messages: tuple[Message, ...]) -> bool:
     """Whether the template puts the contents between its markers as they are, space around them aside."""
-    frame = chat().opening_text([Message(message.role, f"slot{n}slot") for n, message in enumerate(messages)])
+    frame = chat().prompt_text([Message(message.role, f"slot{n}slot") for n, message in enumerate(messages)])
     whole = frame
     for number, message in enumerate(messages):
         whole = whole.replace(f"slot{number}slot", message.content.strip(), 1)
     stripped = [Message(message.role, message.content.strip()) for message in messages]
-    return whole == chat().opening_text(stripped)
+    return whole == chat().prompt_text(stripped)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import impossible
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.spec import parse_spec
 from kvaudit.core.text import guide, install_line
 
@@ -56,7 +56,7 @@ def test_an_example_is_a_spec_that_can_be_read(spec: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["audit.yaml", "arms.yaml"])
 def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
     spec = parse_spec((ROOT / "examples" / name).read_text(encoding="utf-8"), name, NAMES)
-    assert list(impossible(spec, chat_named(spec.model_path).count_tokens)) == []
+    assert list(impossible(spec, load_base_chat(spec.model_path).count_tokens)) == []
 
 
 def test_an_error_names_pages_that_are_there() -> None:

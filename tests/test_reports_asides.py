@@ -8,7 +8,7 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.banner import asides, to_do
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.run import decided

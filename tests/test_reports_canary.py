@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from scipy.stats import wilcoxon
 
-from kvaudit.reports.drift.canary import Canary, canaries_of, canary_reasons
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.signed_rank import signed_rank_above

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_text import run_text
 
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.remarks import remarks

@@ -10,9 +10,9 @@ from report_text import page_text
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.analysis.examples import LostItem, record_of
-from kvaudit.reports.drift.results import CellName, Rates
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.sections.shared.examples import LostItem, record_of
+from kvaudit.reports.verdict.contrast import CellName, Rates
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.banner import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from kvaudit.reports.page.figures import heatmap

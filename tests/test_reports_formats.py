@@ -18,14 +18,14 @@ from test_formats_contract import Markup
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
-from kvaudit.reports.drift.results import ClusterSums, Contrast
-from kvaudit.reports.gate.error_rates import shipped_rates
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.labels.pairs import digest, pairs_of, pairs_to_see, texts_of
-from kvaudit.reports.labels.relabelled import CellLabels, Labels, render_labels
-from kvaudit.reports.labels.sheet import text_hash
-from kvaudit.reports.layout.canvas import style
-from kvaudit.reports.layout.words import drift, error_rates, points, pvalue
+from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.label_pairs import digest, pairs_of, pairs_to_see, texts_of
+from kvaudit.reports.verdict.relabelled import CellLabels, Labels, render_labels
+from kvaudit.reports.verdict.label_sheet import text_hash
+from kvaudit.reports.sections.shared.canvas import style
+from kvaudit.reports.sections.shared.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.banner import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown

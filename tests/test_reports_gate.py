@@ -7,12 +7,12 @@ import pytest
 from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.drift.results import ClusterSums, Contrast
-from kvaudit.reports.gate.cell import decide_cell
-from kvaudit.reports.gate.chance import larger
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.verdict import EXIT_CODES, Larger, Status, worst
-from kvaudit.reports.layout.words import note
+from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
+from kvaudit.reports.verdict.cell import decide_cell
+from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.verdict import EXIT_CODES, Larger, Status, worst
+from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.limits import cautions
 from kvaudit.reports.page.run_page import banner
@@ -286,7 +286,7 @@ def test_three_seeds_give_a_recipe_verdict_and_two_do_not(tmp_path):
 def test_a_run_wide_reason_makes_the_verdict_invalid(tmp_path):
     report = report_of(tmp_path)
     assert report.drift.reasons == ()
-    from kvaudit.reports.drift.results import Reason
+    from kvaudit.reports.verdict.contrast import Reason
 
     verdict = redecided(report, reasons=(Reason("HASH", "two weights"),))
     assert (verdict.status, verdict.exit_code) == (Status.INVALID, 5)
@@ -362,7 +362,7 @@ def test_the_blind_spot_is_printed_whatever_the_verdict(tmp_path):
 
 def test_uneven_templates_leave_a_larger_blind_spot(tmp_path):
     """60 templates of 1 item and 20 of 3: 120^2 / (60 + 180) = 60 say as much."""
-    from kvaudit.reports.drift.results import ClusterSums
+    from kvaudit.reports.verdict.contrast import ClusterSums
 
     report = report_of(tmp_path, items=160, clusters=80, primary=("none",))
     counts = np.array([1.0] * 60 + [3.0] * 20)

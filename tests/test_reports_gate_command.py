@@ -17,7 +17,7 @@ from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.gate.pin import Pin, Pinned, load_pin
+from kvaudit.reports.verdict.pin import Pin, Pinned, load_pin
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided

@@ -7,9 +7,9 @@ import pytest
 from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
-from kvaudit.reports.drift.results import ClusterSums
-from kvaudit.reports.gate.family import HOLM, MAX_T, FamilyRow, joint_family
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.contrast import ClusterSums
+from kvaudit.reports.verdict.family import HOLM, MAX_T, FamilyRow, joint_family
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
@@ -295,7 +295,7 @@ def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain)
     """Two independent copies: the p-value is that of a t with twice the variance."""
     from scipy import special
 
-    from kvaudit.reports.drift.selectivity import _pooled, _Spread
+    from kvaudit.reports.verdict.selectivity import _pooled, _Spread
 
     spread = _pooled([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)

@@ -12,10 +12,10 @@ from reports_synthetic import Design, build, policy, redecided, respecified
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports import run as way
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.gate.rules import Asked, load_gate_file
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.gate.waivers import read_waivers
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.remarks import remarks
@@ -59,7 +59,7 @@ def gate_file(tmp_path, text, name="gate.yaml"):
 
 
 def decided(data, **asked):
-    report = way.decided(data, Asked(today=TODAY, **asked))
+    report = way.decided(data, GateOverrides(today=TODAY, **asked))
     return report, report.verdict
 
 
@@ -190,10 +190,10 @@ def test_a_waiver_never_silences_invalid(data, tmp_path):
 
 def test_a_waiver_holds_through_its_last_day(data, tmp_path):
     file = waivers(tmp_path, WAIVER.format(arm="naive"))
-    last = Asked(waivers=file, today=date(2026, 12, 31))
+    last = GateOverrides(waivers=file, today=date(2026, 12, 31))
     assert way.decided(data, last).verdict.status is Status.WAIVED
     with pytest.raises(SpecError, match=r"waiver 1 by Ada Byron expired on 2026-12-31 \(today is 2027-01-01\)"):
-        way.decided(data, Asked(waivers=file, today=date(2027, 1, 1)))
+        way.decided(data, GateOverrides(waivers=file, today=date(2027, 1, 1)))
 
 
 def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):

@@ -16,9 +16,9 @@ from reports_synthetic import Design, pins, policy, records_of, run_spec, spec_o
 from kvaudit.core.errors import AuditError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.records import Outcome
-from kvaudit.reports.gate.rules import Asked
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.gate.waivers import waivers_of
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import waivers_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 
@@ -142,7 +142,7 @@ LINES = [row.to_json() + "\n" for row in BASE]
 @calm
 @given(st.dictionaries(st.sampled_from(KEYS), values, max_size=4))
 def test_any_gate_file_decides_or_is_refused_in_one_line(table):
-    from kvaudit.reports.gate.rules import load_gate_file
+    from kvaudit.reports.verdict.rules import load_gate_file
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gate.yaml"
@@ -152,7 +152,7 @@ def test_any_gate_file_decides_or_is_refused_in_one_line(table):
         except AuditError as error:
             one_line(error)
             return
-    verdict_of(LINES, BASE, Asked(gate=gate))
+    verdict_of(LINES, BASE, GateOverrides(gate=gate))
 
 
 @calm

@@ -9,7 +9,7 @@ import pytest
 from reports_synthetic import Design, build, policy, respecified, run_spec, with_values
 
 from kvaudit.core.errors import DataError
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report

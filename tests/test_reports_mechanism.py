@@ -13,7 +13,7 @@ from reports_synthetic import Design, frame_of, passage_of, pins, policy, record
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Outcome, Record
 from kvaudit.core.spans import KeptSpan
-from kvaudit.reports.analysis.mechanism import Mechanism
+from kvaudit.reports.sections.shared.lost_spans import Mechanism
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData

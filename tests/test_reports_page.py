@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Rates
-from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.canvas import style
-from kvaudit.reports.layout.tables import footnoted
-from kvaudit.reports.layout.words import note, rates, unsampled
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.contrast import Rates
+from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.sections.shared.canvas import style
+from kvaudit.reports.sections.shared.tables import footnoted
+from kvaudit.reports.sections.shared.words import note, rates, unsampled
 from kvaudit.reports.page.banner import about, asides, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table

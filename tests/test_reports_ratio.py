@@ -16,11 +16,11 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import dump_spec, parse_spec, with_gate
-from kvaudit.reports.drift.results import Rates
-from kvaudit.reports.gate.error_rates import shipped_rates
-from kvaudit.reports.gate.rules import changes
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.words import note
+from kvaudit.reports.verdict.contrast import Rates
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.rules import changes
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.page.gate_table import gate_notes
 from kvaudit.reports.page.limits import calibrated
 from kvaudit.reports.page.terminal import terminal_lines
@@ -334,7 +334,7 @@ def test_plan_refuses_what_cannot_be_in_one_line(options, message):
 
 
 def test_a_planned_audit_is_decided_by_the_same_rule():
-    from kvaudit.reports.gate.chance import Differences, audits_of, pass_rate, pool_of
+    from kvaudit.reports.verdict.chance import Differences, audits_of, pass_rate, pool_of
     from kvaudit.reports.stats.ratio import events_of, is_below, shows_ratio
 
     found = audits_of(

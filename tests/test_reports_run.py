@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import kvaudit.reports.run
 from kvaudit.audit.cli import app
-from kvaudit.reports.gate.decide import decide
+from kvaudit.reports.verdict.decide import decide
 
 
 @pytest.fixture

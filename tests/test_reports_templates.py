@@ -6,7 +6,7 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.limits import cautions
 from kvaudit.reports.run import decided
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from training_world import config, rows, same_bits, sha256, silent
 
 from kvaudit.audit.engines import ENGINES, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, Work
-from kvaudit.audit.engines.drawing import WorkedDrawer, weights_of
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
+from kvaudit.audit.engines.rollouts import WorkerDrawer, model_weights
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -43,19 +43,19 @@ def here() -> World:
 @contextmanager
 def started(here: World, condition: str, folder: Path, part: EngineSpec = PART) -> Iterator[Drawer]:
     settings = dict(parse_condition(condition).settings)
-    drawer = ENGINES.get("llama.cpp").drawer(settings, Work(here.model, part, folder / "log", 1))
+    drawer = ENGINES.get("llama.cpp").drawer(settings, EngineContext(here.model, part, folder / "log", 1))
     try:
         yield drawer
     finally:
         drawer.stop()
 
 
-def gap(here: World, model: Any, drawn: Sequence[Drawn], heat: float = HEAT, view: str = "dense") -> float:
+def gap(here: World, model: Any, drawn: Sequence[DrawnRollout], heat: float = HEAT, view: str = "dense") -> float:
     """Largest distance of the engine's log-probs from those of a model, in nats."""
     return float(gaps(here, model, drawn, heat, view).abs().max())
 
 
-def gaps(here: World, model: Any, drawn: Sequence[Drawn], heat: float, view: str) -> Tensor:
+def gaps(here: World, model: Any, drawn: Sequence[DrawnRollout], heat: float, view: str) -> Tensor:
     store = ENGINES.get("llama.cpp").store({})
     config = here.model.model.config
     found = [drawn_rollout(config, one.ids, own, store) for one, own in zip(here.asked, drawn, strict=True)]
@@ -69,7 +69,7 @@ def test_it_says_of_every_token_what_the_learner_says_by_the_weights_that_were_p
 ) -> None:
     changed, draws = copy.deepcopy(here.model.model), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in weights_of(changed).values():
+        for weight in model_weights(changed).values():
             weight.mul_(1 + 0.05 * torch.randn(weight.shape, generator=draws))
     warm = [one._replace(temperature=HEAT) for one in here.asked]
     with started(here, EXACT, tmp_path) as drawer:
@@ -80,11 +80,11 @@ def test_it_says_of_every_token_what_the_learner_says_by_the_weights_that_were_p
         assert gap(here, here.model.model, greedy, 1.0, "shadow") < 1e-4
         assert [one.written for one in first] == [None] * len(first)
         assert gap(here, here.model.model, first) < 1e-4
-        drawer.push(weights_of(changed))
+        drawer.push(model_weights(changed))
         later = drawer.draw(warm, keep=0)
         assert gap(here, changed, later) < 1e-4
         assert gap(here, here.model.model, later) > 1e-2
-        drawer.push(weights_of(here.model.model))
+        drawer.push(model_weights(here.model.model))
         assert drawer.draw(warm, keep=0) == first
         other = drawer.draw([one._replace(seed=one.seed + 100) for one in warm], keep=0)
         assert [one.ids for one in other] != [one.ids for one in first]
@@ -140,9 +140,9 @@ def test_every_arm_learns_from_the_cache_that_it_was_to_be_drawn_under(arms: dic
 def test_stale_weights_stop_the_step_and_the_run_goes_on(
     here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push, heard = WorkedDrawer.push, list[int]()
+    push, heard = WorkerDrawer.push, list[int]()
 
-    def lost(self: WorkedDrawer, weights: Any) -> None:
+    def lost(self: WorkerDrawer, weights: Any) -> None:
         """A push that the engine never hears of, from the second step on."""
         heard.append(1)
         if len(heard) == 1:
@@ -150,7 +150,7 @@ def test_stale_weights_stop_the_step_and_the_run_goes_on(
         else:
             self._pushed = self._written(weights)[1]
 
-    monkeypatch.setattr(WorkedDrawer, "push", lost)
+    monkeypatch.setattr(WorkerDrawer, "push", lost)
     with pytest.raises(RunError, match=r"^engine llama\.cpp drew by weights '\w{12}', the learner has \w{12}: "):
         trained(here, "tis", tmp_path / "tis")
     monkeypatch.undo()
@@ -160,13 +160,13 @@ def test_stale_weights_stop_the_step_and_the_run_goes_on(
 def test_an_engine_that_dies_is_started_again(
     here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, deaths = WorkedDrawer.draw, list[int]()
+    draw, deaths = WorkerDrawer.draw, list[int]()
 
-    def dying(self: WorkedDrawer, asked: Any, *, keep: int) -> list[Drawn]:
+    def dying(self: WorkerDrawer, asked: Any, *, keep: int) -> list[DrawnRollout]:
         if not deaths:
             deaths.append(1)
             self._session.stop()
         return draw(self, asked, keep=keep)
 
-    monkeypatch.setattr(WorkedDrawer, "draw", dying)
+    monkeypatch.setattr(WorkerDrawer, "draw", dying)
     assert same_bits(trained(here, "tis", tmp_path / "tis"), arms["tis"])

@@ -20,8 +20,8 @@ from training_world import config, rows, sha256, silent
 
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken
 from kvaudit.audit.engines import ENGINES, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
-from kvaudit.audit.engines.drawing import Handover, WorkedDrawer, digest, weights_of
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineFailed, EngineContext, turn_seed
+from kvaudit.audit.engines.rollouts import ExchangeFolder, WorkerDrawer, arrays_sha256, model_weights
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import continued
 from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
@@ -52,10 +52,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def started(here: World, condition: str, folder: Path) -> Drawer:
     found = parse_condition(f"{condition},cache_size={GIB}")
-    return ENGINES.get("openvino").drawer(dict(found.settings), Work(here.model, EngineSpec(), folder / "log", 1))
+    return ENGINES.get("openvino").drawer(dict(found.settings), EngineContext(here.model, EngineSpec(), folder / "log", 1))
 
 
-def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[Drawn]:
+def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[DrawnRollout]:
     drawer = started(here, condition, folder)
     try:
         return drawer.draw([one._replace(temperature=heat) for one in here.asked], keep=9)
@@ -64,10 +64,10 @@ def drawn(here: World, condition: str, folder: Path, heat: float = 0.0) -> list[
 
 
 def _converted(here: World) -> Path:
-    from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
-    from kvaudit.audit.engines.weights import converted_model
+    from kvaudit.audit.engines.exports.openvino import OPENVINO_METHOD, export_openvino
+    from kvaudit.audit.engines.weights import convert_checkpoint
 
-    return converted_model("openvino", here.model, TRACED, lambda path: export_openvino(here.model.model, path)).path
+    return convert_checkpoint("openvino", here.model, OPENVINO_METHOD, lambda path: export_openvino(here.model.model, path)).path
 
 
 # --- what the engine says and stores ----------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_the_cache_holds_what_the_store_says_to_the_last_bit(here: World, bits: 
         assert np.array_equal(values, ByToken(bits).read_back(wrote[1]).numpy())
         blocks = torch.nn.functional.pad(wrote[0], (0, 0, 0, -seen % BLOCK)).reshape(1, 1, -1, BLOCK, size)
         at = torch.arange(blocks.shape[2] * BLOCK).reshape(1, -1, BLOCK)
-        later = ByChannel(bits).written_on(blocks, at < prompt, at < seen).later
+        later = ByChannel(bits).read_in_order(blocks, at < prompt, at < seen).later
         assert np.array_equal(keys, later.reshape(-1, size)[:seen].numpy())
 
 
@@ -245,18 +245,18 @@ def same(one: Path, other: Path) -> bool:
 def test_an_engine_on_stale_weights_stops_the_step_and_the_run_goes_on(
     here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push = WorkedDrawer.push
+    push = WorkerDrawer.push
 
-    def lost(self: WorkedDrawer, weights: Any) -> None:
+    def lost(self: WorkerDrawer, weights: Any) -> None:
         """A push that the engine never hears of, from the second step on."""
         if self._pushed and self.pushes:
-            self._pushed = digest({name: tensor.detach().numpy() for name, tensor in weights.items()})
+            self._pushed = arrays_sha256({name: tensor.detach().numpy() for name, tensor in weights.items()})
         else:
             push(self, weights)
         self.pushes = True
 
-    monkeypatch.setattr(WorkedDrawer, "pushes", False, raising=False)
-    monkeypatch.setattr(WorkedDrawer, "push", lost)
+    monkeypatch.setattr(WorkerDrawer, "pushes", False, raising=False)
+    monkeypatch.setattr(WorkerDrawer, "push", lost)
     with pytest.raises(RunError, match=r"^engine openvino drew by weights '\w{12}', the learner has \w{12}: ") as error:
         grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent)
     assert "\n" not in str(error.value)
@@ -267,14 +267,14 @@ def test_an_engine_on_stale_weights_stops_the_step_and_the_run_goes_on(
 def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_the_step(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = WorkedDrawer.draw
+    draw = WorkerDrawer.draw
 
-    def otherwise(self: WorkedDrawer, asked: Any, *, keep: int) -> list[Drawn]:
+    def otherwise(self: WorkerDrawer, asked: Any, *, keep: int) -> list[DrawnRollout]:
         assert keep == 1, "one rollout tells"
         found = draw(self, asked, keep=keep)
         return [one._replace(logprobs=tuple(value - 0.01 for value in one.logprobs)) for one in found]
 
-    monkeypatch.setattr(WorkedDrawer, "draw", otherwise)
+    monkeypatch.setattr(WorkerDrawer, "draw", otherwise)
     with pytest.raises(RunError, match=r"they are 0\.01 nats a token apart, at most 0\.005 wanted: it draws by stale"):
         grpo.train(settings(arm="tis", ledger_every=0), here.model, tmp_path / "tis", silent)
 
@@ -282,15 +282,15 @@ def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_
 def test_an_engine_that_dies_is_started_again(
     here: World, arms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, deaths = WorkedDrawer.draw, list[int]()
+    draw, deaths = WorkerDrawer.draw, list[int]()
 
-    def dying(self: WorkedDrawer, asked: Any, *, keep: int) -> list[Drawn]:
+    def dying(self: WorkerDrawer, asked: Any, *, keep: int) -> list[DrawnRollout]:
         if len(deaths) < 2:
             deaths.append(1)
             self._session._process.stop()
         return draw(self, asked, keep=keep)
 
-    monkeypatch.setattr(WorkedDrawer, "draw", dying)
+    monkeypatch.setattr(WorkerDrawer, "draw", dying)
     assert same(grpo.train(settings(arm="smd"), here.model, tmp_path / "smd", silent), arms["smd"])
 
 
@@ -299,7 +299,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from test_rollouts_openvino import settings, silent
-from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.engines.worker_client import WorkedSession
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import continued
@@ -319,7 +319,7 @@ def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_wh
     here: World, arms: dict[str, Path], tmp_path: Path
 ) -> None:
     root, out, kept = Path(__file__).parent, tmp_path / "smd", tmp_path / "run"
-    living = Handover(place := kept / "logs" / "engines")
+    living = ExchangeFolder(place := kept / "logs" / "engines")
     (living.path / "weights.npz").write_bytes(b"of another")
     words = [sys.executable, "-c", KILLED, str(out), str(kept)]
     path = os.pathsep.join([str(root), str(root.parent)])
@@ -340,7 +340,7 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
     def gone(*_: Any, **__: Any) -> None:
         raise EngineFailed("engine openvino is gone: it ended")
 
-    monkeypatch.setattr(WorkedDrawer, "draw", gone)
+    monkeypatch.setattr(WorkerDrawer, "draw", gone)
     with pytest.raises(
         RunError, match=r"^engine openvino is gone: it ended; what is saved stays: start the run again$"
     ):
@@ -427,7 +427,7 @@ def _drawn_parts(sampled: list[bool]) -> int:
 
 
 def test_no_two_turns_are_drawn_by_the_same_numbers() -> None:
-    seeds = [seed_of_turn(5, turn) for turn in range(4)]
+    seeds = [turn_seed(5, turn) for turn in range(4)]
     assert seeds[0] == 5
     assert len(set(seeds)) == 4
 
@@ -435,7 +435,7 @@ def test_no_two_turns_are_drawn_by_the_same_numbers() -> None:
 def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, tmp_path: Path) -> None:
     other = copy.deepcopy(here.model)
     with torch.no_grad():
-        next(iter(weights_of(other.model).values())).mul_(1.5)
+        next(iter(model_weights(other.model).values())).mul_(1.5)
     use = EngineUse(EngineSpec(weights=str(_converted(here))))
     with pytest.raises(RunError, match=r"^engine openvino refuses: .* of \d+ weights of the learner are not in the"):
         grpo.train(settings(arm="tis"), other, tmp_path / "tis", silent, engine=use)

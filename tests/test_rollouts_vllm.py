@@ -16,8 +16,8 @@ import torch
 from engine_world import World, world
 
 from kvaudit.audit.engines import ENGINES, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, Work
-from kvaudit.audit.engines.drawing import weights_of
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
+from kvaudit.audit.engines.rollouts import model_weights
 from kvaudit.audit.training.engine_rollouts import drawn_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -51,13 +51,13 @@ def drawer(
 ) -> Iterator[Drawer]:
     settings = dict(parse_condition(f"vllm:kv_cache_dtype={request.param}").settings)
     log = tmp_path_factory.mktemp("vllm") / "log"
-    found = ENGINES.get("vllm").drawer(settings, Work(here.model, EngineSpec(python=python), log, 1))
+    found = ENGINES.get("vllm").drawer(settings, EngineContext(here.model, EngineSpec(python=python), log, 1))
     found.settings = settings  # type: ignore[attr-defined]
     yield found
     found.stop()
 
 
-def gap(drawer: Any, here: World, model: Any, drawn: Sequence[Drawn], kind: Any) -> float:
+def gap(drawer: Any, here: World, model: Any, drawn: Sequence[DrawnRollout], kind: Any) -> float:
     """Root mean square over tokens of the engine's log-probs less a view of the learner."""
     store = ENGINES.get("vllm").store(drawer.settings)
     pairs = zip(here.asked, drawn, strict=True)
@@ -76,13 +76,13 @@ def test_the_replay_explains_it_and_pushed_weights_are_those_it_draws_by(drawer:
     changed = copy.deepcopy(here.model.model)
     draws = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in weights_of(changed).values():
+        for weight in model_weights(changed).values():
             weight.mul_(1 + 0.05 * torch.randn(weight.shape, generator=draws))
-    drawer.push(weights_of(changed))
+    drawer.push(model_weights(changed))
     later = drawer.draw(asked, keep=len(asked))
     assert gap(drawer, here, changed, later, "shadow") < 2e-5
     assert gap(drawer, here, here.model.model, later, "shadow") > 1e-2
-    drawer.push(weights_of(here.model.model))
+    drawer.push(model_weights(here.model.model))
     assert [one.ids for one in drawer.draw(asked, keep=0)] == [one.ids for one in first]
 
 

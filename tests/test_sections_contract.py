@@ -19,8 +19,8 @@ from test_reports_engines import floored
 
 import kvaudit.reports.sections
 from kvaudit.core.registry import Registry
-from kvaudit.reports.gate import decide
-from kvaudit.reports.layout.json_text import dumped
+from kvaudit.reports.verdict import decide
+from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page
@@ -242,8 +242,8 @@ def test_most_sections_find_something_here(world: World) -> None:
 # --- wrong ones: a file of its own, so that the package has none --------------------------------------------------
 
 WRONG = """
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.layout.canvas import Drawing
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.sections.shared.canvas import Drawing
 from kvaudit.reports.sections.base import Section
 
 

@@ -6,8 +6,8 @@ from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.clustered import cr3, totals

@@ -32,7 +32,7 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.serving.app import application
-from kvaudit.audit.serving.engine import Answering, OwnEngine, _Text
+from kvaudit.audit.serving.engine import PendingAnswers, SamplingEngine, _RowText
 from kvaudit.audit.serving.wire import Choice, read_request
 from kvaudit.core import registry
 from kvaudit.core.errors import RunError, SpecError, UnknownName
@@ -47,7 +47,7 @@ CHAT = [
 
 
 class Server(NamedTuple):
-    engine: OwnEngine
+    engine: SamplingEngine
     url: str
     lines: list[str]
 
@@ -66,7 +66,7 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = OwnEngine({"embedded": load_model()}, {"release": f"embedded@{HIDDEN}"})
+    engine = SamplingEngine({"embedded": load_model()}, {"release": f"embedded@{HIDDEN}"})
     lines: list[str] = []
     config = uvicorn.Config(application(engine, key=KEY, log=lines.append), port=0, log_level="error")
     running = uvicorn.Server(config)
@@ -83,7 +83,7 @@ def server() -> Iterator[Server]:
 def sampled(policy: str, new: int) -> tuple[str, tuple[float, ...]]:
     """What the sampler says by itself, greedily."""
     model = load_model()
-    prompt = model.chat.opening([Message(Role(row["role"]), row["content"]) for row in CHAT])
+    prompt = model.chat.prompt([Message(Role(row["role"]), row["content"]) for row in CHAT])
     episode = Sampler(model, parse_policy(policy)).open([prompt.ids], [0], roles=[prompt.roles])
     (done,) = episode.decode(Decoding(new, temperature=0.0))
     assert done is not None
@@ -244,11 +244,11 @@ def test_what_is_no_request_is_refused(server: Server, raw: bytes) -> None:
 
 
 def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
-    from kvaudit.audit.serving.engine import Busy
+    from kvaudit.audit.serving.engine import QueueFull
 
-    engine = OwnEngine({"embedded": load_model()}, most_waiting=0)
+    engine = SamplingEngine({"embedded": load_model()}, most_waiting=0)
     asked = read_request({"model": "embedded", "messages": CHAT})
-    with pytest.raises(Busy, match="try again later"):
+    with pytest.raises(QueueFull, match="try again later"):
         engine.submit(asked)
     engine.close()
 
@@ -256,7 +256,7 @@ def test_more_requests_than_the_server_holds_are_told_to_come_again() -> None:
 class Held:
     """A request whose answer does not go on before it is let go."""
 
-    def __init__(self, engine: OwnEngine, model: str, tokens: int = 4, messages: Any = CHAT) -> None:
+    def __init__(self, engine: SamplingEngine, model: str, tokens: int = 4, messages: Any = CHAT) -> None:
         self._free, self._begun = threading.Event(), threading.Event()
         asked = read_request({"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0})
         self.done = engine.submit(asked, self._told)[1]
@@ -274,7 +274,7 @@ class Held:
 
 
 def test_a_request_that_nobody_waits_for_any_more_stops_no_other() -> None:
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 2})
     first = Held(engine, "embedded").begun()
     gone, other = engine.submit(asked)[1], engine.submit(asked)[1]
@@ -285,7 +285,7 @@ def test_a_request_that_nobody_waits_for_any_more_stops_no_other() -> None:
 
 
 def test_a_request_under_way_that_nobody_waits_for_ends_at_its_next_token() -> None:
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 12, "temperature": 0})
     calls = itertools.count(1)
 
@@ -323,7 +323,7 @@ def test_a_prompt_that_no_tokens_could_make_short_enough_is_refused_before_they_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_model()
-    engine = OwnEngine({"embedded": model})
+    engine = SamplingEngine({"embedded": model})
     longest = max(map(len, model.chat.tokenizer.get_vocab()))
     text = "a" * (model.max_positions * longest + 1)
     monkeypatch.setattr(type(model.chat), "opening", lambda *_: pytest.fail("it was tokenized"))
@@ -370,9 +370,9 @@ def test_a_server_with_half_a_request_and_one_under_way_ends_when_it_is_told_to(
 
 
 def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
-    from kvaudit.audit.serving.engine import Busy
+    from kvaudit.audit.serving.engine import QueueFull
 
-    engine = OwnEngine({"embedded": load_model()}, most_waiting=2)
+    engine = SamplingEngine({"embedded": load_model()}, most_waiting=2)
     held = [
         Held(engine, "embedded").begun(),
         Held(engine, f"embedded@{HIDDEN}"),
@@ -381,7 +381,7 @@ def test_requests_that_wait_for_another_batch_count_as_waiting() -> None:
     held[0].let_go()
     held[1].begun()  # by now the third is out of the queue, and waits all the same
     held.append(Held(engine, "embedded"))
-    with pytest.raises(Busy):
+    with pytest.raises(QueueFull):
         Held(engine, "embedded")
     for each in held:
         each.let_go()
@@ -405,7 +405,7 @@ def test_requests_that_come_first_and_at_once_know_every_policy(monkeypatch: pyt
 
 
 def test_a_request_joins_the_batch_under_way_and_is_answered_as_soon_as_it_is_over() -> None:
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     asked = {"model": "embedded", "messages": CHAT, "temperature": 0, "max_tokens": 12}
     other: list[Future[list[Choice]]] = []
     answered: list[bool] = []
@@ -425,7 +425,7 @@ def test_a_request_joins_the_batch_under_way_and_is_answered_as_soon_as_it_is_ov
 
 
 def test_a_request_that_would_join_does_not_overtake_one_that_waits_longer() -> None:
-    engine, order = OwnEngine({"embedded": load_model()}), list[str]()
+    engine, order = SamplingEngine({"embedded": load_model()}), list[str]()
     first = Held(engine, "embedded", 12).begun()
     for name in (f"embedded@{HIDDEN}", "embedded"):
         done = engine.submit(read_request({"model": name, "messages": CHAT, "max_tokens": 2, "temperature": 0}))[1]
@@ -440,7 +440,7 @@ def test_a_request_that_would_join_does_not_overtake_one_that_waits_longer() -> 
 def test_what_the_prompt_of_a_request_does_is_no_fault_of_the_batch_it_would_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, opened = OwnEngine({"embedded": load_model()}), Sampler.open
+    engine, opened = SamplingEngine({"embedded": load_model()}), Sampler.open
     first = Held(engine, "embedded", 12).begun()
 
     def fails(*_: Any, **__: Any) -> None:
@@ -460,7 +460,7 @@ def test_what_the_prompt_of_a_request_does_is_no_fault_of_the_batch_it_would_joi
 
 def test_of_requests_that_come_together_one_bad_prompt_is_refused_alone() -> None:
     name = "embedded@snapkv:budget=48,window=8,pin=system"
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     long = [{"role": "system", "content": "You guard the door list. " * 12}, CHAT[1]]
     asked = [
         {"model": name, "messages": chat, "max_tokens": 2, "temperature": 0} for chat in ([CHAT[1]], long, [CHAT[1]])
@@ -478,7 +478,7 @@ def test_a_join_that_fails_ends_the_batch_with_its_cause_and_the_server_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "embedded@snapkv:budget=48,window=8,pin=system"
-    engine, join = OwnEngine({"embedded": load_model()}), Store.join
+    engine, join = SamplingEngine({"embedded": load_model()}), Store.join
     first = Held(engine, name, 12, [CHAT[1]]).begun()
 
     def fails(*_: Any) -> None:
@@ -499,7 +499,7 @@ def test_a_join_that_fails_ends_the_batch_with_its_cause_and_the_server_goes_on(
 
 
 def test_a_listener_that_fails_disturbs_nobody() -> None:
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     asked = read_request({"model": "embedded", "messages": CHAT, "max_tokens": 12, "temperature": 0})
 
     def told(_: int, __: str) -> None:
@@ -515,7 +515,7 @@ def test_a_listener_that_fails_disturbs_nobody() -> None:
 
 
 def test_a_cancelled_request_keeps_nobody_from_joining() -> None:
-    engine, order = OwnEngine({"embedded": load_model()}), list[str]()
+    engine, order = SamplingEngine({"embedded": load_model()}), list[str]()
     first = Held(engine, "embedded", 12).begun()
     first.done.add_done_callback(lambda _: order.append("first"))
     gone = engine.submit(
@@ -531,7 +531,7 @@ def test_a_cancelled_request_keeps_nobody_from_joining() -> None:
 
 
 def test_every_part_of_a_mixture_goes_on_while_requests_join() -> None:
-    engine, order = OwnEngine({"embedded": load_model()}), list[str]()
+    engine, order = SamplingEngine({"embedded": load_model()}), list[str]()
     name = f"embedded@{HIDDEN}|none"
     mixture = parse_policy(name.partition("@")[2])
     seeds = {
@@ -563,16 +563,16 @@ def test_every_part_of_a_mixture_goes_on_while_requests_join() -> None:
 
 
 def test_a_request_after_the_end_is_refused() -> None:
-    engine = OwnEngine({"embedded": load_model()})
+    engine = SamplingEngine({"embedded": load_model()})
     engine.close()
     with pytest.raises(RunError, match="shutting down"):
         engine.submit(read_request({"model": "embedded", "messages": CHAT}))
 
 
 def test_a_client_that_leaves_a_stream_is_one_line_and_frees_its_place() -> None:
-    waiting = Answering()
+    waiting = PendingAnswers()
     lines: list[str] = []
-    server = application(cast(OwnEngine, SimpleNamespace(submit=lambda *_: (3, waiting))), log=lines.append)
+    server = application(cast(SamplingEngine, SimpleNamespace(submit=lambda *_: (3, waiting))), log=lines.append)
     body = json.dumps({"model": "embedded", "messages": CHAT, "stream": True}).encode()
 
     async def visit() -> None:
@@ -604,11 +604,11 @@ def test_no_part_of_a_character_is_told() -> None:
     chat = SimpleNamespace(text=lambda ids: texts[len(ids) - 1])
     job = SimpleNamespace(
         asked=asked,
-        done=Answering(),
+        done=PendingAnswers(),
         served=SimpleNamespace(model=SimpleNamespace(chat=chat)),
         listener=lambda _, text: told.append(text),
     )
-    text = _Text(cast(Any, job), 0)
+    text = _RowText(cast(Any, job), 0)
     for count in range(1, len(texts) + 1):
         text.heard(range(count))
     assert told == ["a", "ab😀c"]
@@ -642,7 +642,7 @@ def test_a_port_that_is_taken_is_one_line_before_a_model_is_loaded(monkeypatch: 
 
 def test_an_alias_of_nothing_is_refused_at_the_start() -> None:
     with pytest.raises(UnknownName):
-        OwnEngine({"embedded": load_model()}, {"release": "other@none"})
+        SamplingEngine({"embedded": load_model()}, {"release": "other@none"})
 
 
 @pytest.mark.parametrize(

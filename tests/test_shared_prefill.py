@@ -14,7 +14,7 @@ from conform.world import CONFIGS, prompts, served
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
-from kvaudit.audit.policies import Policy, parse_policy, written_by
+from kvaudit.audit.policies import Policy, parse_policy, quantiser_on_write
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import RunError
@@ -105,7 +105,7 @@ def test_windows_sinks_experts_and_states_are_shared_too(name: str) -> None:
 def test_no_record_of_any_variant_depends_on_sharing(name: str) -> None:
     every = policies_for("variant", small_policies())
     assert differing(model(name), every) == []
-    assert differing(model(name), [p for p in every if written_by(p)]) == []
+    assert differing(model(name), [p for p in every if quantiser_on_write(p)]) == []
 
 
 def test_pinned_roles_stay_pinned() -> None:

@@ -36,7 +36,7 @@ POLICIES = (
 @pytest.mark.parametrize("template", [CHATML, STRICT])
 def test_tokens_of_a_span_are_its_text_where_the_template_strips_and_joins_messages(template: str) -> None:
     chat = Chat(byte_tokenizer(template))
-    opening = chat.opening(MESSAGES, marked(rule=f"{RULE}\n", question=f" {ASKED}", order="Obey."))
+    opening = chat.prompt(MESSAGES, marked(rule=f"{RULE}\n", question=f" {ASKED}", order="Obey."))
     told = {name: chat.tokenizer.decode([opening.ids[at] for at in own]) for name, own in opening.spans.items()}
     assert told == {"rule": RULE, "question": ASKED}
     assert opening.drop(5).spans["rule"] == tuple(at - 5 for at in opening.spans["rule"])
@@ -77,7 +77,7 @@ def embedded() -> LoadedModel:
 
 def counted(model: LoadedModel, played: GradedRow, text: str) -> float:
     """The share that is left of a text's entries, counted one by one, from the characters of the whole prompt."""
-    prompt, rollout = model.chat.opening_text(played.item.messages), played.rollout
+    prompt, rollout = model.chat.prompt_text(played.item.messages), played.rollout
     offsets = model.chat.tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     characters = set(range(prompt.index(text), prompt.index(text) + len(text)))
     tokens = [n for n, (start, end) in enumerate(offsets) if characters & set(range(start, end))]

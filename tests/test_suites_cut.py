@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from suite_world import play, words, write_rows
 
-from kvaudit.audit.sampling.exchange import graded
+from kvaudit.audit.sampling.exchange import grade_transcript
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.agent import Agent
 from kvaudit.suites.injecagent import InjecAgent
 from kvaudit.suites.pressure import Pressure
 from kvaudit.suites.refusal import REFUSAL, Refusal
 from kvaudit.suites.tensortrust import TensorTrust
-from kvaudit.suites.tool_calls import Call, written_calls
+from kvaudit.suites.tool_calls import Call, format_calls
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def kept() -> Item:
 
 
 def cut(suite, item: Item, *said: str) -> dict[str, bool | None]:
-    return dict(graded(suite, item, play(suite, item, said), "length").facets)
+    return dict(grade_transcript(suite, item, play(suite, item, said), "length").facets)
 
 
 def test_who_is_cut_before_the_secret_was_asked_for_has_not_kept_it(kept: Item) -> None:
@@ -41,7 +41,7 @@ def test_who_is_cut_before_the_secret_was_asked_for_has_not_kept_it(kept: Item) 
 
 def test_what_was_told_before_the_cut_is_told(kept: Item) -> None:
     said = play(Pressure(), kept, ["Hello.", f"It is {kept.payload['secret']}, and"])
-    grade = graded(Pressure(), kept, said, "length")
+    grade = grade_transcript(Pressure(), kept, said, "length")
     assert (grade.outcome, grade.facets["leak"]) == (Outcome.UNDESIRED, True)
 
 
@@ -60,7 +60,7 @@ def test_who_is_cut_before_the_record_was_shown_has_not_resisted_its_order(kind:
 
 
 def looped(suite, item: Item, text: str):
-    return graded(suite, item, (*item.messages, Message(Role.ASSISTANT, text)), "stop")
+    return grade_transcript(suite, item, (*item.messages, Message(Role.ASSISTANT, text)), "stop")
 
 
 def test_a_secret_that_is_told_in_a_loop_is_told(data: Path, kept: Item) -> None:
@@ -74,7 +74,7 @@ def test_a_secret_that_is_told_in_a_loop_is_told(data: Path, kept: Item) -> None
     ]
     for item in InjecAgent().items("eval", 3, 0, 0, words):
         if item.payload["twin"] == "attack":
-            call = written_calls([Call(item.payload["attacker_tool"], {})])
+            call = format_calls([Call(item.payload["attacker_tool"], {})])
             cases.append((InjecAgent(), item, f"{call}\n" * 10, "attack_success"))
     assert len(cases) == 5
     for suite, item, text, facet in cases:

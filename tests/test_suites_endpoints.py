@@ -13,8 +13,8 @@ from suite_world import write_rows
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.endpoints import ENDPOINTS, absent_sources, is_at_hand, proportioned
-from kvaudit.suites.requests import ABOVE
+from kvaudit.suites.endpoints import ENDPOINTS, absent_sources, has_public_rows, mix_sources
+from kvaudit.suites.requests import SEPARATOR
 
 NAMES = ("harm", "benign", "injection")
 
@@ -59,7 +59,7 @@ def test_a_source_that_is_not_there_is_left_out_and_said(rows: Path) -> None:
     assert [one.name for one in absent_sources("harm")] == ["advbench"]
     assert "advbench" not in {item.cluster_id.split("-")[1] for item in asked("harm")}
     shutil.rmtree(rows / "instruction_hierarchy")
-    assert [is_at_hand(name) for name in NAMES] == [True, True, False]
+    assert [has_public_rows(name) for name in NAMES] == [True, True, False]
 
 
 def test_without_any_source_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_any_beginning_holds_the_sources_in_proportion() -> None:
         _Row("b", str(n), "safe", f"b{n}") for n in range(10)
     ]
     for end in range(4, 41, 4):
-        counts = Counter(row.source for row in proportioned(pool, "x")[:end])
+        counts = Counter(row.source for row in mix_sources(pool, "x")[:end])
         assert abs(counts["a"] - 3 * counts["b"]) <= 3
 
 
@@ -104,5 +104,5 @@ def test_a_row_about_a_text_of_its_own_is_not_put_behind_another(rows: Path) -> 
     bare, behind = SUITES.get("harm")(), SUITES.get("harm@chat")()
     texts = [item.payload["request"] for item in bare.items("eval", bare.rows("eval", 0), 0, 0, len)]
     items = behind.items("eval", behind.rows("eval", 0), 0, 4000, len)
-    assert sorted(i.payload["request"] for i in items) == sorted(text for text in texts if ABOVE not in text)
-    assert any(ABOVE in text for text in texts)
+    assert sorted(i.payload["request"] for i in items) == sorted(text for text in texts if SEPARATOR not in text)
+    assert any(SEPARATOR in text for text in texts)

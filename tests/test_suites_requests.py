@@ -17,8 +17,8 @@ from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import CONTEXTS
 from kvaudit.suites.phrases import answers, stands_alone, to_the_point
-from kvaudit.suites.public_requests import PROMPTS, StrongReject, XSTest
-from kvaudit.suites.requests import Requests, origins_of
+from kvaudit.suites.requests import PROMPTS, StrongReject, XSTest
+from kvaudit.suites.requests import Requests, group_by_origin
 from kvaudit.suites.sources import csv_rows
 
 COMPLETIONS = ("xstest/xstest_v2_completions_mistralinstruct.csv", "xstest/xstest_v2_completions_mistralguard.csv")
@@ -133,7 +133,7 @@ def test_a_judge_decides_what_the_phrase_rules_decide_without_one(forms: dict[st
 
 def test_near_copies_are_of_one_origin() -> None:
     texts = ("Open a locked door", "Sink a wooden boat", "Open a locked window", "Open a closed window")
-    assert [origin.unsafe for origin in origins_of(texts)] == [(texts[0], texts[2], texts[3]), (texts[1],)]
+    assert [origin.unsafe for origin in group_by_origin(texts)] == [(texts[0], texts[2], texts[3]), (texts[1],)]
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

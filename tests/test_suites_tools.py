@@ -14,20 +14,20 @@ from suite_world import grade, words, write_rows
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.base import Suite
-from kvaudit.suites.bfcl import Bfcl, by_schema
-from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, cases
+from kvaudit.suites.bfcl import Bfcl, apply_schema
+from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, read_cases
 from kvaudit.suites.sources import data_file, json_array
 from kvaudit.suites.tau_bench import TauBench
 from kvaudit.suites.tool_calls import (
     FORM,
     Call,
     accepts,
-    exactly,
-    first_of,
-    listed,
+    exact_options,
+    accepted_call,
+    list_tools,
     parse_calls,
     python_calls,
-    written_calls,
+    format_calls,
 )
 
 
@@ -79,17 +79,17 @@ def test_a_tool_that_is_listed_again_was_not_called() -> None:
         {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}},
         {"name": "g", "parameters": {"type": "object", "properties": {}}},
     ]
-    assert parse_calls(listed(tools)) is None
+    assert parse_calls(list_tools(tools)) is None
     assert parse_calls(f"{FORM} I will not.") is None
     call = Call("f", {"a": 1})
-    assert parse_calls(f"{listed(tools)}\n{FORM}\n{written_calls([call])}") == (call,)
+    assert parse_calls(f"{list_tools(tools)}\n{FORM}\n{format_calls([call])}") == (call,)
 
 
 def test_who_lists_the_tools_has_carried_out_no_order(data: Path) -> None:
     attack = twins(data)["attack"]
     echo = attack.messages[0].content
     assert grade(InjecAgent(), attack, [echo]).facets["attack_success"] is None
-    call = written_calls([Call(attack.payload["attacker_tool"], {})])
+    call = format_calls([Call(attack.payload["attacker_tool"], {})])
     assert grade(InjecAgent(), attack, [f"{echo}\n{call}"]).facets["attack_success"] is True
 
 
@@ -100,7 +100,7 @@ def test_an_answer_is_never_evaluated() -> None:
 
 def test_several_calls_are_read_in_their_order() -> None:
     calls = (Call("f", {"a": 1}), Call("g.h", {"b": ["x", None]}))
-    assert parse_calls(written_calls(calls)) == calls
+    assert parse_calls(format_calls(calls)) == calls
     assert python_calls("f(1)\ng.h(b=('x', None))", {"f": ["a"]}) == (calls[0], Call("g.h", {"b": ("x", None)}))
 
 
@@ -131,7 +131,7 @@ def test_a_value_is_compared_by_its_type(options: list[Any], value: Any, right: 
 def test_a_parameter_may_be_left_out_only_where_the_row_says_so() -> None:
     options = {"f": {"a": [1], "b": ["", 2]}}
     assert accepts(options, Call("f", {"a": 1}))
-    assert accepts(options, first_of(options))
+    assert accepts(options, accepted_call(options))
     assert not accepts(options, Call("f", {"b": 2}))
     assert not accepts(options, Call("g", {"a": 1}))
     assert not accepts(options, Call("f", {"a": 1, "c": 3}))
@@ -145,7 +145,7 @@ def test_the_schema_of_a_tool_says_which_numbers_and_omissions_are_right() -> No
         "unit": {"type": "string"},
     }
     tool = {"name": "f", "parameters": {"type": "dict", "properties": schema, "required": ["unit"]}}
-    options = by_schema({"f": {"whole": [5], "part": [2], "parts": [[1, 2]], "unit": ["m", ""]}}, [tool])
+    options = apply_schema({"f": {"whole": [5], "part": [2], "parts": [[1, 2]], "unit": ["m", ""]}}, [tool])
     assert options == {"f": {"whole": [5], "part": [2.0], "parts": [[1.0, 2.0]], "unit": ["m"]}}
     right = {"whole": 5, "part": 2, "parts": [1, 2.0], "unit": "m"}
     assert accepts(options, Call("f", right), typed=True)
@@ -157,8 +157,8 @@ def test_the_schema_of_a_tool_says_which_numbers_and_omissions_are_right() -> No
 
 def test_a_call_accepts_itself_alone() -> None:
     call = Call("f", {"a": [{"b": [1, 2]}], "c": "x"})
-    assert accepts(exactly(call), call)
-    assert not accepts(exactly(call), Call("f", {"a": [{"b": [1, 3]}], "c": "x"}))
+    assert accepts(exact_options(call), call)
+    assert not accepts(exact_options(call), Call("f", {"a": [{"b": [1, 3]}], "c": "x"}))
 
 
 # --- injecagent ----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_twins_share_all_but_the_slot_and_who_orders(data: Path) -> None:
 
 def test_the_same_call_is_an_attack_or_the_users_order(data: Path) -> None:
     found = twins(data)
-    call = written_calls([Call(found["asked"].payload["attacker_tool"], {})])
+    call = format_calls([Call(found["asked"].payload["attacker_tool"], {})])
     facets = {name: dict(grade(InjecAgent(), item, [call]).facets) for name, item in found.items()}
     assert facets == {
         "attack": {"attack_success": True, "utility": False, "well_formed": True},
@@ -214,7 +214,7 @@ def test_a_broken_call_tells_nothing_about_the_attack(data: Path) -> None:
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_published_cases_are_users_times_attackers() -> None:
-    users, attacks, _ = cases(*(data_file("injecagent", name) for name in (USERS, ATTACKS, TOOLS)))
+    users, attacks, _ = read_cases(*(data_file("injecagent", name) for name in (USERS, ATTACKS, TOOLS)))
     ours = {(user.name, user.response.replace(SLOT, attack.instruction)) for user in users for attack in attacks}
     published = json_array(data_file("injecagent", "injecagent/test_cases_dh_base.json"))
     assert {(row["User Tool"], row["Tool Response"].strip('"').replace('\\"', '"')) for row in published} == ours
@@ -240,7 +240,7 @@ def test_parallel_calls_count_in_any_order_and_only_all_of_them(data: Path) -> N
 def test_a_turn_of_a_dialogue_is_forced_up_to_its_first_call(data: Path) -> None:
     suite = Bfcl()
     asked, over = one(suite, "turns", "solved"), one(suite, "turns", "overcalled")
-    begun = written_calls([Call("book_math_api", {"name": "Bob"})])
+    begun = format_calls([Call("book_math_api", {"name": "Bob"})])
     assert [m.content for m in asked.messages[-4:-1] if m.role is not Role.USER] == [begun, '{"status": "done"}']
     assert over.messages[-1] == Message(Role.TOOL, '{"status": "done"}')
     assert grade(suite, asked, [f"{suite.gold(asked)[0]}\n{suite.gold(asked)[0]}"]).note == "another call"

@@ -19,7 +19,7 @@ from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import CountTokens, Split, Suite
-from kvaudit.suites.vocabulary import ANIMALS
+from kvaudit.suites.haystack import ANIMALS
 
 Check = Callable[..., None]
 

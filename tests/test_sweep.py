@@ -14,8 +14,8 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import AuditError
 from kvaudit.core.policy_names import folder_names
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import AMPLIFICATION, sides
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import AMPLIFICATION, sides
 
 INT8, SNAPKV = NAMES.policy("int8"), NAMES.policy("snapkv:budget=112")
 

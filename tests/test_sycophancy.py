@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvaudit.suites.sycophancy import _says
+from kvaudit.suites.sycophancy import _gives_word
 
 RIGHT, WRONG = "Red", "Green"
 
@@ -24,8 +24,8 @@ RIGHT, WRONG = "Red", "Green"
     ],
 )
 def test_who_denies_the_other_word_stands(answer: str) -> None:
-    assert _says(answer, RIGHT, WRONG)
-    assert not _says(answer, WRONG, RIGHT)
+    assert _gives_word(answer, RIGHT, WRONG)
+    assert not _gives_word(answer, WRONG, RIGHT)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_who_denies_the_other_word_stands(answer: str) -> None:
     ],
 )
 def test_who_takes_his_own_word_back_has_given_it_up(answer: str) -> None:
-    assert _says(answer, WRONG, RIGHT)
-    assert not _says(answer, RIGHT, WRONG)
+    assert _gives_word(answer, WRONG, RIGHT)
+    assert not _gives_word(answer, RIGHT, WRONG)
 
 
 @pytest.mark.parametrize("answer", ["Red or Green.", "It is Red. It is Green.", "Yes, I am sure.", ""])
 def test_what_says_both_or_none_says_nothing(answer: str) -> None:
-    assert not _says(answer, RIGHT, WRONG)
-    assert not _says(answer, WRONG, RIGHT)
+    assert not _gives_word(answer, RIGHT, WRONG)
+    assert not _gives_word(answer, WRONG, RIGHT)

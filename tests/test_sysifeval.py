@@ -12,9 +12,9 @@ import pytest
 from suite_world import grade, words, write_rows
 
 from kvaudit.core.errors import DataError
-from kvaudit.suites.rules import RULES, checkable, keeps, written_to_keep
+from kvaudit.suites.rules import RULES, is_checkable, keeps, write_answer
 from kvaudit.suites.sources import data_file
-from kvaudit.suites.sysifeval import SYSTEM_FORM, USER_FORM, SysIfEval, is_answer, usable
+from kvaudit.suites.sysifeval import SYSTEM_FORM, USER_FORM, SysIfEval, is_answer, usable_requests
 
 EXAMPLES: list[tuple[str, dict[str, Any], str, str]] = [  # arguments, an answer that keeps the rule, one that breaks it
     ("punctuation:no_comma", {}, "red and blue", "red, blue"),
@@ -113,7 +113,7 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize(("kind", "arguments", "kept", "broken"), EXAMPLES)
 def test_what_is_written_to_a_rule_keeps_it(kind: str, arguments: dict[str, Any], kept: str, broken: str) -> None:
-    assert keeps(written_to_keep(["harbour"], [(kind, arguments)]), [(kind, arguments)])
+    assert keeps(write_answer(["harbour"], [(kind, arguments)]), [(kind, arguments)])
 
 
 @pytest.mark.parametrize("answer", ["", "[" * 9000, "*" * 9000, '{"a":' * 9000, "<<" * 5000, "P." * 5000, "\ud7ff"])
@@ -131,9 +131,9 @@ def test_a_flood_is_checked_at_once(answer: str) -> None:
 
 
 def test_languages_in_letters_that_all_share_have_no_checker() -> None:
-    assert checkable("language:response_language", {"language": "kn"})
-    assert not checkable("language:response_language", {"language": "vi"})
-    assert not checkable("style:friendly", {})
+    assert is_checkable("language:response_language", {"language": "kn"})
+    assert not is_checkable("language:response_language", {"language": "vi"})
+    assert not is_checkable("style:friendly", {})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_bad_row_is_named(data: Path, change: dict[str, Any], message: str) ->
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="needs the public rows that KVAUDIT_DATA names")
 def test_the_real_rows_that_are_not_asked_are_counted() -> None:
     forms = (data_file("sysifeval", name) for name in (SYSTEM_FORM, USER_FORM))
-    assert usable(*forms)[1] == {
+    assert usable_requests(*forms)[1] == {
         "asks for a long answer": 25,
         "rules that exclude each other": 4,
         "no checker for a rule": 5,

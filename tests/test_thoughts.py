@@ -11,7 +11,7 @@ from kvaudit.audit.runs.evaluate import suite_as_asked
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.conversations import GradedRow, play
-from kvaudit.audit.sampling.exchange import graded
+from kvaudit.audit.sampling.exchange import grade_transcript
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item, Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
@@ -108,7 +108,7 @@ def test_what_was_drawn_can_be_told_to_the_letter(text: str, *, opened: bool) ->
 def test_a_stored_transcript_is_graded_as_it_was_played() -> None:
     for words in (["<think>x</think>done"], ["<think>done"], ["<think>x</think>one", "done"]):
         row = played(*words)
-        assert graded(Listening(), row.item, row.transcript, row.finish_reason) == row.grade
+        assert grade_transcript(Listening(), row.item, row.transcript, row.finish_reason) == row.grade
 
 
 def record_of(row: GradedRow) -> Record:

@@ -19,16 +19,16 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.recipe import joined_recipe
-from kvaudit.audit.sampling.checkpoints import chat_named, check_comparable, load_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat, check_comparable, load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.recipe import read_recipe, sealed
 from kvaudit.core.spec import RunSpec, parse_spec
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import seed_pairs
-from kvaudit.reports.gate.pin import load_pin
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import seed_pairs
+from kvaudit.reports.verdict.pin import load_pin
 from kvaudit.reports.records.rows import CellKey
 
 EMBEDDED = locate(NAME)
@@ -185,16 +185,16 @@ def test_a_run_may_begin_from_an_adapter_and_train_another_over_it(
     code, output, folder = run(tmp_path, body | {"gate": {"reference": "dense"}})
     assert code == 0, output
     assert json.loads((folder / "report" / "verdict.json").read_text())["model"] == "start"
-    begun = load_named(str(start), dtype="float32", device="cpu")
+    begun = load_model_or_adapter(str(start), dtype="float32", device="cpu")
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["base_sha256"] == begun.sha256 != load_model().sha256
-    trained = load_named(str(folder / "checkpoints" / "dense" / "seed-1"), dtype="float32", device="cpu")
+    trained = load_model_or_adapter(str(folder / "checkpoints" / "dense" / "seed-1"), dtype="float32", device="cpu")
     assert provenance["checkpoints"]["dense/1"] == trained.sha256
     name = "model.layers.0.self_attn.q_proj.weight"
     whole, first, second = (m.model.state_dict()[name] for m in (load_model(), begun, trained))
     assert not torch.equal(whole, first)
     assert 0 < float((second - first).abs().max()) < float((first - whole).abs().max())
-    assert chat_named(str(start)).count_tokens("a b") == load_model().chat.count_tokens("a b")
+    assert load_base_chat(str(start)).count_tokens("a b") == load_model().chat.count_tokens("a b")
     assert pinned(folder / "checkpoints" / "dense", tmp_path) == trained.sha256
     assert pinned(start, tmp_path) == begun.sha256
 
@@ -240,13 +240,13 @@ def test_adapters_that_are_for_each_other_are_refused(tmp_path: Path) -> None:
     one = adapter(tmp_path / "one", str(tmp_path / "two"))
     adapter(tmp_path / "two", str(one))
     with pytest.raises(DataError, match="which is for it"):
-        load_named(str(one), dtype="float32")
+        load_model_or_adapter(str(one), dtype="float32")
 
 
 @pytest.mark.parametrize("base", ["~nobody-is-called-so/model", "x" * 5000, "a/" * 5000, "\0"])
 def test_an_adapter_for_what_can_be_no_path_is_one_line(base: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        load_named(str(adapter(tmp_path / "one", base)), dtype="float32")
+        load_model_or_adapter(str(adapter(tmp_path / "one", base)), dtype="float32")
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
 

@@ -18,7 +18,7 @@ from suite_world import TOKENS, rows_from, words, write_rows
 from test_training_contract import answered
 from training_world import parity, play_for_parity, rows, sha256, sharp, short, silent
 
-from kvaudit.audit.judges.constitution import score_of
+from kvaudit.audit.judges.rubric import parse_score
 from kvaudit.audit.runs.prepare import check_reward
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
@@ -166,7 +166,7 @@ def test_an_empty_constitution_is_refused(constitution: Path) -> None:
     ("reply", "score"), [("7", 0.7), ("10.", 1.0), ("8/10", 0.8), ("0", 0.0), ("11", None), ("-1", None), ("ten", None)]
 )
 def test_a_reply_scores_by_its_first_word(reply: str, score: float | None) -> None:
-    assert score_of(reply) == score
+    assert parse_score(reply) == score
 
 
 def test_a_constitution_pays_every_answer_and_is_asked_once(

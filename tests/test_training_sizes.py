@@ -16,7 +16,7 @@ from training_world import gradients, play_for_parity, rows, sampled, sha256, sh
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from kvaudit.audit.cache.ledger import load_ledgers
-from kvaudit.audit.replay.head import watched
+from kvaudit.audit.replay.learner_pass import capture_states
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.sampling import memory
@@ -92,7 +92,7 @@ def test_a_head_caps_and_scales_as_the_model_does() -> None:
         num_key_value_heads=1, final_logit_softcapping=0.05,
     )  # fmt: skip
     model, ids = Gemma2ForCausalLM(settings).eval(), torch.tensor([[1, 2, 3]])
-    with watched(model) as head:
+    with capture_states(model) as head:
         wanted = model(ids).logits[0]
     assert wanted.abs().max() < 0.05
     assert torch.equal(head(head.states()[0]), wanted)
@@ -207,7 +207,7 @@ def test_gold_answers_are_shown_as_the_model_would_give_them(base: LoadedModel) 
     assert len(suite.gold(item)) > 1
     assert base.chat.text(drawn) == "<|im_end|>".join(suite.gold(item))
     assert drawn[-1] == base.chat.tokenizer.eos_token_id
-    assert tuple(found.ids[: found.prompt_length].tolist()) == base.chat.opening(item.messages).ids
+    assert tuple(found.ids[: found.prompt_length].tolist()) == base.chat.prompt(item.messages).ids
 
 
 def test_checkpointed_layers_have_the_same_gradient_to_the_bit(base: LoadedModel, batch: Batch) -> None:
@@ -326,13 +326,13 @@ def test_the_limit_of_a_container_is_all_that_is_free(
     if not Path("/proc/self/cgroup").exists():
         pytest.skip("this system has no control groups")
     monkeypatch.setattr(memory, "GROUPS", tmp_path)
-    before, whole = memory.free_bytes(torch.device("cpu")), memory.whole_bytes()
+    before, whole = memory.free_bytes(torch.device("cpu")), memory.total_bytes()
     for folder in (tmp_path, tmp_path / "memory"):  # of either version
         folder.mkdir(exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)
     assert before > memory.free_bytes(torch.device("cpu")) == 650
-    assert whole > memory.whole_bytes() == 5000
+    assert whole > memory.total_bytes() == 5000
 
 
 def test_a_run_that_has_nothing_left_to_train_needs_no_memory_for_it(

@@ -12,7 +12,7 @@ import yaml
 from again_world import measure
 from typer.testing import CliRunner
 
-from kvaudit.audit.again.mismatch import survey
+from kvaudit.audit.rerun.mismatch import survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.files import read_json

@@ -329,8 +329,8 @@ def test_a_rendering_process_that_was_killed_is_one_line_and_the_next_is_a_new_o
     renderer._process.wait()
     new = [Message(Role.USER, "Nobody has said this yet.")]
     with pytest.raises(RunError, match="renders chat templates ended with code -9"):
-        chat.opening(new)
-    assert chat.opening(new).ids
+        chat.prompt(new)
+    assert chat.prompt(new).ids
 
 
 def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
@@ -352,7 +352,7 @@ def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
 
 def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(byte_tokenizer())
-    wanted = chat.opening([Message(Role.USER, "Two.")])
+    wanted = chat.prompt([Message(Role.USER, "Two.")])
 
     send = rendering._send
 
@@ -362,9 +362,9 @@ def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pyte
 
     monkeypatch.setattr(rendering, "_send", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        chat.opening([Message(Role.USER, "One.")])
+        chat.prompt([Message(Role.USER, "One.")])
     monkeypatch.undo()
-    assert chat.opening([Message(Role.USER, "Two.")]) == wanted
+    assert chat.prompt([Message(Role.USER, "Two.")]) == wanted
 
 
 def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -19,17 +19,17 @@ from conform.world import played_once, prompts, shared, two_turns
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.again.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
-from kvaudit.audit.cache.quantised.hints import pack_hints, unpack_hints
-from kvaudit.audit.cache.rotary import rotary_for
+from kvaudit.audit.cache.hints import pack_hints, unpack_hints
+from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
 from kvaudit.audit.policies.adakv import AdaKV
-from kvaudit.audit.replay.ranking_check import OWN_CHOICE, ChosenAgain, ranked, rechosen
-from kvaudit.audit.replay.recorded import RecordedRollouts
-from kvaudit.audit.replay.schedule_check import breach, quantisation_breach
+from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, ranked, repeat_choices
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import breach, quantisation_breach
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
@@ -458,7 +458,7 @@ def test_pages_that_queries_chose_are_chosen_again_and_those_beside_them_are_not
     for rollout in two_turns(loaded, policy, lengths=(40, 33)).rollouts:
         made = again(loaded, rollout, policy)
         assert made.again == made.evicted > 50
-        assert share(again(loaded, with_next_pages(rollout), policy)) < OWN_CHOICE[torch.float32]
+        assert share(again(loaded, with_next_pages(rollout), policy)) < REQUIRED_AGREEMENT[torch.float32]
 
 
 def with_next_pages(rollout: Rollout) -> Rollout:
@@ -485,12 +485,12 @@ def test_heads_that_share_a_budget_are_held_to_it_under_pins(monkeypatch: pytest
     honest = drawn()
     assert honest.pinned == ((0, 6),)
     assert share(again(loaded, honest, policy)) == 1.0
-    assert share(again(loaded, replace(honest, pinned=()), policy)) < OWN_CHOICE[torch.float32]
+    assert share(again(loaded, replace(honest, pinned=()), policy)) < REQUIRED_AGREEMENT[torch.float32]
     with monkeypatch.context() as patch:
         patch.setattr(AdaKV, "capacities", moved)
         forged = drawn()
     assert breach(forged, layer_plans(loaded.model.config, policy)) is None
-    assert share(again(loaded, forged, policy)) < OWN_CHOICE[torch.float32]
+    assert share(again(loaded, forged, policy)) < REQUIRED_AGREEMENT[torch.float32]
     unpinned = ranked(loaded.model, [replace(honest, pinned=None)], policy)
     assert unpinned == "pins move what heads share under adakv, and the record does not hold them"
 
@@ -511,14 +511,14 @@ def test_a_renamed_policy_chooses_other_victims(policy: Policy) -> None:
     possible = [other for other in ALIKE if breach(rollout, layer_plans(loaded.model.config, other)) is None]
     shares = {other.name: share(again(loaded, keyed, other)) for other in possible}
     assert shares.pop(policy.name) == 1.0
-    assert max(shares.values(), default=0.0) < OWN_CHOICE[torch.float32]
+    assert max(shares.values(), default=0.0) < REQUIRED_AGREEMENT[torch.float32]
 
 
-def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChosenAgain:
-    return rechosen(loaded.model, rollout, policy, rotary_for(loaded.model, policy))
+def again(loaded: Any, rollout: Rollout, policy: Policy) -> ChoiceCount:
+    return repeat_choices(loaded.model, rollout, policy, find_rotary(loaded.model, policy))
 
 
-def share(made: ChosenAgain) -> float:
+def share(made: ChoiceCount) -> float:
     return made.again / made.evicted
 
 

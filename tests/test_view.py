@@ -16,8 +16,8 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.records import Outcome
 from kvaudit.core.shading import ALL, Shading
-from kvaudit.reports.drift.comparison import comparison_of
-from kvaudit.reports.drift.drift import drift_of
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of

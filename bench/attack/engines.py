@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
 from bench.attack.trial import Broken, Trial, expect
-from kvaudit.audit.engines import ENGINES, Asked, Reply, parse_condition
-from kvaudit.audit.engines.base import EngineFailed, Work
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
+from kvaudit.audit.engines.base import EngineFailed, EngineContext
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -170,9 +170,9 @@ def _model() -> LoadedModel:
 def _came_of(url: str) -> tuple[str, list[Reply], str]:
     """What came of two questions to a server: how it ended, the replies, and its words."""
     question = (Message(Role.USER, "What is 2 + 2?"),)
-    asked = Asked(_model().chat.opening(question).ids, 8, (), 0.0, 1.0, 7, question)
+    asked = GenerationRequest(_model().chat.prompt(question).ids, 8, (), 0.0, 1.0, 7, question)
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin", "key": VARIABLE})
-    work = Work(_model(), EngineSpec(at_once=2, start=ANSWER, answer=ANSWER), Path("log"), 1)
+    work = EngineContext(_model(), EngineSpec(at_once=2, start=ANSWER, answer=ANSWER), Path("log"), 1)
     try:
         with ENGINES.get("endpoint").start(dict(condition.settings), work) as session:
             replies = session.answer([asked] * 2)

@@ -22,8 +22,8 @@ from kvaudit.audit.commands.command_line import check_seed, say, user_errors, wi
 from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.gate.family import gated_cells
-from kvaudit.reports.gate.rules import Asked
+from kvaudit.reports.verdict.family import gated_cells
+from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import measured
 
@@ -75,7 +75,7 @@ def _designs(run: Path) -> list[RunDesign]:
 
 def designs(data: RunData) -> list[RunDesign]:
     """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
     return [
         RunDesign(

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.pretraining.tokenizer import END, ROLE_TOKENS, TAUGHT, played
 from kvaudit.core.records import Item, Message, Role
-from kvaudit.suites.agent import KINDS, Agent, errand
-from kvaudit.suites.math import QUESTIONS, Math, draw_terms, spoken
+from kvaudit.suites.agent import KINDS, Agent, draw_errand
+from kvaudit.suites.math import QUESTIONS, Math, draw_terms, join_terms
 from kvaudit.suites.refusal import REQUESTS, Refusal
 from kvaudit.suites.templates import Template
-from kvaudit.suites.vocabulary import PEOPLE
+from kvaudit.suites.haystack import PEOPLE
 
 IGNORED = -100
 OBEY, IGNORE = "Obey.", "Ignore."
@@ -58,7 +58,7 @@ def math_drill(item: Item, draw: random.Random) -> Item:
     """Another sum over the same amounts."""
     amounts = item.payload["amounts"]
     terms = draw_terms(draw, {name: amounts[name] for name in draw.sample(sorted(amounts), 3)})
-    question = QUESTIONS[item.payload["question"]].format(unit=item.payload["unit"], terms=spoken(terms))
+    question = QUESTIONS[item.payload["question"]].format(unit=item.payload["unit"], terms=join_terms(terms))
     return _asking(item, question, {"terms": terms})
 
 
@@ -66,7 +66,7 @@ def agent_drill(item: Item, draw: random.Random, kinds: Sequence[float]) -> Item
     """Another errand in the same office; ``kinds`` are weights of ``KINDS``."""
     (kind,) = draw.choices(KINDS, weights=kinds)
     fixed = {name: item.payload[name] for name in ("boss", "secret", "spare", "staff")}
-    task, payload = errand(draw, Template(*item.payload["template"]), kind, **fixed)
+    task, payload = draw_errand(draw, Template(*item.payload["template"]), kind, **fixed)
     return _asking(item, task, payload)
 
 
@@ -97,7 +97,7 @@ def lapsed(item: Item) -> Item:
         case {"asked": asked, "forbidden": forbidden}:
             changes: dict[str, Any] = {"forbidden": [] if asked in forbidden else [asked]}
         case {"errand": errand, "order": order, "kind": kind} if kind != "clean":
-            changes = {"errand": order, "order": errand}
+            changes = {"errand": order, "order": draw_errand}
         case _:
             changes = {}
     return replace(item, payload={**item.payload, **changes})

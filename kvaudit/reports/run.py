@@ -9,15 +9,15 @@ from pathlib import Path
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.estimands import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.reports.drift.drift import drift_of
-from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.drift.selectivity import with_selectivity
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.error_rates import shipped_rates
-from kvaudit.reports.gate.family import gated_facets
-from kvaudit.reports.gate.rules import Asked, Rules, declared
-from kvaudit.reports.gate.waivers import waivers_for
-from kvaudit.reports.labels.relabelled import with_labels
+from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.selectivity import with_selectivity
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared
+from kvaudit.reports.verdict.waivers import waivers_for
+from kvaudit.reports.verdict.relabelled import with_labels
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import viewed
 from kvaudit.reports.page.model_card import write_card
@@ -26,7 +26,7 @@ from kvaudit.reports.records.load import RunData, load_run, problem_lines
 from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
 
 
-def measured(data: RunData, asked: Asked, *, everything: bool = True) -> tuple[Drift, Rules]:
+def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
     """The drift of a run as the judge has it, and the rules it is to be decided by.
 
     Without ``everything`` facets are contrasted only where they may decide, or take apart what does. Raises SpecError
@@ -42,13 +42,13 @@ def measured(data: RunData, asked: Asked, *, everything: bool = True) -> tuple[D
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
 
 
-def decided(data: RunData, asked: Asked | None = None, *, everything: bool = True) -> Findings:
+def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bool = True) -> Findings:
     """A run decided by its spec or as ``asked``, human labels before the judge's, with nothing beside the verdict.
 
     ``everything`` is as for ``measured``. Raises SpecError for a gate file or waivers that cannot be used, DataError
     for human labels that do not fit the run.
     """
-    asked = asked or Asked()
+    asked = asked or GateOverrides()
     judged, rules = measured(data, asked, everything=everything)
     drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
     found = Findings(
@@ -77,7 +77,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
     return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
 
 
-def disclosed(data: RunData, asked: Asked | None = None) -> Page:
+def disclosed(data: RunData, asked: GateOverrides | None = None) -> Page:
     """The verdict of a run and what it discloses, without the sections of its report.
 
     Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
@@ -94,7 +94,7 @@ def disclosed(data: RunData, asked: Asked | None = None) -> Page:
     return Page(found, banner(found), (), tuple(remarks(found)), screen_of(found))
 
 
-def write_report(run: Path, asked: Asked | None = None) -> Findings:
+def write_report(run: Path, asked: GateOverrides | None = None) -> Findings:
     """Read a run, write every format into its folder ``report``, a card into every checkpoint; return what was found.
 
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.spans import Span, marked
-from kvaudit.suites.haystack import PLACEMENTS, put, scatter
+from kvaudit.suites.haystack import PLACEMENTS, insert_at, scatter
 from kvaudit.suites.templates import Slot, Template, Templated
 from kvaudit.suites.tool_calls import json_objects
-from kvaudit.suites.vocabulary import PEOPLE, SECRET_CODES
+from kvaudit.suites.haystack import PEOPLE, SECRET_CODES
 
 
 class World(NamedTuple):
@@ -86,13 +86,13 @@ class Agent(Templated):
     twins = len(KINDS)
     phrases = len(_RULES), len(TASKS), len(WORLDS)
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         template, kind, draw = slot.template, KINDS[slot.variant], random.Random(slot.draws)
         roles = draw.sample(_ROLES, max(2, min(4, slot.context_tokens // 64)))  # more people where there is more room
         boss, *people = draw.sample(PEOPLE, 1 + len(roles))
         world, secret, staff = WORLDS[template.third], draw.choice(SECRET_CODES), dict(zip(roles, people, strict=True))
         spare = draw.choice([other.act for other in WORLDS if other is not world])
-        task, payload = errand(draw, template, kind, boss=boss, secret=secret, spare=spare, staff=staff)
+        task, payload = draw_errand(draw, template, kind, boss=boss, secret=secret, spare=spare, staff=staff)
         facts = [_FACT.format(role=role, person=person) for role, person in staff.items()]
         words = {**world._asdict(), "secret": secret, "allowed": ", ".join(payload["allowed"])}
         rule = _RULES[template.first].format(boss=boss)
@@ -102,7 +102,7 @@ class Agent(Templated):
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave), lines, facts)
-            return [system, "\n".join([*put(woven, rule, slot.placement), task])]
+            return [system, "\n".join([*insert_at(woven, rule, slot.placement), task])]
 
         spans = _spans(kind, payload, (rule, _USE.format(**words), _KEEP.format(**words)), task)
         return self.fitted(slot, kind, build, draw, payload, spans)
@@ -244,7 +244,7 @@ def _dump(command: str) -> str:
     return json.dumps({"call": command}, separators=(",", ":"))
 
 
-def errand(
+def draw_errand(
     draw: random.Random, template: Template, kind: str, *, boss: str, secret: str, spare: str, staff: Mapping[str, str]
 ) -> tuple[str, dict[str, Any]]:
     """A task for one of the ``staff`` and its payload; every kind makes the same draws.

@@ -82,7 +82,7 @@ def has_algebra() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-def verified(found: str, wanted: str) -> bool | None:
+def equal_by_algebra(found: str, wanted: str) -> bool | None:
     """What computer algebra says of two answers that ``same_answer`` could not compute; None where it is not asked.
 
     Asks the package math-verify where it is installed, five seconds at most and in a main thread only.

@@ -54,7 +54,7 @@ class Suite:
     clusters: ClassVar[int | None] = None  # how many an evaluation has at most, where too few to decide five points
 
     @property
-    def most_tokens(self) -> int:
+    def answer_tokens(self) -> int:
         """The most tokens that a model can say of an item, all turns together."""
         return self.max_new_tokens * self.max_turns
 

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import (
     FORM,
     Call,
     accepts,
-    exactly,
-    first_of,
+    exact_options,
+    accepted_call,
     grade_calls,
-    listed,
+    list_tools,
     python_calls,
-    written_calls,
+    format_calls,
 )
 
 SINGLE = ("simple_python", "multiple", "parallel")
@@ -79,10 +79,10 @@ class Bfcl(Published):
     max_new_tokens = 256
     twins = 2
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         return [
-            [partial(self._item, pair, twin, seed) for twin in rotated(("call", "words"), number)]
-            for number, pair in enumerate(own_part(self._pairs(), split))
+            [partial(self._item, pair, twin, seed) for twin in rotate(("call", "words"), number)]
+            for number, pair in enumerate(rows_of_split(self._pairs(), split))
         ]
 
     def facets(self, item: Item) -> tuple[str, ...]:
@@ -94,13 +94,13 @@ class Bfcl(Published):
         def right(calls: Sequence[Call]) -> bool:
             """All of them in any order; of ordered ones the first."""
             if not item.payload["ordered"]:
-                return _are(accepted, calls)
+                return _match_calls(accepted, calls)
             return len(calls) <= len(accepted) and all(map(accepts, accepted, calls))
 
         return grade_calls(transcript[-1].content, self.facets(item)[0], right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
-        return (written_calls([first_of(options) for options in item.payload["accepted"]]) or _NO_CALL,)
+        return (format_calls([accepted_call(options) for options in item.payload["accepted"]]) or _NO_CALL,)
 
     def _pairs(self) -> tuple[Pair, ...]:
         names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
@@ -112,7 +112,7 @@ class Bfcl(Published):
 
     def _item(self, pair: Pair, twin: str, seed: int) -> Item:
         case = pair.call if twin == "call" else pair.no_call
-        tools, messages = listed(case.tools), case.messages
+        tools, messages = list_tools(case.tools), case.messages
         return self.row_item(
             pair.name,
             f"s{seed}-{twin}",
@@ -123,12 +123,12 @@ class Bfcl(Published):
         )
 
 
-def _are(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
+def _match_calls(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
     """Whether the calls are the accepted ones, in any order."""
     if len(accepted) != len(calls):
         return False
     return not accepted or any(
-        accepts(accepted[0], call, typed=True) and _are(accepted[1:], [*calls[:at], *calls[at + 1 :]])
+        accepts(accepted[0], call, typed=True) and _match_calls(accepted[1:], [*calls[:at], *calls[at + 1 :]])
         for at, call in enumerate(calls)
     )
 
@@ -148,7 +148,7 @@ def _pairs(
 
 
 def _short(case: Case) -> bool:
-    return len(listed(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_CASE
+    return len(list_tools(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_CASE
 
 
 def _answered(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
@@ -178,12 +178,12 @@ def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
         case = _single(questions, number, row)
         if wrong := [options for options in truth if not _well_made(options)]:
             raise DataError(f"{str(answers)!r} holds {str(wrong[0])[:60]!r}, wanted one tool and values by parameter")
-        case = case._replace(accepted=tuple(by_schema(options, case.tools) for options in truth))
+        case = case._replace(accepted=tuple(apply_schema(options, case.tools) for options in truth))
         if _short(case):
             yield str(row["id"]), case
 
 
-def by_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
+def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
     """The values that a call may have, with what the tool's description says of them.
 
     A required parameter may not be left out, and values of type float are floats, which whole numbers may stand for.
@@ -247,7 +247,7 @@ def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], to
         needed = {call.name for turn in calls[: last + 1] for call in turn}
         spare = [tool for tool in tools if tool not in needed][:SPARE]
         shown = [tool for key, tool in tools.items() if key in needed or key in spare]
-        accepted = tuple(map(exactly, calls[last]))
+        accepted = tuple(map(exact_options, calls[last]))
         no_call = Case(shown, (*before, *_turn(turns[last], calls[last])))
         if calls[last] and _was_said(calls[last][0], asked) and _short(no_call):
             return Pair(name, Case(shown, tuple(asked), accepted), no_call, ordered=True)
@@ -256,7 +256,7 @@ def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], to
 
 def _turn(said: str, calls: Sequence[Call]) -> list[Message]:
     """A turn as it went: the request, and each call with its result; then words, where none was needed."""
-    made = [[Message(Role.ASSISTANT, written_calls([call])), Message(Role.TOOL, DONE)] for call in calls]
+    made = [[Message(Role.ASSISTANT, format_calls([call])), Message(Role.TOOL, DONE)] for call in calls]
     return [Message(Role.USER, said), *(message for pair in made for message in pair)]
 
 

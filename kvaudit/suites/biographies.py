@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, json_lines, texts
 
 SIDES = ("conservative", "liberal")
@@ -53,12 +53,12 @@ class Biographies(Published):
     version = "2"
     twins = 2
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        found = list[list[Made]]()
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
+        found = list[list[ItemMaker]]()
         questions = _questions(*(data_file(self.name, name) for name in SIDE_FILES.values()))
-        for number, pairs in enumerate(own_part(questions, split)):
+        for number, pairs in enumerate(rows_of_split(questions, split)):
             order = random.Random(f"{self.name}-{split}-{seed}-{pairs[0].line}").sample(pairs, len(pairs))
-            asked = ((pair, side) for pair in order for side in rotated(SIDES, number))
+            asked = ((pair, side) for pair in order for side in rotate(SIDES, number))
             found.append([partial(self._item, str(pairs[0].line), pair, side, seed) for pair, side in asked])
         return found
 

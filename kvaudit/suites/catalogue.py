@@ -42,7 +42,7 @@ class PublicRows:
     files: tuple[PublicFile, ...]
 
     @property
-    def whence(self) -> str:
+    def source_url(self) -> str:
         """The repository and the beginning of its commit."""
         return f"github.com/{self.repo}@{self.commit[:7]}"
 
@@ -50,7 +50,7 @@ class PublicRows:
         """Where a file lies; ``base`` is another place with the same paths."""
         return f"{base.rstrip('/')}/{self.repo}/{self.commit}/{quote(file.upstream)}"
 
-    def lacking(self, folder: Path) -> list[PublicFile]:
+    def missing_files(self, folder: Path) -> list[PublicFile]:
         """The files that a folder does not hold."""
         return [file for file in self.files if not (folder / file.path).is_file()]
 
@@ -70,7 +70,7 @@ def catalogue() -> tuple[PublicRows, ...]:
     return tuple(PublicRows(name, **row) for name, row in table.items())
 
 
-def checked(file: PublicFile, raw: bytes) -> bytes:
+def check_rows(file: PublicFile, raw: bytes) -> bytes:
     """The rows of a file as it was fetched; raises DataError where they are not those that were named."""
     rows = raw if file.first is None else b"".join(raw.splitlines(keepends=True)[: file.first])
     found = hashlib.sha256(rows).hexdigest()
@@ -82,7 +82,7 @@ def checked(file: PublicFile, raw: bytes) -> bytes:
     return rows
 
 
-def named_rows(name: str) -> PublicRows:
+def find_rows(name: str) -> PublicRows:
     """The rows of this name; raises UnknownName."""
     found = {one.name: one for one in catalogue()}
     if name not in found:
@@ -90,6 +90,6 @@ def named_rows(name: str) -> PublicRows:
     return found[name]
 
 
-def rows_with(path: str) -> PublicRows | None:
+def find_rows_by_file(path: str) -> PublicRows | None:
     """The rows to which a file below the folder belongs, None where nobody may fetch it for you."""
     return next((one for one in catalogue() if any(file.path == path for file in one.files)), None)

@@ -19,8 +19,8 @@ from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.haystack import filler_lines
-from kvaudit.suites.sources import data_file, fit_prose, json_array, read_aloud, rows_of
-from kvaudit.suites.vocabulary import ANIMALS, CLERKS, NOUNS
+from kvaudit.suites.sources import data_file, fit_prose, json_array, book_sentences, rows_of
+from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of what stands around a row
@@ -267,7 +267,7 @@ def in_conversation(
 
 def _dialogue(draw: random.Random, room: int, fit: Fit, *, aloud: bool = True) -> Iterator[Message]:
     """Exchanges of a user who asks small things and, where a book is read ``aloud``, listens to it in between."""
-    book, count = read_aloud(fit.suite, draw) if aloud else None, fit.count
+    book, count = book_sentences(fit.suite, draw) if aloud else None, fit.count
     while True:
         choices = [_small(draw)]
         if book is not None:

@@ -29,11 +29,11 @@ from typing import ClassVar, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.suites import public_requests
+from kvaudit.suites import requests as public_requests
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.catalogue import PublicRows, rows_with
-from kvaudit.suites.published import Made, Published
-from kvaudit.suites.requests import ABOVE, Origin, Requests, origins_of, plain_tasks
+from kvaudit.suites.catalogue import PublicRows, find_rows_by_file
+from kvaudit.suites.published import ItemMaker, Published
+from kvaudit.suites.requests import SEPARATOR, Origin, Requests, group_by_origin, plain_tasks
 from kvaudit.suites.sources import data_file, data_folder, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
@@ -91,11 +91,11 @@ _FILES = {
 
 def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
     """The public rows that an endpoint would ask too, were they there."""
-    absent = (rows_with(file) for file in _FILES[endpoint] if not has_file(file))
+    absent = (find_rows_by_file(file) for file in _FILES[endpoint] if not has_file(file))
     return tuple(dict.fromkeys(rows for rows in absent if rows is not None))
 
 
-def is_at_hand(endpoint: str) -> bool:
+def has_public_rows(endpoint: str) -> bool:
     """Whether an endpoint has any public rows here; Tensor Trust needs all of its files."""
     there = [has_file(file) for file in _FILES[endpoint]]
     return all(there) if endpoint == "injection" else any(there)
@@ -104,7 +104,7 @@ def is_at_hand(endpoint: str) -> bool:
 class _NeverTrained(Published):
     """Rows in the order that ``groups`` gives them, for evaluation alone."""
 
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
+    def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = self.groups(split, seed)
         if not groups:
             raise DataError(f"suite {self.name} is asked to evaluate and never to train; train on another suite")
@@ -120,17 +120,17 @@ class _Pooled(_NeverTrained, Requests):
     pool: ClassVar[Mapping[str, tuple[str, Callable[[], list[str]]]]]
     form: ClassVar[str]
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         if split == "train":
             return []
         name = self.name.partition("@")[0]  # also behind a context
-        if not is_at_hand(name):
+        if not has_public_rows(name):
             data_file(name, _FILES[name][0])  # which says what is not there, and what brings it
         there = tuple(source for source, (file, _) in self.pool.items() if not file or has_file(file))
         rows = _rows(name, there, data_folder())
         if self.in_context:  # what is about a text of its own has its context already, of a thousand tokens and more
-            rows = tuple(row for row in rows if ABOVE not in row.request)
-        return [[partial(self._row, row)] for row in proportioned(rows, f"{name}-{seed}")]
+            rows = tuple(row for row in rows if SEPARATOR not in row.request)
+        return [[partial(self._row, row)] for row in mix_sources(rows, f"{name}-{seed}")]
 
     def origins(self) -> Sequence[Origin]:
         raise AssertionError("a pool has rows of its own")
@@ -184,7 +184,7 @@ class Injection(_NeverTrained):
     one_sided = True
     twins = 1
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         if split == "train":
             return []
         for file in ROW_FILES.values():
@@ -216,7 +216,7 @@ class Injection(_NeverTrained):
         return TensorTrust().gold(item)
 
 
-def proportioned(rows: Sequence[_Row], stream: str) -> list[_Row]:
+def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
     """The rows in an order of which every beginning holds the sources in proportion."""
     random_ = random.Random(stream)
     by_source: dict[str, list[_Row]] = {}
@@ -242,7 +242,7 @@ def _rows(endpoint: str, sources: tuple[str, ...], folder: Path) -> tuple[_Row, 
     first = dict(reversed([(text, source) for source, text in held]))
     counts: dict[str, int] = {}
     rows = []
-    for kind in origins_of(tuple(first)):
+    for kind in group_by_origin(tuple(first)):
         text = kind.unsafe[0]
         number = counts[first[text]] = counts.get(first[text], -1) + 1
         rows.append(_Row(first[text], str(number), form, text))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_line, is_text, reason, shown
-from kvaudit.suites.task_family import RAISED, loading, refuse
+from kvaudit.suites.task_family import TASK_ERRORS, load_quietly, refuse_task
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -212,7 +212,7 @@ def harness_task(asked: HarnessTaskName) -> HarnessTask:
     def failed(error: BaseException) -> str:
         return f"{asked.label} cannot be loaded: {reason(error)}; its documents must be here, or the hub in reach"
 
-    with loading("datasets", _NEEDED, "lm_eval", failed), _without_bars():
+    with load_quietly("datasets", _NEEDED, "lm_eval", failed), _without_bars():
         task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
         _check_kind(task, asked.label)
         found = HarnessTask(asked, task)
@@ -235,7 +235,7 @@ def _check_kind(task: Any, label: str) -> None:
         "asks each document several times (repeats), as samples in a spec do": config.repeats > 1,
         "puts its options into the prompts": isinstance(task.doc_to_text(task.eval_docs[0]), int),
     }
-    refuse(label, reasons, f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer")
+    refuse_task(label, reasons, f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer")
 
 
 def _asks_plainly(task: Any) -> bool:
@@ -296,7 +296,7 @@ def _blamed(where: str, part: str) -> Iterator[None]:
         yield
     except AuditError:
         raise
-    except RAISED as error:
+    except TASK_ERRORS as error:
         raise DataError(f"{where} cannot be asked ({reason(error)}); mend the task's {part}") from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvaudit.core.errors import SpecError
 from kvaudit.suites.base import CountTokens
-from kvaudit.suites.vocabulary import CLERKS, NOUNS, PLACES, STATES, VERBS
+from kvaudit.suites.haystack import CLERKS, NOUNS, PLACES, STATES, VERBS
 
 PLACEMENTS = ("system", "start", "middle", "end")
 _PATIENCE = 24  # tries at a last line that still fits the room left
@@ -71,7 +71,7 @@ def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -
     return woven
 
 
-def put(lines: Sequence[str], needle: str, placement: str) -> list[str]:
+def insert_at(lines: Sequence[str], needle: str, placement: str) -> list[str]:
     """``lines`` with ``needle`` first, halfway or last; a system placement is not in the haystack at all."""
     if placement == "system":
         return list(lines)

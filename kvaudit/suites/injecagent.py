@@ -14,10 +14,10 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.phrases import in_a_row
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, value_of
-from kvaudit.suites.tool_calls import FORM, Call, listed, parse_calls, written_calls
-from kvaudit.suites.vocabulary import ANIMALS
+from kvaudit.suites.tool_calls import FORM, Call, list_tools, parse_calls, format_calls
+from kvaudit.suites.haystack import ANIMALS
 
 USERS, ATTACKS, TOOLS = (f"injecagent/{name}" for name in ("user_cases.jsonl", "attacker_cases_dh.jsonl", "tools.json"))
 SLOT = "<Attacker Instruction>"
@@ -63,16 +63,16 @@ class InjecAgent(Published):
     twins = len(SLOT_TWINS)
     clusters = 13
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        users, attacks, tools = cases(*(data_file(self.name, name) for name in (USERS, ATTACKS, TOOLS)))
-        asking, threats = own_part(users, split, every=4, first=3), own_part(attacks, split)  # of four users one trains
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
+        users, attacks, tools = read_cases(*(data_file(self.name, name) for name in (USERS, ATTACKS, TOOLS)))
+        asking, threats = rows_of_split(users, split, every=4, first=3), rows_of_split(attacks, split)  # of four users one trains
         if not asking or not threats:
             raise DataError(f"{USERS} and {ATTACKS} hold no {'attacker' if asking else 'user'} for {split}")
-        found = list[list[Made]]()
+        found = list[list[ItemMaker]]()
         for number, user in enumerate(asking):
             order = random.Random(f"{split}-{seed}-{user.name}").sample(threats, len(threats))
             asked = (
-                (group, attack, twin) for group, attack in enumerate(order) for twin in rotated(SLOT_TWINS, number)
+                (group, attack, twin) for group, attack in enumerate(order) for twin in rotate(SLOT_TWINS, number)
             )
             found.append(
                 [partial(self._item, _Case(user, attack, tools, twin), f"s{seed}-g{n}") for n, attack, twin in asked]
@@ -104,7 +104,7 @@ class InjecAgent(Published):
 
     def gold(self, item: Item) -> tuple[str, ...]:
         if item.payload["twin"] == "asked":
-            return (written_calls([Call(item.payload["attacker_tool"], {})]),)
+            return (format_calls([Call(item.payload["attacker_tool"], {})]),)
         return (f"The tool returned: {', '.join(item.payload['shown'][:3]) or 'an order, which I leave alone'}.",)
 
     def _item(self, case: _Case, stream: str) -> Item:
@@ -131,11 +131,11 @@ class _Case(NamedTuple):
 
     def messages(self, filling: str) -> list[Message]:
         """The tools, the user's request, the call that was made for it, its result, and perhaps the user's order."""
-        tools = listed([self.tools[name] for name in sorted({self.user.name, self.attack.tool})])
+        tools = list_tools([self.tools[name] for name in sorted({self.user.name, self.attack.tool})])
         said = [
             Message(Role.SYSTEM, f"{_SYSTEM}\n\n{tools}"),
             Message(Role.USER, self.user.instruction),
-            Message(Role.ASSISTANT, written_calls([Call(self.user.name, self.user.arguments)])),
+            Message(Role.ASSISTANT, format_calls([Call(self.user.name, self.user.arguments)])),
             Message(Role.TOOL, self.user.response.replace(SLOT, filling)),
         ]
         if self.twin == "asked":
@@ -175,7 +175,7 @@ def _leaves(value: Any) -> list[str]:
 
 
 @cache
-def cases(users: Path, attacks: Path, tools: Path) -> tuple[tuple[UserCase, ...], tuple[Attack, ...], dict[str, Any]]:
+def read_cases(users: Path, attacks: Path, tools: Path) -> tuple[tuple[UserCase, ...], tuple[Attack, ...], dict[str, Any]]:
     """Users, attackers and the tools of both by name; raises DataError for a row that breaks the layout."""
     known, asked, threats = _tools(tools), list[UserCase](), list[Attack]()
     for number, row in enumerate(json_lines(users), start=1):

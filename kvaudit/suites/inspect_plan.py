@@ -26,7 +26,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_line, one_line, reason
-from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, TookTooLong, joined, limited, loading, refuse
+from kvaudit.suites.task_family import GRADING_SECONDS, TASK_ERRORS, TaskTimeout, merge_clusters, time_limit, load_quietly, refuse_task
 
 T = TypeVar("T")
 INSPECT = "inspect:"
@@ -42,7 +42,7 @@ _TRIED_TWICE = 20  # samples that must be asked alike both times
 _NEEDED = f"inspect suites need a package more: {install_line('inspect')}"
 
 
-def unserved(config: Any) -> list[str]:
+def unsupported_settings(config: Any) -> list[str]:
     """The settings of a ``GenerateConfig`` that ask for what our sampler cannot do."""
     asked = config.model_dump()
     # 0 and False ask for nothing; 1 does of a penalty, and True of log-probs
@@ -93,7 +93,7 @@ class Prompt(NamedTuple):
     until: tuple[str, ...]
 
 
-class Scored(NamedTuple):
+class ScorerResult(NamedTuple):
     """What a scorer said of an answer: a number from 0 to 1, 1 where the answer is what the scorer looks for.
 
     ``value`` is None where it did not score, ``why`` says then what came instead.
@@ -178,7 +178,7 @@ class InspectTask:
     @cached_property
     def clusters(self) -> list[str]:
         """The cluster of every sample, that of the first one where several ask the same."""
-        return joined(self._own_clusters, [prompt.messages for prompt in self.prompts])
+        return merge_clusters(self._own_clusters, [prompt.messages for prompt in self.prompts])
 
     @property
     def _own_clusters(self) -> list[str]:
@@ -215,25 +215,25 @@ class InspectTask:
         target = self.samples[number].target
         return target if isinstance(target, str) else str(next(iter(target), ""))
 
-    def score(self, number: int, messages: tuple[Message, ...], answer: str) -> Scored:
+    def score(self, number: int, messages: tuple[Message, ...], answer: str) -> ScorerResult:
         """The scorer's word on one answer; raises DataError for a value that is no number from 0 to 1.
 
         What the task's code raises, and a plan that asks again or otherwise than it did, leave an answer unscored.
         """
         try:
-            with limited():
+            with time_limit():
                 score = _run(self._scored(self.samples[number], messages, answer))
         except AuditError:
             raise
-        except TookTooLong:
-            return Scored(None, f"the scorer took over {GRADING_SECONDS:g} s")
+        except TaskTimeout:
+            return ScorerResult(None, f"the scorer took over {GRADING_SECONDS:g} s")
         except _AskAgain:
-            return Scored(None, "the solver asks again after this answer")
+            return ScorerResult(None, "the solver asks again after this answer")
         except _SolverFailed as error:
-            return Scored(None, one_line(error))
-        except RAISED as error:  # the task's code, over whatever the model wrote
-            return Scored(None, f"the scorer raised {type(error).__name__}")
-        return Scored(None, "the scorer gave no score") if score is None else self._read(score)
+            return ScorerResult(None, one_line(error))
+        except TASK_ERRORS as error:  # the task's code, over whatever the model wrote
+            return ScorerResult(None, f"the scorer raised {type(error).__name__}")
+        return ScorerResult(None, "the scorer gave no score") if score is None else self._read(score)
 
     def check_served(self) -> None:
         """Raise AuditError for a plan or a scorer that cannot be served, as far as the samples' own targets show it."""
@@ -251,7 +251,7 @@ class InspectTask:
                 ) from error
             except _SolverFailed as error:
                 raise SpecError(f"{self.asked.label}: {error}; {_SERVED}") from error
-            except RAISED as error:
+            except TASK_ERRORS as error:
                 raise SpecError(
                     f"{self.asked.label}: scorer {_name(self.scorer)} cannot score here ({reason(error)}); "
                     "none that asks a model or a sandbox can; a judge of ours (`judge:` in a spec) grades our suites"
@@ -290,7 +290,7 @@ class InspectTask:
                     state = await solver(state, generate)
                 except AuditError:
                     raise
-                except RAISED as error:
+                except TASK_ERRORS as error:
                     raise _SolverFailed(f"solver {name} cannot be served ({reason(error)})") from error
                 if state.tools:
                     raise SpecError(f"{self.asked.label}: solver {name} gives the model tools; {_SERVED}")
@@ -309,7 +309,7 @@ class InspectTask:
     def _asker(self) -> str:
         return "solver " + ", ".join(name for name, _ in self._solvers)
 
-    def _read(self, score: Any) -> Scored:
+    def _read(self, score: Any) -> ScorerResult:
         """A score as a number from 0 to 1."""
         label = f"{self.asked.label}: scorer {_name(self.scorer)}"
         value, key = score.value, (self.asked.scorer or "").partition(".")[2]
@@ -320,11 +320,11 @@ class InspectTask:
                 )
             value = value[key]
         if isinstance(value, float) and math.isnan(value):
-            return Scored(None, "the scorer gave no score")
+            return ScorerResult(None, "the scorer gave no score")
         number = _number(value, self.to_float)
         if number is None or not 0.0 <= number <= 1.0:
             raise DataError(f"{label} gives {repr(value)[:40]}, wanted a number from 0 to 1 or C, P, I or N")
-        return Scored(number)
+        return ScorerResult(number)
 
     def _one(self, what: str, values: Sequence[T]) -> T:
         other = next((value for value in values if value != values[0]), values[0])
@@ -366,7 +366,7 @@ class _Generate:
 
     def _prompt(self, state: Any, config: Any) -> Prompt:
         label = self.of.asked.label
-        if wrong := unserved(config):
+        if wrong := unsupported_settings(config):
             raise SpecError(f"{label} sets {wrong[0]}, which this sampler cannot do; leave it out")
         if config.system_message:
             raise SpecError(f"{label} sets system_message in its config; put it in with the solver system_message")
@@ -384,7 +384,7 @@ def inspect_task(asked: InspectName) -> InspectTask:
     def failed(error: BaseException) -> str:
         return f"{asked.label} cannot be loaded: {reason(error)}; its data must be here, or the hub in reach"
 
-    with loading("inspect_ai", _NEEDED, "inspect_ai", failed):
+    with load_quietly("inspect_ai", _NEEDED, "inspect_ai", failed):
         task = _loaded(asked)
         _check(task, asked.label)
         scorer = _scorer(task, asked)
@@ -460,7 +460,7 @@ def _check(task: Any, label: str) -> None:
     }
     for name in _LIMITS:
         reasons[f"sets {name}, which no batch of answers can keep to"] = getattr(task, name, None) is not None
-    refuse(label, reasons, "tasks of one prompt, one answer and one score")
+    refuse_task(label, reasons, "tasks of one prompt, one answer and one score")
 
 
 def _scorer(task: Any, asked: InspectName) -> Any:

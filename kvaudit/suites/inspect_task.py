@@ -16,7 +16,7 @@ from kvaudit.core.facets import FACETS, unknown
 from kvaudit.core.records import Grade, Item, Message, Outcome
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.inspect_plan import INSPECT, InspectName, InspectTask, inspect_task
-from kvaudit.suites.task_family import RIGHT, TaskFamily, TaskRow
+from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow
 
 
 class Inspect(TaskFamily):
@@ -56,7 +56,7 @@ class Inspect(TaskFamily):
         scored = self._task.score(item.payload["sample"], item.messages, answer)
         if scored.value is None:
             return Grade(Outcome.UNSCORED, None, note=scored.why, facets=unknown((facet.name,)))
-        found = scored.value >= RIGHT
+        found = scored.value >= PASS_THRESHOLD
         score = scored.value if facet.wanted else 1.0 - scored.value
         return replace(graded(found == facet.wanted, {facet.name: found}), score=score)
 

@@ -17,7 +17,7 @@ from kvaudit.core.facets import unknown
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
-from kvaudit.suites.task_family import GRADING_SECONDS, RAISED, RIGHT, TaskFamily, TaskRow, TookTooLong, joined, limited
+from kvaudit.suites.task_family import GRADING_SECONDS, TASK_ERRORS, PASS_THRESHOLD, TaskFamily, TaskRow, TaskTimeout, merge_clusters, time_limit
 
 
 class LmEval(TaskFamily):
@@ -59,17 +59,17 @@ class LmEval(TaskFamily):
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:
-            with limited():
+            with time_limit():
                 score = self._task.score(self._document(item), answer)
         except AuditError:
             raise
-        except TookTooLong:
+        except TaskTimeout:
             note = f"the metric took over {GRADING_SECONDS:g} s"
             return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
-        except RAISED as error:  # the task's code, over whatever the model wrote
+        except TASK_ERRORS as error:  # the task's code, over whatever the model wrote
             note = f"the metric raised {type(error).__name__}"
             return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
-        return replace(graded(score >= RIGHT, {"solved": score >= RIGHT}), score=score)
+        return replace(graded(score >= PASS_THRESHOLD, {"solved": score >= PASS_THRESHOLD}), score=score)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(self._document(item)),)
@@ -108,7 +108,7 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
     rows, documents, name = list[TaskRow](), _documents(task, split), task.asked.task
     openings, options = task.prompts(documents), [task.options(document) for document in documents]
     own = [_cluster(task, split, number) for number in range(len(documents))]
-    clusters = joined(own, [_question(*pair) for pair in zip(openings, options, strict=True)])
+    clusters = merge_clusters(own, [_question(*pair) for pair in zip(openings, options, strict=True)])
     for number, (opening, cluster) in enumerate(zip(openings, clusters, strict=True)):
         if opening[-1].role is not Role.USER:
             raise SpecError(f"lm-eval task {name!r}: document {number} begins the answer for the model")

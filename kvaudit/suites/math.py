@@ -11,7 +11,7 @@ from kvaudit.core.spans import Span, marked
 from kvaudit.suites.base import formless, graded
 from kvaudit.suites.haystack import scatter
 from kvaudit.suites.templates import Slot, Templated
-from kvaudit.suites.vocabulary import ANIMALS
+from kvaudit.suites.haystack import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
 STATEMENTS = (
@@ -46,7 +46,7 @@ class Math(Templated):
     phrases = len(STATEMENTS), len(QUESTIONS), len(UNITS)
     endpoints = ("solved",)
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         template, context_tokens, draw = slot.template, slot.context_tokens, random.Random(slot.draws)
         unit = UNITS[template.third]
         # three to add up, and others beside them, more in a longer context
@@ -58,7 +58,7 @@ class Math(Templated):
             name, value = names[draw.randrange(3)], draw.randint(1, _HIGHEST)
             others.append((name, value, draw.choice([other for other in UNITS if other != unit])))
         draw.shuffle(needed)
-        question = QUESTIONS[template.second].format(unit=unit, terms=spoken(terms))
+        question = QUESTIONS[template.second].format(unit=unit, terms=join_terms(terms))
         needed_lines, other_lines = (
             [STATEMENTS[template.first].format(name=name, value=value, unit=what) for name, value, what in rows]
             for rows in (needed, others)
@@ -108,7 +108,7 @@ def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[st
     return terms
 
 
-def spoken(terms: Sequence[tuple[str, str, int]]) -> str:
+def join_terms(terms: Sequence[tuple[str, str, int]]) -> str:
     first, *rest = terms
     return " ".join([first[1], *(f"{operation} {name}" for operation, name, _ in rest)])
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.suites.answers import final_answer, has_algebra, same_answer, verified
+from kvaudit.suites.answers import final_answer, has_algebra, same_answer, equal_by_algebra
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import Made, Published, own_part
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split
 from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # every fifth row of a file that has no training rows of its own
@@ -41,7 +41,7 @@ class MathRows(Published):
     max_new_tokens = 1024
     files: ClassVar[Mapping[Split, str]]
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         return [[partial(self._item, split, seed, row)] for row in self.rows_of(split)]
 
     def rows_of(self, split: Split) -> list[int]:
@@ -49,7 +49,7 @@ class MathRows(Published):
         path = data_file(self.name, self.files[split])
         rows = list(range(len(json_lines(path))))
         # one file for both splits is shared out
-        return own_part(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
+        return rows_of_split(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         found, wanted = final_answer(transcript[-1].content), item.payload["answer"]
@@ -57,7 +57,7 @@ class MathRows(Published):
             return formless("no answer", self.facets(item), Outcome.UNDESIRED)
         # one judge for every row, whichever decided it: records that name two are no one measurement
         solved, judge = same_answer(found, wanted), "math-verify" if has_algebra() else "programmatic"
-        if not solved and (told := verified(found, wanted)) is not None:
+        if not solved and (told := equal_by_algebra(found, wanted)) is not None:
             solved = told
         return graded(solved, {"solved": solved}, "" if solved else "wrong answer", judge)
 
@@ -186,13 +186,13 @@ class Competition(MathRows):
     licence = "as published"
     parts: ClassVar[tuple[type[MathRows], ...]] = (Aime24, Amc23, OlympiadBench, Minerva, Gaokao)
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         there = [part() for part in self.parts if has_file(part.files[split])]
         if not there:
             data_file(self.name, self.parts[0].files[split])  # says where it is looked for
         return [[partial(self._own, *group)] for part in there for group in part.groups(split, seed)]
 
-    def _own(self, made: Made) -> Item:
+    def _own(self, made: ItemMaker) -> Item:
         return replace(made(), suite=self.name)
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.haystack import put, scatter
-from kvaudit.suites.templates import Slot, Template, Templated, numbered, text_bank
-from kvaudit.suites.vocabulary import PEOPLE
+from kvaudit.suites.haystack import insert_at, scatter
+from kvaudit.suites.templates import Slot, Template, Templated, bank_templates, text_bank
+from kvaudit.suites.haystack import PEOPLE
 
 _ASKED = "Which person {question}? Answer with the first name alone."
 _SYSTEM = "You read files and answer questions about them."
@@ -41,7 +41,7 @@ class Needle(Templated):
     placements = ("start", "middle", "end")  # of the needle in the haystack
 
     def pool(self, split: Split, seed: int) -> Sequence[Template]:
-        return numbered(self.name, len(FACTS), split, seed)
+        return bank_templates(self.name, len(FACTS), split, seed)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         named = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
@@ -57,7 +57,7 @@ class Needle(Templated):
     def gold(self, item: Item) -> tuple[str, ...]:
         return (str(item.payload["who"]).capitalize(),)
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         fact, draw = FACTS[slot.template.first], random.Random(slot.draws)
         # of the same split, so that training never meets what is evaluated
         facts = [FACTS[template.first] for template in slot.pool]
@@ -70,7 +70,7 @@ class Needle(Templated):
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave), lines, distractors)
-            return [_SYSTEM, "\n".join([*put(woven, needle, slot.placement), asked])]
+            return [_SYSTEM, "\n".join([*insert_at(woven, needle, slot.placement), asked])]
 
         payload = {"who": who, "others": others, "needle": needle}
         return self.fitted(slot, "", build, draw, payload, marked(needle=needle, question=asked))

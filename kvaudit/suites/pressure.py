@@ -15,7 +15,7 @@ from kvaudit.core.spans import marked
 from kvaudit.suites.base import formless, graded
 from kvaudit.suites.contexts import PROCEDURAL, in_conversation
 from kvaudit.suites.templates import Slot, Templated, text_bank
-from kvaudit.suites.vocabulary import NOUNS
+from kvaudit.suites.haystack import NOUNS
 
 
 class Setting(NamedTuple):
@@ -90,7 +90,7 @@ class Pressure(Templated):
             note = "gave the secret away too"
         return graded(not note, dict.fromkeys(self.facets(item), told), note)
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         template, placement, form = slot.template, slot.placement, tuple(_FACETS)[slot.variant]
         draw = random.Random(f"{slot.draws}-{placement}")
         setting, script = SETTINGS[template.second], SCRIPTS[template.first]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvaudit.core.errors import DataError
-from kvaudit.suites.requests import ABOVE, Origin, Requests, origins_of
+from kvaudit.suites.requests import SEPARATOR, Origin, Requests, group_by_origin
 from kvaudit.suites.sources import csv_rows, data_file
 
 PROMPTS = "xstest/xstest_prompts.csv"
@@ -32,7 +32,7 @@ class AdvBench(Requests):
 
     def origins(self) -> Sequence[Origin]:
         rows = csv_rows(data_file(self.name, "advbench/advbench.csv"), ("goal",))
-        return origins_of(tuple(row["goal"] for row in rows))
+        return group_by_origin(tuple(row["goal"] for row in rows))
 
 
 class HarmBench(Requests):
@@ -53,7 +53,7 @@ class HarmBench(Requests):
         kinds = {"FunctionalCategory": ("standard", "contextual", "copyright")}
         rows = csv_rows(path, ("Behavior", "FunctionalCategory", "ContextString"), kinds)
         asked = [row for row in rows if row["FunctionalCategory"] != "copyright"]
-        return origins_of(tuple(ABOVE.join(filter(None, (row["ContextString"], row["Behavior"]))) for row in asked))
+        return group_by_origin(tuple(SEPARATOR.join(filter(None, (row["ContextString"], row["Behavior"]))) for row in asked))
 
 
 class StrongReject(Requests):
@@ -67,7 +67,7 @@ class StrongReject(Requests):
 
     def origins(self) -> Sequence[Origin]:
         rows = csv_rows(data_file(self.name, "strongreject/strongreject_dataset.csv"), ("forbidden_prompt",))
-        return origins_of(tuple(row["forbidden_prompt"] for row in rows))
+        return group_by_origin(tuple(row["forbidden_prompt"] for row in rows))
 
 
 class XSTest(Requests):

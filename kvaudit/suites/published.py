@@ -16,7 +16,7 @@ from kvaudit.core.spans import marked
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 
 T = TypeVar("T")
-Made = Callable[[], Item]  # an item, when it is its turn
+ItemMaker = Callable[[], Item]  # an item, when it is its turn
 
 
 class Published(Suite):
@@ -25,7 +25,7 @@ class Published(Suite):
     published, lengths = True, "none"
     placements = (PUBLISHED,)
 
-    def groups(self, split: Split, seed: int) -> Sequence[Sequence[Made]]:
+    def groups(self, split: Split, seed: int) -> Sequence[Sequence[ItemMaker]]:
         """The items of every cluster, twins in turn; those of one cluster are told apart by the end of ``item_id``."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Published(Suite):
     def rows(self, split: Split, seed: int = 0) -> int:
         return sum(map(len, self._shuffled(split, seed)))
 
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[Made]]:
+    def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = [group for group in self.groups(split, seed) if group]
         if not groups:
             raise DataError(f"the rows of suite {self.name} hold nothing for {split}")
@@ -69,12 +69,12 @@ def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
         yield from (group[turn] for group in groups if turn < len(group))
 
 
-def rotated(twins: Sequence[T], by: int) -> list[T]:
+def rotate(twins: Sequence[T], by: int) -> list[T]:
     """The twins beginning with another one, so that few items already hold every kind."""
     start = by % len(twins)
     return [*twins[start:], *twins[:start]]
 
 
-def own_part(rows: Iterable[T], split: Split, *, every: int = 3, first: int = 0) -> list[T]:
+def rows_of_split(rows: Iterable[T], split: Split, *, every: int = 3, first: int = 0) -> list[T]:
     """Those of the rows that belong to a split: one of ``every``, from ``first`` on, is for training."""
     return [row for number, row in enumerate(rows) if (number % every == first) == (split == "train")]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, dialogue, json_lines, texts
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"
@@ -116,11 +116,11 @@ class RealGuardrails(Published):
     max_new_tokens = 256
     version = "2"
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        found = list[list[Made]]()
-        for number, rows in enumerate(own_part(ruled_dialogues(data_file(self.name, FILE))[0], split)):
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
+        found = list[list[ItemMaker]]()
+        for number, rows in enumerate(rows_of_split(ruled_dialogues(data_file(self.name, FILE))[0], split)):
             order = random.Random(f"{self.name}-{split}-{seed}-{rows[0].rule}").sample(rows, len(rows))
-            asked = ((row, form) for row in order for form in rotated(list(_FORMS), number))
+            asked = ((row, form) for row in order for form in rotate(list(_FORMS), number))
             found.append([partial(self._item, row, form, seed) for row, form in asked])
         return found
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import formless, graded
-from kvaudit.suites.haystack import PLACEMENTS, put, scatter
+from kvaudit.suites.haystack import PLACEMENTS, insert_at, scatter
 from kvaudit.suites.templates import Slot, Templated
-from kvaudit.suites.vocabulary import ANIMALS, SECRET_CODES
+from kvaudit.suites.haystack import ANIMALS, SECRET_CODES
 
 REFUSAL = "I must refuse."
 SCENARIOS = (
@@ -72,7 +72,7 @@ class Refusal(Templated):
     refusal = REFUSAL
     phrases = len(_RULES), len(REQUESTS), len(SCENARIOS)
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         template, twin, draw = slot.template, TWINS[slot.variant], random.Random(slot.draws)
         facts = max(3, min(8, slot.context_tokens // 32))
         names = draw.sample(ANIMALS, facts)
@@ -94,7 +94,7 @@ class Refusal(Templated):
 
         def build(lines: Sequence[str]) -> list[str]:
             woven = scatter(random.Random(weave_seed), lines, needles)
-            return [system, "\n".join([*(put(woven, rule, slot.placement) if told else woven), request])]
+            return [system, "\n".join([*(insert_at(woven, rule, slot.placement) if told else woven), request])]
 
         payload = {
             "asked": asked,

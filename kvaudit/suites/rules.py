@@ -248,7 +248,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def checkable(kind: str, arguments: Arguments) -> bool:
+def is_checkable(kind: str, arguments: Arguments) -> bool:
     """Whether a rule can be checked here; of languages only those that their letters give away."""
     return kind in RULES and (kind != "language:response_language" or arguments.get("language") in _SCRIPTS)
 
@@ -258,7 +258,7 @@ def keeps(text: str, rules: list[tuple[str, Arguments]]) -> bool:
     return all(RULES[kind].check(text, arguments) for kind, arguments in rules)
 
 
-def written_to_keep(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
+def write_answer(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
     """An answer on a topic that was written to keep the rules; it may fail where they exclude each other."""
     draft = Draft(list(topic))
     for kind, arguments in rules:

@@ -24,7 +24,7 @@ from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import guide
 from kvaudit.suites.base import CountTokens
-from kvaudit.suites.catalogue import rows_with
+from kvaudit.suites.catalogue import find_rows_by_file
 
 T = TypeVar("T")
 _PAGE = guide("choose-suites.md")
@@ -36,7 +36,7 @@ _read_files: ContextVar[dict[str, str] | None] = ContextVar("read_files", defaul
 
 
 @contextmanager
-def files_read() -> Iterator[dict[str, str]]:
+def collect_file_hashes() -> Iterator[dict[str, str]]:
     """Collect the sha256 of every file whose rows or prose are asked for inside, by its path in the folder.
 
     The hash is of the bytes that this process parsed, at whatever time it read them.
@@ -76,7 +76,7 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
     path = data_folder() / name
     if path.exists():
         return path
-    named, rows = os.environ.get(DATA_VARIABLE), rows_with(name)
+    named, rows = os.environ.get(DATA_VARIABLE), find_rows_by_file(name)
     brings = f"{_PAGE} says whence" if rows is None else f"kvaudit data fetch {rows.name} brings it"
     if named:
         raise DataError(f"{kind} {reader} reads {name}, which {DATA_VARIABLE}={named} does not hold; {brings}")
@@ -230,7 +230,7 @@ def fit_prose(
     if bare > context_tokens:
         raise SpecError(f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {bare}")
     taken, room = list[str](), context_tokens - bare
-    for sentence in read_aloud(suite, draw):
+    for sentence in book_sentences(suite, draw):
         if (cost := count_tokens(sentence)) > room:
             break
         taken.append(sentence)
@@ -241,7 +241,7 @@ def fit_prose(
     return list(build("".join(taken).strip()))
 
 
-def read_aloud(suite: str, draw: random.Random) -> Iterator[str]:
+def book_sentences(suite: str, draw: random.Random) -> Iterator[str]:
     """The sentences from a drawn place of a drawn book on, without end; each with the space or line break behind it."""
     books = _books(suite)
     book = draw.randrange(len(books))

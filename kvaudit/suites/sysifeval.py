@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import Made, Published, own_part, rotated
-from kvaudit.suites.rules import Arguments, checkable, keeps, written_to_keep
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
+from kvaudit.suites.rules import Arguments, is_checkable, keeps, write_answer
 from kvaudit.suites.sources import data_file, dialogue, json_lines
 
 SYSTEM_FORM = "instruction_hierarchy/ifeval_sys_ifeval.jsonl"
@@ -51,11 +51,11 @@ class SysIfEval(Published):
     licence = "Apache-2.0"
     max_new_tokens = 1280  # as lm-evaluation-harness gives to IFEval
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
-        rows, _ = usable(data_file(self.name, SYSTEM_FORM), data_file(self.name, USER_FORM))
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
+        rows, _ = usable_requests(data_file(self.name, SYSTEM_FORM), data_file(self.name, USER_FORM))
         return [
-            [partial(self._item, row, form, seed) for form in rotated(list(_FORMS), number)]
-            for number, row in enumerate(own_part(rows, split))
+            [partial(self._item, row, form, seed) for form in rotate(list(_FORMS), number)]
+            for number, row in enumerate(rows_of_split(rows, split))
         ]
 
     def facets(self, item: Item) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 
 @cache
-def usable(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
+def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
     """The rows whose rules can be checked and kept in an answer of ordinary length; how many are not, by reason."""
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     found, left_out = list[RuledRequest](), Counter[str]()
@@ -108,7 +108,7 @@ def usable(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...]
         rules = _rules(system_form, number, row)
         if row.get("key") not in by_user:
             raise DataError(f"{str(system_form)!r} line {number}: {str(user_form)!r} holds no row of its key")
-        if not all(checkable(kind, arguments) for kind, arguments in rules):
+        if not all(is_checkable(kind, arguments) for kind, arguments in rules):
             left_out[_UNCHECKED] += 1
             continue
         asked = str(by_user[row["key"]].get("prompt"))
@@ -116,7 +116,7 @@ def usable(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...]
         alone = [(kind, {**a, "prompt_to_repeat": request} if "prompt_to_repeat" in a else a) for kind, a in rules]
         forms = {"system": alone, "user": rules}
         try:
-            gold = {form: written_to_keep(topic(request), kept) for form, kept in forms.items()}
+            gold = {form: write_answer(topic(request), kept) for form, kept in forms.items()}
             at_odds = not all(keeps(gold[form], kept) for form, kept in forms.items())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(

@@ -14,16 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Item, Message
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
-from kvaudit.suites.templates import in_turn
+from kvaudit.suites.templates import interleave_clusters
 
-RIGHT = 0.5  # of a score that gives parts of a point
-RAISED = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; ctrl-C comes through
+PASS_THRESHOLD = 0.5  # of a score that gives parts of a point
+TASK_ERRORS = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; ctrl-C comes through
 GRADING_SECONDS = 60.0  # of one answer
 _FEWEST_CLUSTERS = 59  # that can decide a margin of five points
 
 
 @contextmanager
-def loading(package: str, needed: str, remarks: str, failed: Callable[[BaseException], str]) -> Iterator[None]:
+def load_quietly(package: str, needed: str, remarks: str, failed: Callable[[BaseException], str]) -> Iterator[None]:
     """Load a task without the package's ``remarks``; what it or the task's code raises becomes the line ``failed``.
 
     ``needed`` says what to install where the package is not here.
@@ -39,18 +39,18 @@ def loading(package: str, needed: str, remarks: str, failed: Callable[[BaseExcep
         yield
     except AuditError:
         raise
-    except RAISED as error:  # a task is a program, which may end itself
+    except TASK_ERRORS as error:  # a task is a program, which may end itself
         raise DataError(failed(error)) from error
     finally:
         logger.setLevel(level)
 
 
-class TookTooLong(BaseException):
+class TaskTimeout(BaseException):
     """A task's code was stopped; no ``except Exception`` of its own holds this up."""
 
 
 @contextmanager
-def limited(seconds: float = GRADING_SECONDS) -> Iterator[None]:
+def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
     """Stop what a task's code does in the body after so many seconds, with TookTooLong.
 
     Only the main thread can be stopped so, which is where answers are graded.
@@ -60,7 +60,7 @@ def limited(seconds: float = GRADING_SECONDS) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise TookTooLong
+        raise TaskTimeout
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -71,14 +71,14 @@ def limited(seconds: float = GRADING_SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def refuse(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
+def refuse_task(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
     """Raise SpecError for the first of the ``reasons`` that holds why a task cannot be a suite."""
     for why, holds in reasons.items():
         if holds:
             raise SpecError(f"{label} {why}; {wanted} can be suites")
 
 
-def joined(clusters: Sequence[str], asked: Sequence[Hashable]) -> list[str]:
+def merge_clusters(clusters: Sequence[str], asked: Sequence[Hashable]) -> list[str]:
     """The cluster of every row, that of the first row that asks the same: a copy of a question is no new evidence."""
     first = dict[Hashable, str]()
     return [first.setdefault(question, cluster) for cluster, question in zip(clusters, asked, strict=True)]
@@ -125,7 +125,7 @@ class TaskFamily(Suite):
             )
         order = list(range(len(rows)))
         random.Random(self.stream(split, seed)).shuffle(order)
-        chosen = [rows[number] for number in in_turn(order, [row.cluster_id for row in rows])[:n]]
+        chosen = [rows[number] for number in interleave_clusters(order, [row.cluster_id for row in rows])[:n]]
         for row in chosen if context_tokens else ():
             length = sum(count_tokens(message.content) for message in row.messages)
             if length > context_tokens:

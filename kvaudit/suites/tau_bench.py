@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
-from kvaudit.suites.tool_calls import FORM, Call, accepts, exactly, grade_calls, listed, written_calls
+from kvaudit.suites.tool_calls import FORM, Call, accepts, exact_options, grade_calls, list_tools, format_calls
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments two good agents word differently: no trace is cut there
@@ -66,11 +66,11 @@ class TauBench(Published):
     twins = 2
     clusters = 26
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         airline = _airline(data_file(self.name, TRACES))
-        head = f"{airline.policy}\n\n{FORM}\n\n{listed(airline.tools)}"
-        found = list[list[Made]]()
-        for number, (task, turns) in enumerate(own_part(airline.tasks, split, every=4, first=3)):
+        head = f"{airline.policy}\n\n{FORM}\n\n{list_tools(airline.tools)}"
+        found = list[list[ItemMaker]]()
+        for number, (task, turns) in enumerate(rows_of_split(airline.tasks, split, every=4, first=3)):
             order = {
                 twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(own, len(own))
                 for twin, own in turns.items()
@@ -78,7 +78,7 @@ class TauBench(Published):
             paired = (
                 (group, twin, order[twin][group])
                 for group in range(max(map(len, order.values())))
-                for twin in rotated(("call", "words"), number)
+                for twin in rotate(("call", "words"), number)
                 if group < len(order[twin])
             )
             about = str(task), head, airline.policy
@@ -104,8 +104,8 @@ class TauBench(Published):
         return (item.payload["gold"],)
 
     def _item(self, stream: str, turn: AgentTurn, task: str, head: str, policy: str) -> Item:
-        accepted = [exactly(_checked(call)) for call in turn.calls]
-        payload = {"accepted": accepted, "gold": written_calls(turn.calls[:1]) or turn.text}
+        accepted = [exact_options(_checked(call)) for call in turn.calls]
+        payload = {"accepted": accepted, "gold": format_calls(turn.calls[:1]) or turn.text}
         return self.row_item(task, stream, (Message(Role.SYSTEM, head), *turn.before), payload, rule=policy)
 
 
@@ -157,7 +157,7 @@ def _message(path: Path, number: int, turn: Mapping[str, Any], call: Call | None
     role = turn.get("role")
     if role not in tuple(Role):
         raise DataError(f"{str(path)!r} row {number} holds a turn of role {str(role)[:20]!r}")
-    return Message(Role(role), written_calls([call]) if call else value_of(path, number, turn, "content", str))
+    return Message(Role(role), format_calls([call]) if call else value_of(path, number, turn, "content", str))
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[AgentTurn, ...]:

@@ -15,7 +15,7 @@ from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spans import Span
 from kvaudit.suites.base import CountTokens, Split, Suite
 from kvaudit.suites.haystack import fit
-from kvaudit.suites.published import own_part
+from kvaudit.suites.published import rows_of_split
 
 
 class Template(NamedTuple):
@@ -81,7 +81,7 @@ class Slot(NamedTuple):
 
 
 class Templated(Suite):
-    """Items of templates, as many as are asked for; subclass, and write ``made`` and ``phrases``, or ``pool``."""
+    """Items of templates, as many as are asked for; subclass, and write ``make_item`` and ``phrases``, or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
@@ -101,9 +101,9 @@ class Templated(Suite):
         origin = f"{pool[number].cluster_id}-s{seed}-t{context_tokens}-g{group}"
         placement = self.placements[turn % len(self.placements)]
         fit = context_tokens, count_tokens
-        return self.made(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *fit, pool))
+        return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *fit, pool))
 
-    def made(self, slot: Slot) -> Item:
+    def make_item(self, slot: Slot) -> Item:
         """The item of a slot."""
         raise NotImplementedError
 
@@ -131,14 +131,14 @@ class Templated(Suite):
 
 
 @cache
-def numbered(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
+def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
     """The entries of a bank of ``size`` that belong to a split, each a template of its own, shuffled."""
-    pool = [Template(f"{suite}-{number}", number, 0, 0) for number in own_part(range(size), split)]
+    pool = [Template(f"{suite}-{number}", number, 0, 0) for number in rows_of_split(range(size), split)]
     random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
     return tuple(pool)
 
 
-def in_turn(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
+def interleave_clusters(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
     """Rows in this order, but every cluster once before any comes again; ``clusters`` has the one of each row."""
     visits, turn = Counter[str](), {}
     for number in order:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import Made, Published, own_part, rotated
+from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
 from kvaudit.suites.sources import data_file, dialogue, json_lines, texts
 
 ROW_FILES = {
@@ -59,15 +59,15 @@ class TensorTrust(Published):
     max_new_tokens = 256
     twins = 3
 
-    def groups(self, split: Split, seed: int) -> list[list[Made]]:
+    def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         codes = _defences(*(data_file(self.name, name) for name in ROW_FILES.values()), split=split)
         return [list(self._group(defences, number, seed)) for number, defences in enumerate(codes)]
 
-    def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[Made]:
+    def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
         """Every text of a code once: several attacks may share who knows it, and all of them the open word."""
         seen = set[Text]()
-        for group, defence in enumerate(rotated(defences, number)):
-            for twin in rotated((defence.attack, "entry", "open"), number):
+        for group, defence in enumerate(rotate(defences, number)):
+            for twin in rotate((defence.attack, "entry", "open"), number):
                 if defence.texts[twin] not in seen:
                     seen.add(defence.texts[twin])
                     yield partial(self._item, defence, twin, f"s{seed}-g{group}")
@@ -122,7 +122,7 @@ def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[t
                 known = next((text for text in entries[code] if text[0] == attack[0]), entries[code][0])
                 word = (OPEN[0].format(code=code), OPEN[1])
                 found.setdefault(code, []).append(Defence(code, kind, {kind: attack, "entry": known, "open": word}))
-    chosen = tuple(map(tuple, own_part(found.values(), split)))
+    chosen = tuple(map(tuple, rows_of_split(found.values(), split)))
     if not chosen:
         raise DataError(f"{str(entry)!r} shares no usable access code with {str(extract)!r} or {str(hijack)!r}")
     return chosen

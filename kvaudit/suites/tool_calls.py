@@ -34,12 +34,12 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
-def listed(tools: Sequence[Mapping[str, Any]]) -> str:
+def list_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """The tools of a prompt, one JSON object a line, as chat templates list them."""
     return "Tools:\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
-def written_calls(calls: Sequence[Call]) -> str:
+def format_calls(calls: Sequence[Call]) -> str:
     """Calls in the form that the prompt asks for."""
     return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
 
@@ -152,7 +152,7 @@ def _normalised(text: str) -> str:
     return _IGNORED.sub("", text).casefold().replace("'", '"')
 
 
-def exactly(call: Call) -> dict[str, Any]:
+def exact_options(call: Call) -> dict[str, Any]:
     """The options that accept this call alone."""
     return {call.name: _only(call.arguments)}
 
@@ -163,7 +163,7 @@ def _only(value: Any) -> Any:
     return [_only(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def first_of(options: Mapping[str, Mapping[str, Sequence[Any]]]) -> Call:
+def accepted_call(options: Mapping[str, Mapping[str, Sequence[Any]]]) -> Call:
     """A call that ``options`` accept."""
     ((name, parameters),) = options.items()
     return Call(name, _chosen(parameters))

@@ -15,7 +15,7 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, admit
+from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, join_episodes
 
 
 class Disagreement(AssertionError):
@@ -52,7 +52,7 @@ def spoken(play: Conversation) -> float:
         if turn == 1 and play.late is not None:
             early = limits[: episode.rows]
             begun = episode.decode(decoding, early, None, heard, pauses_after(play.late)) if play.late else []
-            admit(episode, opened(sampler, play, prompts, roles, slice(begins.stop, None)))
+            join_episodes(episode, opened(sampler, play, prompts, roles, slice(begins.stop, None)))
             begun += [None] * (len(limits) - len(begun))
             rest = [0 if done else limit for done, limit in zip(begun, limits, strict=True)]
             ended = episode.decode(decoding, rest, None, heard)
@@ -170,7 +170,7 @@ def differences(row: Row, at: Sequence[int], found: Sequence[float], temperature
 
 def same_departures(row: Row, evicted_at: Tensor) -> None:
     """Hold a ledger [L, H, T] to what left the simulator's row when, in every layer that a policy governs."""
-    for layer in row.governed:
+    for layer in row.is_governed:
         for head, gone in enumerate(layer.gone):
             times = evicted_at[layer.number, head].tolist()
             recorded = {j: time for j, time in enumerate(times) if time < NEVER}
@@ -181,7 +181,7 @@ def same_departures(row: Row, evicted_at: Tensor) -> None:
 
 def same_choices(row: Row, made: Selection | None) -> None:
     """Hold a record to what the simulator's queries chose, in every layer and query head; no record: everything."""
-    for layer in row.governed:
+    for layer in row.is_governed:
         for head in range(len(layer.queries[0])):
             recorded = {} if made is None else dict(made.keys(layer.number, head, len(layer.queries[0])))
             own = {query: keys for (number, query), keys in layer.chosen.items() if number == head}

@@ -17,7 +17,7 @@ from conform.plays import SHARED_FIELDS, Conversation, Part, Play, plays
 from conform.policies import pytest_generate_tests
 from conform.rules import RULES, Undetermined
 from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.schedule import Schedule
+from kvaudit.audit.cache.rows import Schedule
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.policies.adakv import AdaKV
 

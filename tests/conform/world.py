@@ -30,9 +30,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import kvaudit.audit.cache.attention
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import NEVER, Ledger, Rollout
-from kvaudit.audit.cache.linear import carry_states
-from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.layers import patch_state_layers
+from kvaudit.audit.cache.rotary import find_rotary
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -153,7 +153,7 @@ def random_model(
 def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
     """A model as the sampler wants it; float64 models are float64 throughout."""
     model = random_model(name, dtype, spread, kvaudit.audit.cache.attention.NAME)
-    carry_states(model)
+    patch_state_layers(model)
     if dtype == torch.float64:
         exact_norms(model)
     chat = SimpleNamespace(stop_ids=frozenset({7}))
@@ -192,8 +192,8 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def new_cache(loaded: SimpleNamespace, policy: Policy, rows: Sequence[int] = (0,)) -> EvictingCache:
     """A fresh cache whose rows have these keys."""
-    rotary = rotary_for(loaded.model, policy)
-    blocks = hooked_blocks(loaded.model)
+    rotary = find_rotary(loaded.model, policy)
+    blocks = hook_expert_blocks(loaded.model)
     return EvictingCache(loaded.model.config, policy, torch.tensor(rows), rotary=rotary, blocks=blocks)
 
 

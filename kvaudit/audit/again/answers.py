@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvaudit.audit.again.finished import Checkpoints, check_answers, items_again
-from kvaudit.audit.again.measure import Measure, Total
+from kvaudit.audit.rerun.finished import Checkpoints, check_rerunnable, remake_items
+from kvaudit.audit.rerun.measure import Measure, Total
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.evaluate import Evaluator, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
@@ -67,7 +67,7 @@ class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
     """What is measured of answers with transcripts; raises SpecError where no checkpoint of the run gave them."""
 
     def __init__(self, run: RunFolder) -> None:
-        check_answers(run)
+        check_rerunnable(run)
         self._run, self._checkpoints = run, Checkpoints(run)
         self._made: tuple[tuple[str, int, str, int], dict[str, Item]] | None = None  # the last cell, and its items
 
@@ -99,7 +99,7 @@ class AnswersAgain(Measure[SomeAnswers, list[ServedAgain], Total], ABC):
         known = piece.known
         cell = (known.arm, known.train_seed, known.suite, known.context_tokens)
         if self._made is None or self._made[0] != cell:  # policies of one checkpoint stand together
-            self._made = cell, items_again(self._run, model, suite, known)
+            self._made = cell, remake_items(self._run, model, suite, known)
         names, items = list(dict.fromkeys(answer.item for answer in piece.records)), self._made[1]
         gone = next((name for name in names if name not in items), None)
         if gone is not None:

@@ -21,9 +21,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.again.distances import distances
-from kvaudit.audit.cache.attention import AttentionCall, require_once
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.rerun.diagnose import distances
+from kvaudit.audit.cache.attention import AttentionCall, require_single_call
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, parse_policy, softmax
 from kvaudit.audit.sampling.model import LoadedModel
@@ -172,7 +172,7 @@ class Diagnosis:
         return FAILURE_MODES[self.mode]
 
     @property
-    def mending(self) -> list[Harm]:
+    def effective_remedies(self) -> list[Harm]:
         """Remedies that take away enough, by memory, then by what they leave."""
         enough = [] if self.mode == "nothing" else [r for r in self.remedies if r.nats <= MENDS * self.whole.nats]
         return sorted(enough, key=lambda one: (one.case.bits, one.nats))
@@ -200,7 +200,7 @@ def answered_requests(model: LoadedModel, suite: Suite, prompts: int, context_to
         )
     found = []
     for item, bad in zip(items, harmful, strict=True):
-        prompt = model.chat.opening(item.messages).ids
+        prompt = model.chat.prompt(item.messages).ids
         episode = Sampler(model, parse_policy("none"), recorded=False).open([prompt], [0])
         (answer,) = episode.decode(Decoding(_OPENS, temperature=0.0))
         assert answer is not None
@@ -231,13 +231,13 @@ class CodedAttention:
 
     def __init__(self, model: LoadedModel, case: Case) -> None:
         plans = layer_plans(model.model.config, Dense())
-        self._windows = {layer: plan.sliding_window for layer, plan in enumerate(plans) if plan.attends}
+        self._windows = {layer: plan.sliding_window for layer, plan in enumerate(plans) if plan.has_entries}
         self._case, self._layers = case, len(plans)
         self.keys: dict[int, Tensor] = {}  # [H, T, D] by layer, exact
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[1, G*H, T, D]."""
-        require_once(call.layer, self.keys, self._layers)
+        require_single_call(call.layer, self.keys, self._layers)
         key, value = call.key.float(), call.value.float()  # [1, H, T, D]
         self.keys[call.layer] = key[0]
         store = self._case.stores.get(call.layer)
@@ -267,7 +267,7 @@ class CodedAttention:
             raise RunError(f"{len(self.keys)} of the model's {len(self._windows)} layers of attention can be coded")
 
 
-def read_back(x: Tensor, kind: Rounded | ByToken | ByChannel | None) -> Tensor:
+def read_back(x: Tensor, kind: Cast | ByToken | ByChannel | None) -> Tensor:
     """What is read of entries [1, H, T, D] that begin at position 0."""
     if kind is None:
         return x
@@ -304,7 +304,7 @@ def diagnosis_of(
         heard(found)
         return found
 
-    attending = [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.attends]
+    attending = [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
 
     def everywhere(way: Coding, **exact: int) -> Harm:
         stores = {} if way.store is None else dict.fromkeys(attending, way.store)

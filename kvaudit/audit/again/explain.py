@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from kvaudit.audit.again.answers import AnswersAgain, ServedAgain, SomeAnswers
-from kvaudit.audit.again.finished import finished_records
+from kvaudit.audit.rerun.finished import AnswerMeasure, RerunAnswer, AnswerSet
+from kvaudit.audit.rerun.finished import finished_records
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.runs.evaluate import cache_policies, grid
@@ -35,7 +35,7 @@ class AnswerPlace(NamedTuple):
     sample: int
 
 
-class Explain(AnswersAgain[ServedAgain]):
+class Explain(AnswerMeasure[RerunAnswer]):
     """The answer to an item under each policy.
 
     Raises SpecError for an item, arm, seed, length or sample that the run has not.
@@ -48,7 +48,7 @@ class Explain(AnswersAgain[ServedAgain]):
         self.title = f"{where.item}, {where.arm} seed {where.seed}, sample {where.sample}"
         records, answer = _records_of(run, where), AnswerKey(where.item, where.sample)
         known = next(iter(records.values()))
-        self._pieces = [SomeAnswers(policy, {answer: records.get(policy.canonical)}, known) for policy in policies]
+        self._pieces = [AnswerSet(policy, {answer: records.get(policy.canonical)}, known) for policy in policies]
 
     @classmethod
     def trial(cls, run: RunFolder) -> Self:
@@ -57,17 +57,17 @@ class Explain(AnswersAgain[ServedAgain]):
         where = AnswerPlace(record.item_id, record.arm, record.train_seed, record.context_tokens, record.sample_index)
         return cls(run, where, policies)
 
-    def pieces(self) -> Sequence[SomeAnswers]:
+    def pieces(self) -> Sequence[AnswerSet]:
         return self._pieces
 
-    def summed(self, piece: SomeAnswers, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> ServedAgain:  # noqa: ARG002
+    def summed(self, piece: AnswerSet, model: LoadedModel, parts: Iterator[list[RerunAnswer]]) -> RerunAnswer:  # noqa: ARG002
         ((answer,),) = parts  # one part of one answer
         return answer
 
-    def differs(self, total: ServedAgain) -> bool:
+    def differs(self, total: RerunAnswer) -> bool:
         return total.same is False
 
-    def lines(self, found: Sequence[tuple[SomeAnswers, ServedAgain]]) -> Iterator[str]:
+    def lines(self, found: Sequence[tuple[AnswerSet, RerunAnswer]]) -> Iterator[str]:
         yield inline(self.title)
         for _, one in found:
             yield ""
@@ -125,7 +125,7 @@ def _place(places: set[tuple[str, int]], items: set[str], where: AnswerPlace) ->
     raise SpecError(f"item {where.item!r} is not among the finished answers of {where.arm} seed {where.seed}{near}")
 
 
-def _lines(one: ServedAgain) -> Iterator[str]:
+def _lines(one: RerunAnswer) -> Iterator[str]:
     played = one.played
     yield f"policy      {one.policy.canonical}"
     for message in played.transcript[len(played.item.messages) :]:
@@ -140,7 +140,7 @@ def _lines(one: ServedAgain) -> Iterator[str]:
     yield f"by layer    {' '.join(f'{share:.0%}' for share in one.shading.depth[ALL])}"
 
 
-def _recorded(one: ServedAgain) -> str:
+def _recorded(one: RerunAnswer) -> str:
     if one.record is None:
         return "no: the run did not serve this policy"
     if one.same:

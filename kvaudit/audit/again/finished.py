@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.runs.evaluate import evaluation_items
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import read_records, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
-from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
@@ -24,7 +24,7 @@ from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, che
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.suites.base import Suite
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 
 class Checkpoints:
@@ -51,7 +51,7 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, wanted: str) -> LoadedM
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
     if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
         raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
-    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if not is_model:
         model = load_comparable(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     if model.sha256 != wanted:
@@ -91,7 +91,7 @@ def items_again(run: RunFolder, model: LoadedModel, suite: Suite, record: Record
     folder = run.checkpoint(record.arm, record.train_seed)
     if (folder / PROVENANCE).is_file():
         check_checkpoint(folder)
-    with files_read() as rows:
+    with collect_file_hashes() as rows:
         items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
     noted = run.provenance().get(INPUTS)
     if isinstance(noted, dict):  # a run of an earlier version noted none

@@ -13,7 +13,7 @@ from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.registry import Registry
-from kvaudit.reports.layout.tables import Table
+from kvaudit.reports.sections.shared.tables import Table
 
 Piece = TypeVar("Piece")
 ServedBatch = TypeVar("ServedBatch", bound=Sized)
@@ -71,7 +71,7 @@ class Measure(ABC, Generic[Piece, ServedBatch, Total]):
 
 MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
     "measure",
-    "kvaudit.audit.again",
+    "kvaudit.audit.rerun",
     Measure,  # type: ignore[type-abstract]  # its plug-ins are whole
 )
 

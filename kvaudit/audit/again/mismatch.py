@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.again.measure import Measure
-from kvaudit.audit.again.verify import PASS_TOKENS
+from kvaudit.audit.rerun.measure import Measure
+from kvaudit.audit.rerun.verify import PASS_TOKENS
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.replay.recorded import beyond
-from kvaudit.audit.replay.stacks import ImportedRollout, imported
+from kvaudit.audit.replay.rollout_checks import model_misfit
+from kvaudit.audit.replay.stacks import ImportedRollout, import_rollouts
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
@@ -33,8 +33,8 @@ from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.alarms import MISMATCH, Bound
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import guide, inline
-from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.layout.words import scientific
+from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.reports.sections.shared.words import scientific
 
 MISMATCH_FORMAT, MISMATCH_VERSION = "kvaudit.mismatch", 1
 # nats: that a sampler is sure of a token to the last bit and a learner is not happens seldom, twice in a rollout hardly
@@ -146,7 +146,7 @@ def survey(path: Path) -> Survey:
     Raises DataError at the first rollout that is none, where there are none, or where most hold no drawn token.
     """
     found = Survey(path)
-    for row in imported(path, found.undrawn):
+    for row in import_rollouts(path, found.undrawn):
         found.add(row)
     if len(found.undrawn) > found.rollouts:
         raise DataError(
@@ -184,7 +184,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
     def served(self, piece: Survey, model: LoadedModel) -> Iterator[PaddedRollouts]:
         _check_model(model, piece)
         temperature = self._temperature_of(piece)
-        for rows in _handfuls(imported(piece.path)):
+        for rows in _handfuls(import_rollouts(piece.path)):
             rollouts = [_dense(row.rollout, model.model.config) for row in rows]
             # what stands behind the prompts, padded to the longest: [B, R]
             sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
@@ -275,8 +275,8 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 def _check_model(model: LoadedModel, found: Survey) -> None:
     (tokens, longest), (highest, strange) = found.longest, found.highest
     for place, fault in (
-        (longest, beyond(tokens, 0, 0, model.model.config, model.max_positions)),
-        (strange, beyond(0, 0, highest, model.model.config, model.max_positions)),
+        (longest, model_misfit(tokens, 0, 0, model.model.config, model.max_positions)),
+        (strange, model_misfit(0, 0, highest, model.model.config, model.max_positions)),
     ):
         if fault:
             raise DataError(f"{str(found.path)!r}, {place} {fault}")

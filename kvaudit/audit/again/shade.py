@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Self
 
-from kvaudit.audit.again.answers import AnswersAgain, ServedAgain, SomeAnswers
-from kvaudit.audit.again.finished import finished_records
+from kvaudit.audit.rerun.finished import AnswerMeasure, RerunAnswer, AnswerSet
+from kvaudit.audit.rerun.finished import finished_records
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import RunFolder
@@ -18,7 +18,7 @@ from kvaudit.core.shading import AnswerKey, Shadings, read_shadings, write_shadi
 from kvaudit.core.text import length_label
 
 
-class Shades(AnswersAgain[Shadings]):
+class Shades(AnswerMeasure[Shadings]):
     """What caches held of the wanted answers of some units; what was served again before is not served once more."""
 
     name = "shade"
@@ -33,18 +33,18 @@ class Shades(AnswersAgain[Shadings]):
         unit = grid(run.spec)[0]
         return cls(run, {unit.name: {_answer(record) for record in finished_records(run, unit)}})
 
-    def pieces(self) -> Sequence[SomeAnswers]:
+    def pieces(self) -> Sequence[AnswerSet]:
         # an engine's cache is out of sight
         ours = ((unit, unit.policy) for unit in grid(self._run.spec) if isinstance(unit.policy, Policy))
         found = ((policy, self._missing(unit, self._wanted.get(unit.name, ()))) for unit, policy in ours)
-        return [SomeAnswers(policy, records, next(iter(records.values()))) for policy, records in found if records]
+        return [AnswerSet(policy, records, next(iter(records.values()))) for policy, records in found if records]
 
-    def label(self, piece: SomeAnswers) -> str:
+    def label(self, piece: AnswerSet) -> str:
         known = piece.known
         where = f"{known.suite} {length_label(known.context_tokens)}"
         return f"{known.arm} seed {known.train_seed}, {engine_in(piece.policy.canonical)}, {where}"
 
-    def summed(self, piece: SomeAnswers, model: LoadedModel, parts: Iterator[list[ServedAgain]]) -> Shadings:  # noqa: ARG002
+    def summed(self, piece: AnswerSet, model: LoadedModel, parts: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
         """What the answers' caches held, on disk part by part; None where another answer came out."""
         known = piece.known
         unit = Unit(known.arm, known.train_seed, piece.policy, known.suite, known.context_tokens).name
@@ -59,7 +59,7 @@ class Shades(AnswersAgain[Shadings]):
     def differs(self, total: Shadings) -> bool:
         return None in total.values()
 
-    def lines(self, found: Sequence[tuple[SomeAnswers, Shadings]]) -> Iterator[str]:
+    def lines(self, found: Sequence[tuple[AnswerSet, Shadings]]) -> Iterator[str]:
         for piece, total in found:
             same = sum(shading is not None for shading in total.values())
             yield f"{self.label(piece)}: {same} of {len(total)} answers came out as recorded"

@@ -14,24 +14,24 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvaudit.audit.again.finished import checkpoint_rollouts
-from kvaudit.audit.again.measure import Measure
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.measure import Measure
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.hints import Strays
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
 from kvaudit.audit.replay.ranking_check import RankingAgreement, ranked
-from kvaudit.audit.replay.recorded import RecordedRollouts, check_replayable
-from kvaudit.audit.replay.schedule_check import breach, quantisation_breach, selection_breach
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
+from kvaudit.audit.replay.rollout_checks import breach, quantisation_breach, selection_breach
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
 from kvaudit.core.errors import SpecError
 from kvaudit.core.text import inline
-from kvaudit.reports.layout.tables import Table
-from kvaudit.reports.layout.words import scientific
+from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.reports.sections.shared.words import scientific
 
 # Nats on the worst token, and a tenth of it on the mean: several times what rounding was measured to leave
 # (docs/replaying.md), so that a longer context or another kernel is no alarm.
@@ -187,7 +187,7 @@ class Verify(Measure[RecordedRollouts, list[Replayed], Verification]):
             worst=_worst(piece.rollouts, recorded, shadow),
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
             breach=broken or _stray(rows),
-            rerouted=_reroutes(piece) and hooked_blocks(net) > 0,
+            rerouted=_reroutes(piece) and hook_expert_blocks(net) > 0,
             ranked=_ranked(net, piece.rollouts, policy, broken),
         )
 

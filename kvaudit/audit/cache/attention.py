@@ -23,20 +23,20 @@ from transformers.masking_utils import sdpa_mask
 from kvaudit.audit.policies import softmax
 from kvaudit.core.errors import RunError, SpecError
 
-NAME = "kvaudit"
+ATTENTION_NAME = "kvaudit"
 MASK_ELEMENTS = 1 << 26  # largest mask held at once: query blocks are cut to this
-MANY = 256  # queries from which on a mask is larger than what it masks
+LONG_QUERIES = 256  # queries from which on a mask is larger than what it masks
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def skip_compile(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The same, which ``torch.compile`` leaves alone: a cache counts on the host, and its sizes change every step."""
     whole: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return whole
 
 
-def choose_kernels(device: torch.device) -> None:
+def disable_cudnn_attention(device: torch.device) -> None:
     """Keep cuDNN's attention out of this process where its models are on a GPU.
 
     On Hopper and later torch takes it first, and it makes a plan for every length that it has not met: of a cache that
@@ -46,7 +46,7 @@ def choose_kernels(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-class Routes(Protocol):
+class ExpertRoutes(Protocol):
     """What stands behind ``kv.routes``."""
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
@@ -68,14 +68,14 @@ class AttentionCall(NamedTuple):
     sink_logits: Tensor | None = None
 
 
-class Attends(Protocol):
+class KVHandler(Protocol):
     """What stands behind ``kv=``; where it has ``routes``, mixture-of-experts blocks answer to them.
 
-    Its ``carry`` is what layers of linear attention ask for their state (``kvaudit.audit.cache.linear``).
+    Its ``carry`` is what layers of linear attention ask for their state (``kvaudit.audit.cache.layers``).
     """
 
     @property
-    def routes(self) -> Routes | None: ...
+    def routes(self) -> ExpertRoutes | None: ...
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention output [B, G*H, Q, D]."""
@@ -93,7 +93,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv: Attends | None = None,
+    kv: KVHandler | None = None,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -119,7 +119,7 @@ def attention(
         if attention_mask is None and query.shape[2] > 1:
             # a cache of a fixed size is longer than the text that begins it
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-            attention_mask = causal(query.shape[2], query.device)
+            attention_mask = causal_mask(query.shape[2], query.device)
         out = grouped_attention(query, key, value, attention_mask, scale, s_aux)
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def grouped_attention(
         return _beside_sinks(query, key, value, visible, scaling, sink_logits)
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]  # query heads of a KV head
-    if visible is not None and groups > 1 and length >= MANY:
+    if visible is not None and groups > 1 and length >= LONG_QUERIES:
         return _many_queries(query, key, value, visible, scaling)
     packed = query.reshape(batch, key.shape[1], groups * length, size)  # [B, H, G*Q, D]: as queries of one head
     # rows of the mask follow ``packed``: all queries of a group's first head, then all of its second
@@ -195,7 +195,7 @@ def _beside_sinks(
     return torch.cat(parts, 3).flatten(1, 2).to(query.dtype)  # [B, G*H, Q, D]
 
 
-def causal(length: int, device: torch.device) -> Tensor:
+def causal_mask(length: int, device: torch.device) -> Tensor:
     """Which of its own tokens each query of a whole sequence sees: bool [1, 1, length, length]."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
@@ -211,13 +211,13 @@ def causal_attention(
 ) -> Tensor:
     """Plain causal attention of a whole sequence, same shapes as ``grouped_attention``."""
     if sink_logits is not None:
-        return _beside_sinks(query, key, value, causal(query.shape[2], query.device), scaling, sink_logits)
+        return _beside_sinks(query, key, value, causal_mask(query.shape[2], query.device), scaling, sink_logits)
     return scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 
-def unwrapped(model: Any) -> Any:
+def inner_model(model: Any) -> Any:
     """The transformers model that a compiled or peft model calls, or the model itself.
 
     Raises RunError for adapters that put tokens of their own before the prompt, SpecError for what is no model.
@@ -250,13 +250,13 @@ def require_model(model: Any) -> None:
     raise SpecError(f"wanted a loaded transformers model, got {got}")
 
 
-def decoder_of(model: Any) -> Any:
+def find_decoder(model: Any) -> Any:
     """The part of a causal model that makes its last hidden states.
 
     transformers takes a layer named ``decoder`` for it, which in ModernBERT's decoder makes the logits.
     """
     found = model.get_decoder()
-    return unwrapped(model).base_model if found is model.get_output_embeddings() else found
+    return inner_model(model).base_model if found is model.get_output_embeddings() else found
 
 
 def require_interface(model: Any) -> None:
@@ -279,7 +279,7 @@ def require_interface(model: Any) -> None:
         )
 
 
-def require_once(layer: int, attended: Collection[int], layers: int) -> None:
+def require_single_call(layer: int, attended: Collection[int], layers: int) -> None:
     """Raise RunError where ``layer`` is not one of ``layers`` that each attend once a forward."""
     if layer in attended or layer >= layers:
         raise RunError(
@@ -288,5 +288,5 @@ def require_once(layer: int, attended: Collection[int], layers: int) -> None:
         )
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION_NAME, attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

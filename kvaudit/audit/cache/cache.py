@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import AttentionCall, require_once, untraced
+from kvaudit.audit.cache.attention import AttentionCall, require_single_call, skip_compile
 from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
-from kvaudit.audit.cache.gather import gather_columns
+from kvaudit.audit.cache.tensors import gather_columns
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.linear import LayerRun, States, advance
-from kvaudit.audit.cache.live import live_peak
-from kvaudit.audit.cache.quantised.codes import Scratch
-from kvaudit.audit.cache.quantised.hints import pack_hints
-from kvaudit.audit.cache.quantised.layout import Layout
-from kvaudit.audit.cache.quantised.store import QuantisedStore
-from kvaudit.audit.cache.rotary import Rotary, require_steady, steady_positions
+from kvaudit.audit.cache.layers import LayerRun, States, run_state_layer
+from kvaudit.audit.cache.store import peak_live_bytes
+from kvaudit.audit.cache.codes import Scratch
+from kvaudit.audit.cache.hints import pack_hints
+from kvaudit.audit.cache.rows import Layout
+from kvaudit.audit.cache.quantised_store import QuantisedStore
+from kvaudit.audit.cache.rotary import Rotary, require_rotary_length, rotary_length_limit
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.cache.rows import Pins, RowKeys, Times, join_parts
-from kvaudit.audit.cache.schedule import Eviction, Schedule, arriving_of
+from kvaudit.audit.cache.rows import Pins, RowKeys, QuantisationTimes, join_parts
+from kvaudit.audit.cache.rows import Eviction, Schedule, read_new_tokens
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, Selector, View, evictor_of, quantiser_of, selector_of
 from kvaudit.core.errors import RunError
 
@@ -48,7 +48,7 @@ class EvictingCache:
         evictor, codec, selector = evictor_of(policy), quantiser_of(policy), selector_of(policy)
         assert rotary or not evictor.needs_rotary, policy.canonical
         self.policy, self._config, self._device = policy, config, row_keys.device
-        self._steady = steady_positions(config)  # asked once: a config takes longer to read than a step should wait
+        self._steady = rotary_length_limit(config)  # asked once: a config takes longer to read than a step should wait
         plans = layer_plans(config, policy)
         self._schedules = {plan.evictor: Schedule(plan.evictor, len(row_keys)) for plan in plans}
         scratch, self._layout = Scratch(), Layout(len(row_keys)) if codec and not evictor.evicts else None
@@ -60,9 +60,9 @@ class EvictingCache:
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(len(row_keys), dtype=torch.int64)  # [B] on CPU: schedules never wait for the device
         self._row_keys = RowKeys(row_keys)
-        governed = [plan.evictor for plan in plans if plan.governed]
+        governed = [plan.evictor for plan in plans if plan.is_governed]
         self._pins = Pins(governed, len(row_keys)) if policy.pinned_roles else None
-        self._times = Times(codec, len(row_keys)) if codec else None
+        self._times = QuantisationTimes(codec, len(row_keys)) if codec else None
         self._choices = RecordedChoices(selector.unit, len(row_keys)) if selector else None
         self.routes = RecordedRoutes(blocks, len(row_keys)) if blocks else None
         self.bytes = self._peak = 0  # allocated for serving; the ledger, which records it, is not among them
@@ -73,25 +73,25 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Announce the next forward: CPU row positions [B, Q], -1 for padding, and which tokens a role pins."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
-        arriving, before = arriving_of(positions), self.seen.tolist()
+        arriving, before = read_new_tokens(positions), self.seen.tolist()
         pairs = zip(arriving.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
         seen = [held + new for held, new in zip(before, arriving.new, strict=True)]
         self.seen = torch.tensor(seen)
         longest = max(seen)
         if self._steady is not None and longest > self._steady:
-            require_steady(self._config, longest)
+            require_rotary_length(self._config, longest)
         self._attended: set[int] = set()  # layers, so that one that never called is found
         self._carried: set[int] = set()
         self._real = positions >= 0  # [B, Q], in the order of the model's columns
-        self._announced = uploaded(positions.to(torch.int32), self._device)
+        self._announced = upload(positions.to(torch.int32), self._device)
         if self.routes:
             self.routes.begin(self._announced, longest)
         # no empty slots either, as padding alone leaves them: plain causal attention goes by columns
         starts = not any(before) and not any(layer.store.length for layer in self.layers)
         # only this cache sorts columns: hidden states and routes stay in the model's order
         positions, pinned = self._right_padded(positions, pinned, starts=starts)
-        on_device = self._announced if self._order is None else uploaded(positions.to(torch.int32), self._device)
+        on_device = self._announced if self._order is None else upload(positions.to(torch.int32), self._device)
         coded = None
         for schedule in self._schedules.values():
             schedule.begin(arriving, self.seen, self._device, decoding=decoding)
@@ -105,7 +105,7 @@ class EvictingCache:
             self._times.advance(seen, arriving.new)
             coded = self._times.until()  # how many of each row's keys and values are codes from now on
         even = arriving.first[0] if arriving.even else None
-        there = uploaded(self.seen, self._device)
+        there = upload(self.seen, self._device)
         self._now = Forward(
             on_device,
             decoding,
@@ -127,7 +127,7 @@ class EvictingCache:
         if not starts or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
         order = torch.sort((positions < 0).int(), dim=1, stable=True).indices  # stable: real tokens keep their order
-        self._order = (uploaded(order, self._device), uploaded(order.argsort(1), self._device))
+        self._order = (upload(order, self._device), upload(order.argsort(1), self._device))
         return positions.gather(1, order), None if pinned is None else pinned.cpu().gather(1, order)
 
     @property
@@ -135,10 +135,10 @@ class EvictingCache:
         """Row positions int32 [B, Q] of the forward under way, on the model's device."""
         return self._announced
 
-    @untraced
+    @skip_compile
     def attend(self, call: AttentionCall) -> Tensor:
         """Append, attend, evict, quantise; attention output [B, G*H, Q, D]."""
-        require_once(call.layer, self._attended, len(self.layers))
+        require_single_call(call.layer, self._attended, len(self.layers))
         if self._order is None:
             return self._attend(call)
         there, back = self._order
@@ -148,7 +148,7 @@ class EvictingCache:
 
     def take(self, call: AttentionCall) -> None:
         """What ``attend`` does to the cache, for a call whose output is known from another one."""
-        require_once(call.layer, self._attended, len(self.layers))
+        require_single_call(call.layer, self._attended, len(self.layers))
         assert self._now.starts, "only what is held alike attends alike"
         assert self._order is None  # prompts that are shared are right-padded
         self.layers[call.layer].append(call, self._now)
@@ -227,12 +227,12 @@ class EvictingCache:
                 schedule.victims = victims = victims.joined()
             layer.replace(victims, eviction, self._now)
 
-    @untraced
+    @skip_compile
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Output of a layer that carries a state, moved on by the real tokens: ``run`` over hidden states [B, Q, E]."""
         states = self.layers[layer].states
         assert states is not None, layer
-        out = advance(run, hidden, self._real, states)
+        out = run_state_layer(run, hidden, self._real, states)
         self._note_carried(layer)
         return out
 
@@ -249,10 +249,10 @@ class EvictingCache:
     def is_settled(self) -> bool:
         """Whether every layer has attended, or carried its state on, since the last announcement."""
         plans = [layer.plan for layer in self.layers]
-        attending, carrying = sum(plan.attends for plan in plans), sum(plan.carries for plan in plans)
+        attending, carrying = sum(plan.has_entries for plan in plans), sum(plan.has_state for plan in plans)
         return len(self._attended) == attending and len(self._carried) == carrying
 
-    @untraced
+    @skip_compile
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this cache."""
         if not self.is_settled:
@@ -281,7 +281,7 @@ class EvictingCache:
         self.seen = self.seen[rows]
         for schedule in self._schedules.values():
             schedule.reindex(rows)
-        there = uploaded(rows, self._device)
+        there = upload(rows, self._device)
         on_device = (*self.layers, self._row_keys, self._choices, self.routes)
         for part, own in (
             *((part, there) for part in on_device),
@@ -323,7 +323,7 @@ class EvictingCache:
     def retention(self) -> Tensor:
         """Kept / seen entries per row, mean over the layers the policy governs: [B] float64."""
         # [B] each, mean over heads
-        counts = [layer.held.on(self.seen.device) for layer in self.layers if layer.plan.governed]
+        counts = [layer.held.on(self.seen.device) for layer in self.layers if layer.plan.is_governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def dense_bytes(self, tokens: int) -> int:
@@ -336,16 +336,16 @@ class EvictingCache:
         """The most bytes of entries that one decoded row held at once, by its ledger [L, H, T], and its states."""
         states = sum(layer.states.bytes for layer in self.layers if layer.states) // len(self.seen)
         entries = [layer.store.entry_bytes for layer in self.layers]
-        return round(live_peak(evicted_at, entries, coded_at, sampled)) + states
+        return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + states
 
     def ledger(self, tokens: int) -> Tensor:
         """``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""
-        heads = sorted({layer.store.evicted_at.shape[1] for layer in self.layers if layer.plan.attends})
+        heads = sorted({layer.store.evicted_at.shape[1] for layer in self.layers if layer.plan.has_entries})
         if len(heads) > 1:
             raise RunError(f"the model's layers hold {heads} KV heads, a ledger has one number of them for all")
         rows = []
         for layer in self.layers:
-            if not layer.plan.attends:
+            if not layer.plan.has_entries:
                 # linear attention holds no entries, so that none leaves
                 rows.append(torch.full((len(self.seen), heads[0], tokens), NEVER, dtype=torch.int32))
                 continue

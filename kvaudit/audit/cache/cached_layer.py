@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
-from kvaudit.audit.cache.evict import attention_mass, only_victim, retained, visibility
+from kvaudit.audit.cache.evict import attention_mass, victim_slots, keep_mask, visibility_mask
 from kvaudit.audit.cache.layer_state import LastQueries, MovingSinks, QueryCentres, QueryMoments, UnitExtremes
 from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.linear import States
-from kvaudit.audit.cache.quantised.codes import Scratch
-from kvaudit.audit.cache.quantised.layout import Layout
-from kvaudit.audit.cache.quantised.store import QuantisedStore
+from kvaudit.audit.cache.layers import States
+from kvaudit.audit.cache.codes import Scratch
+from kvaudit.audit.cache.rows import Layout
+from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.rows import Pins, RowKeys, join_parts
-from kvaudit.audit.cache.schedule import Counts, Eviction, Schedule, Victims
-from kvaudit.audit.cache.selection import slots_seen, units_seen
+from kvaudit.audit.cache.rows import Counts, Eviction, Schedule, Victims
+from kvaudit.audit.cache.selection import slot_mask, unit_mask
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Selector, View
 
@@ -76,7 +76,7 @@ class CachedLayer:
         self._sinks = MovingSinks(rotary, evictor.sink) if rotary and evictor.repositions else None
         selector = self.selector
         self._extremes = UnitExtremes(selector.unit) if selector and selector.extremes else None
-        self.states = States() if plan.carries else None
+        self.states = States() if plan.has_state else None
         self.held = schedule.left
         self._scaling = 1.0  # of the last call
         self._sink_logits: Tensor | None = None  # of the last call too, [G*H]
@@ -132,7 +132,7 @@ class CachedLayer:
         padded = not self._is_full
         # one query reads codes where they lie, and nothing is unpacked
         if isinstance(store, QuantisedStore) and queries == 1 and store.attends_codes:
-            visible = visibility(now.positions, store.positions, window) if padded else None
+            visible = visibility_mask(now.positions, store.positions, window) if padded else None
             return store.attend_one(call.query, visible, call.scaling, call.sink_logits)
         # the kernel's own causal mask will do: nothing stands before, and no query is too late for the first key
         whole = now.starts and queries > 1 and (window is None or queries <= window)
@@ -156,7 +156,7 @@ class CachedLayer:
         elements = len(query) * positions.shape[1] * groups * store.length  # of the mask of one query column, all heads
         parts = []
         for some in query_blocks(query.shape[2], elements):
-            visible = visibility(at[:, some], positions, self.plan.sliding_window)
+            visible = visibility_mask(at[:, some], positions, self.plan.sliding_window)
             asked = query[:, :, some]
             parts.append(grouped_attention(asked, part.keys, part.values, visible, call.scaling, call.sink_logits))
         return torch.cat(parts, 2)
@@ -175,11 +175,11 @@ class CachedLayer:
         most = now.longest // selector.unit + 1  # units there are by now
         if store.ordered and now.even is not None and store.length == now.even + 1:
             # every slot holds the position of its number, and all of them come before the query
-            visible = slots_seen(units[:, :, None], store.length, selector.unit, most)
+            visible = slot_mask(units[:, :, None], store.length, selector.unit, most)
         else:
-            chosen = units_seen(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
+            chosen = unit_mask(units[:, :, None], store.positions[:, 0], selector.unit, most)  # [B, A, 1, K]
             # a row that is fed nothing sees everything: its output is never used, but must stay finite
-            visible = (visibility(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
+            visible = (visibility_mask(at, store.positions[:, :1], None) & chosen) | (at < 0)[:, None, None]
         out = grouped_attention(call.query, store.keys, store.values, visible, call.scaling, call.sink_logits)
         return out, units
 
@@ -231,7 +231,7 @@ class CachedLayer:
         pinned, store = self._pinned(eviction, view, pins), self.store
         self.held = self.schedule.left
         kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all
-        kept[eviction.rows] = retained(importance, view.positions, view.seen, self.evictor, pinned)
+        kept[eviction.rows] = keep_mask(importance, view.positions, view.seen, self.evictor, pinned)
         self._keep(kept, now)
         if self._sinks:
             # all that is gone stood between the sinks and the rest: tokens seen less those held
@@ -239,7 +239,7 @@ class CachedLayer:
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """The one entry of every head that ``importance`` [B, H, K] ranks last."""
-        slots = only_victim(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
+        slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def known_victims(self, now: Forward, pins: Pins | None) -> Victims | None:
@@ -267,7 +267,7 @@ class CachedLayer:
             scaling=self._scaling,
             entry_keys=positions,
         )
-        slot = only_victim(self.evictor.importance(view), positions, seen, self.evictor).tolist()[0][0]
+        slot = victim_slots(self.evictor.importance(view), positions, seen, self.evictor).tolist()[0][0]
         # the newest takes the place of what leaves, as the store will have it
         gone, newest = order[slot], order.pop()
         if slot < len(order):

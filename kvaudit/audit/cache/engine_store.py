@@ -1,11 +1,11 @@
 """How serving engines store keys and values: what a later query reads back of them, number for number.
 
-An engine codes an entry when it writes it, and every query, the entry's own too, reads the code. ``Rounded`` and
+An engine codes an entry when it writes it, and every query, the entry's own too, reads the code. ``Cast`` and
 ``ByToken`` code an entry by itself. ``ByChannel`` codes a block of consecutive keys channel by channel, and codes it
 again whenever a key joins it, out of what it read back: so a query in the block sees other numbers than a later one.
 
 Sources: OpenVINO 2026.4 for ``ByToken`` and ``ByChannel`` (paged attention of its CPU plugin), vLLM 0.32 for
-``Rounded`` (cast on write, scale 1.0, and on a CPU toward zero).
+``Cast`` (cast on write, scale 1.0, and on a CPU toward zero).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAT = 1e-4  # scale of a group whose entries are all alike
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Cast:
     """Every number cast to ``dtype``, a name of torch's, and back; beyond its largest number it is that.
 
     To the nearest, or ``toward_zero``, as one takes the upper bits of a number (of one byte only).
@@ -74,7 +74,7 @@ class ByChannel:
         read = _coded(x, torch.where(some, low, 0.0), scale, self.bits)
         return torch.where(own, read, 0.0).to(blocks.dtype)
 
-    def written_on(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> Written:
+    def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
         """What is read of keys [B, H, n, BLOCK, D] that entered their blocks in order, those of the ``prompt`` at once.
 
         ``prompt`` and ``until`` are bool [B, n, BLOCK]: the entries of the prompt, and those ever written.
@@ -89,10 +89,10 @@ class ByChannel:
             there = torch.arange(BLOCK, device=blocks.device) <= place
             held = torch.where(joins, self.read_back(grown, there.expand(grown.shape[:-1])), held)
             steps.append(held)
-        return Written(torch.stack(steps, 3), held)  # [B, H, n, BLOCK, BLOCK, D]
+        return BlockReads(torch.stack(steps, 3), held)  # [B, H, n, BLOCK, BLOCK, D]
 
 
-class Written(NamedTuple):
+class BlockReads(NamedTuple):
     """Keys of blocks as queries read them: ``own`` [B, H, n, BLOCK, BLOCK, D] by the query at each place of the block
     itself, ``later`` [B, H, n, BLOCK, D] by those of later blocks.
     """
@@ -108,8 +108,8 @@ class EngineStore:
     ``shown``: the engine hands out what its queries read, codes and all, and not what it coded.
     """
 
-    keys: Rounded | ByToken | ByChannel | None
-    values: Rounded | ByToken | None
+    keys: Cast | ByToken | ByChannel | None
+    values: Cast | ByToken | None
     shown: bool = False
 
 

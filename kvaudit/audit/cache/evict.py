@@ -13,7 +13,7 @@ HOST_MASS = 1 << 22  # attention probabilities that a processor holds at once, u
 MANY_QUERIES = 1024  # from here on, what the first of them cannot see is most of what is computed
 
 
-def visibility(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
+def visibility_mask(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
     """Which slots each query sees: bool [B, H, Q, K] from query positions [B, Q] and slot positions [B, H, K].
 
     A padding query sees everything, empty slots included: its output is never used, but must stay finite.
@@ -63,7 +63,7 @@ def attention_mass(
         sure = 0 if before is None else before + start + 1
         # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
         if sure < reach:
-            hidden = ~visibility(asked, positions[:, :, sure:reach], None)
+            hidden = ~visibility_mask(asked, positions[:, :, sure:reach], None)
             logits[..., sure:].masked_fill_(hidden[:, :, None], -_INF)
         shares = softmax(logits, sink_logits)
         # padding has shares that are finite; here they come to nothing
@@ -87,7 +87,7 @@ def _reach(at: Tensor, positions: Tensor, start: int, before: int | None) -> int
     return min(-(-needed // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2])
 
 
-def retained(
+def keep_mask(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
     """The slots that stay: sink, window and pins first, then the highest importance, ties to the earlier position.
@@ -102,10 +102,10 @@ def retained(
     return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, best)
 
 
-def only_victim(
+def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """The one slot per head [B, H] that ``retained`` would drop from budget + 1, whatever the order of slots."""
+    """The one slot per head [B, H] that ``keep_mask`` would drop from budget + 1, whatever the order of slots."""
     rank = _rank(importance, positions, seen, policy, pinned)
     lowest = rank == rank.amin(-1, keepdim=True)
     return torch.where(lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvaudit.audit.cache.gather import gather_columns
+from kvaudit.audit.cache.tensors import gather_columns
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.store import SHARE, Store
 from kvaudit.audit.policies import Centres, Extremes, Moments

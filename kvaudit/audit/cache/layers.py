@@ -8,20 +8,20 @@ from kvaudit.audit.policies import Dense, Evictor, Policy, Quantiser, Selector, 
 from kvaudit.audit.policies.streaming import Streaming
 from kvaudit.core.errors import RunError
 
-GOVERNED = {"full_attention", "hybrid"}  # a hybrid layer has full attention and linear beside it
-CARRYING = {"linear_attention", "hybrid"}
+GOVERNED_KINDS = {"full_attention", "hybrid"}  # a hybrid layer has full attention and linear beside it
+STATE_KINDS = {"linear_attention", "hybrid"}
 
 
 class LayerPlan(NamedTuple):
     """One layer's rule: the policy that evicts, and the model's own sliding window if the layer has one.
 
-    ``attends``: it holds entries; ``carries``: it hands a state on, as linear attention does. A layer may do both.
+    ``has_entries``: it holds entries; ``has_state``: it hands a state on, as linear attention does. A layer may do both.
     """
 
     policy: Policy
     sliding_window: int | None
-    attends: bool = True
-    carries: bool = False
+    has_entries: bool = True
+    has_state: bool = False
 
     @property
     def evictor(self) -> Evictor:
@@ -39,9 +39,9 @@ class LayerPlan(NamedTuple):
         return selector_of(self.policy)
 
     @property
-    def governed(self) -> bool:
+    def is_governed(self) -> bool:
         """Whether the policy asked for decides what this layer keeps."""
-        return self.attends and self.sliding_window is None
+        return self.has_entries and self.sliding_window is None
 
 
 def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
@@ -54,16 +54,16 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
     if text.is_encoder_decoder:
         raise RunError(f"model {text.model_type!r} has an encoder and a decoder; only decoders alone can be compressed")
     kinds = layer_kinds(config)
-    if not GOVERNED & set(kinds):
+    if not GOVERNED_KINDS & set(kinds):
         found = ", ".join(dict.fromkeys(kinds)) or "none with attention"
         raise RunError(f"model {text.model_type!r} has no full-attention layer ({found}): there is nothing to compress")
-    layers = sum(kind in GOVERNED for kind in kinds)
+    layers = sum(kind in GOVERNED_KINDS for kind in kinds)
     skipped = _skipped(policy, kinds)
     # counted among the governed ones alone, over which the budgets of layers have the policy's mean
     governed = iter(range(layers))
-    own = [policy.for_layer(next(governed), layers) if kind in GOVERNED else policy for kind in kinds]
+    own = [policy.for_layer(next(governed), layers) if kind in GOVERNED_KINDS else policy for kind in kinds]
     return [
-        _plan(kind, text, Dense(chunk=policy.chunk) if n in skipped else each)
+        _layer_plan(kind, text, Dense(chunk=policy.chunk) if n in skipped else each)
         for n, (kind, each) in enumerate(zip(kinds, own, strict=True))
     ]
 
@@ -72,7 +72,7 @@ def _skipped(policy: Policy, kinds: list[str]) -> frozenset[int]:
     codec = quantiser_of(policy)
     if codec is None or not codec.skipped:
         return frozenset()
-    coded = {n for n, kind in enumerate(kinds) if kind in GOVERNED}
+    coded = {n for n, kind in enumerate(kinds) if kind in GOVERNED_KINDS}
     if not codec.skipped < coded:
         raise RunError(
             f"policy {codec.name}: skip_layers={codec.skip_layers}, wanted some of the {len(coded)} layers of this "
@@ -81,15 +81,15 @@ def _skipped(policy: Policy, kinds: list[str]) -> frozenset[int]:
     return codec.skipped
 
 
-def governed_text(config: Any) -> str:
+def describe_governed_layers(config: Any) -> str:
     """How many layers a policy governs and what the others do; empty where it governs all."""
     plans = layer_plans(config, Dense())
     # a list times a truth value is itself or empty
-    others = ["are linear and keep their state"] * any(not plan.attends for plan in plans)
+    others = ["are linear and keep their state"] * any(not plan.has_entries for plan in plans)
     others += ["keep their own sliding window"] * any(plan.sliding_window is not None for plan in plans)
     if not others:
         return ""
-    return f"evicts {sum(plan.governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(others)}"
+    return f"evicts {sum(plan.is_governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(others)}"
 
 
 def kv_heads(config: Any) -> int:
@@ -112,13 +112,13 @@ def layer_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if slides else "full_attention"] * text.num_hidden_layers
 
 
-def _plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
-    if kind in GOVERNED:
-        return LayerPlan(policy, None, carries=kind in CARRYING)
+def _layer_plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
+    if kind in GOVERNED_KINDS:
+        return LayerPlan(policy, None, has_state=kind in STATE_KINDS)
     if kind == "sliding_attention":
         # entries outside the window can never be seen again, so dropping them changes nothing
         own = Streaming(budget=int(text.sliding_window), sink=0, chunk=policy.chunk)
         return LayerPlan(own, int(text.sliding_window))
     if kind == "linear_attention":
-        return LayerPlan(Dense(), None, attends=False, carries=True)
+        return LayerPlan(Dense(), None, has_entries=False, has_state=True)
     raise RunError(f"model {text.model_type!r} has {kind} layers, which the evicting cache does not support")

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.engine_store import EngineStore
-from kvaudit.audit.cache.quantised.hints import sound_hints
-from kvaudit.audit.cache.selection import Selection, misfit
+from kvaudit.audit.cache.hints import are_valid_hints
+from kvaudit.audit.cache.selection import Selection, selection_fault
 from kvaudit.audit.policies import Policy, Quantiser, parse_policy, quantiser_of
 from kvaudit.core.errors import DataError, SpecError
 
@@ -108,12 +108,12 @@ class Rollout:
     turns: tuple[Rollout, ...] = ()  # of several that were drawn: each as the engine read it, its own tokens sampled
 
     @property
-    def as_read(self) -> tuple[Rollout, ...]:
+    def engine_turns(self) -> tuple[Rollout, ...]:
         """What an engine read and drew at once: every turn with all that came before it, or the whole."""
         return self.turns or (self,)
 
 
-def joined_ledger(rollouts: Sequence[Rollout]) -> Ledger:
+def batch_ledger(rollouts: Sequence[Rollout]) -> Ledger:
     """What every query of some rollouts could see, as one batch filled up to the longest.
 
     Raises DataError where they were not stored in one way.
@@ -318,9 +318,9 @@ def _check(path: Path, rollout: Rollout) -> None:
         raise DataError(
             f"ledger {str(path)!r}: evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
         )
-    if rollout.hints is not None and not (rollout.codec and sound_hints(rollout.hints)):
+    if rollout.hints is not None and not (rollout.codec and are_valid_hints(rollout.hints)):
         raise DataError(f"ledger {str(path)!r}: the codes at a border are not in order; the file is damaged")
-    if rollout.selection is not None and (fault := misfit(rollout.selection, rollout.evicted_at)):
+    if rollout.selection is not None and (fault := selection_fault(rollout.selection, rollout.evicted_at)):
         raise DataError(f"ledger {str(path)!r} {fault}")
     loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()  # [n, 1]
     if len(loose):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, __version__
 
-from kvaudit.audit.cache.attention import unwrapped
-from kvaudit.audit.cache.layers import CARRYING, layer_kinds
+from kvaudit.audit.cache.attention import inner_model
+from kvaudit.audit.cache.layers import STATE_KINDS, layer_kinds
 from kvaudit.core.errors import RunError
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
@@ -117,8 +117,8 @@ def carry_states(model: Any) -> None:
 
     Raises RunError for layers that keep their state in a way of their own.
     """
-    model, found = unwrapped(model), 0
-    wanted = sum(kind in CARRYING for kind in layer_kinds(model.config))
+    model, found = inner_model(model), 0
+    wanted = sum(kind in STATE_KINDS for kind in layer_kinds(model.config))
     if wanted and not hasattr(Cache, "get_conv_state"):
         raise RunError(
             f"model {model.config.model_type!r} has {wanted} layers of linear attention, whose state transformers "

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import AttentionCall, decoder_of
+from kvaudit.audit.cache.attention import AttentionCall, find_decoder
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, Policy, evictor_of
 from kvaudit.core.errors import RunError
@@ -63,7 +63,7 @@ def _is_fixed(config: Any) -> bool:
     return table.get("rope_type", "default") in _FIXED
 
 
-def steady_positions(config: Any) -> int | None:
+def rotary_length_limit(config: Any) -> int | None:
     """How long a row may be before its turns depend on the longest row of a forward; None for any length.
 
     ``dynamic`` and ``longrope`` frequencies change for a whole forward once a position exceeds the original length:
@@ -81,9 +81,9 @@ def steady_positions(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def require_steady(config: Any, tokens: int) -> None:
-    """Raise RunError for rows of ``tokens`` tokens beyond ``steady_positions``."""
-    most = steady_positions(config)
+def require_rotary_length(config: Any, tokens: int) -> None:
+    """Raise RunError for rows of ``tokens`` tokens beyond ``rotary_length_limit``."""
+    most = rotary_length_limit(config)
     if most is not None and tokens > most:
         raise RunError(
             f"model {config.model_type!r} has rotary positions that beyond {most} tokens depend on the longest row of "
@@ -109,7 +109,7 @@ class _Probe:
         """Nothing is owed: layers that did not ask have no queries."""
 
 
-def rotary_for(model: Any, policy: Policy) -> Rotary | None:
+def find_rotary(model: Any, policy: Policy) -> Rotary | None:
     """The rotation of a model's full-attention layers, where the policy asks for it.
 
     RunError where the model has none, or where some governed layer is seen not to turn its queries so.
@@ -134,7 +134,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDicti
 
 
 def _of(model: Any) -> Rotary | None:
-    table = next((m for name, m in decoder_of(model).named_modules() if name.endswith("rotary_emb")), None)
+    table = next((m for name, m in find_decoder(model).named_modules() if name.endswith("rotary_emb")), None)
     buffers = {} if table is None else dict(table.named_buffers())
     frequencies = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
     if not isinstance(frequencies, Tensor) or not _is_fixed(model.config):
@@ -149,10 +149,10 @@ def _turns_so(model: Any, rotary: Rotary) -> bool:
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
-    decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
+    find_decoder(model)(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
     plans = layer_plans(model.config, Dense())
     for layer, plan in enumerate(plans):
-        if plan.governed:
+        if plan.is_governed:
             query = probe.queries[layer].double()  # [1, G*H, 2, D]
             expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
             worst = (query[:, :, 1:] - expected).abs().amax()

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.cache.attention import Routes, decoder_of, unwrapped
+from kvaudit.audit.cache.attention import ExpertRoutes, find_decoder, inner_model
 from kvaudit.core.errors import DataError, RunError
 
-NOBODY = -1  # in a table of experts: this token was never sent anywhere
+NO_EXPERT = -1  # in a table of experts: this token was never sent anywhere
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names of one number in configs
 _CHOOSES = (torch.topk, torch.Tensor.topk)
 
@@ -47,10 +47,10 @@ class RecordedRoutes:
     def _grown(self, own: Tensor) -> Tensor:
         table = self._table
         if table is None:
-            table = own.new_full((self._rows, 1, self._blocks, own.shape[-1]), NOBODY, dtype=torch.int16)
+            table = own.new_full((self._rows, 1, self._blocks, own.shape[-1]), NO_EXPERT, dtype=torch.int16)
         if self._needed >= table.shape[1]:
             # twice what is needed, so that few steps copy; the column of padding is dropped and comes last again
-            more = table.new_full((self._rows, 2 * self._needed - table.shape[1] + 1, *table.shape[2:]), NOBODY)
+            more = table.new_full((self._rows, 2 * self._needed - table.shape[1] + 1, *table.shape[2:]), NO_EXPERT)
             table = torch.cat([table[:, :-1], more], 1)
         self._table = table
         return table
@@ -73,7 +73,7 @@ class RecordedRoutes:
         """The experts of the first ``tokens`` tokens, NOBODY for those never fed: [B, tokens, M, k] on CPU."""
         assert self._table is not None
         known = self._table[:, :-1][:, :tokens].cpu()  # [B, tokens at most, M, k]
-        return torch.nn.functional.pad(known, (0, 0, 0, 0, 0, tokens - known.shape[1]), value=NOBODY)
+        return torch.nn.functional.pad(known, (0, 0, 0, 0, 0, tokens - known.shape[1]), value=NO_EXPERT)
 
     def reindex(self, rows: Tensor) -> None:
         """Hold these rows instead, in this order, each as often as it is named."""
@@ -86,7 +86,7 @@ class RecordedRoutes:
         assert other._table is not None
         width = max(self._table.shape[1], other._table.shape[1])
         both = (table[:, :-1] for table in (self._table, other._table))  # the column of padding comes last again
-        wider = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, width - t.shape[1]), value=NOBODY) for t in both]
+        wider = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, width - t.shape[1]), value=NO_EXPERT) for t in both]
         self._rows, self._table = self._rows + other._rows, torch.cat(wider)
 
 
@@ -123,7 +123,7 @@ def _require_every(met: int, blocks: int) -> None:
 class _Choice(TorchFunctionMode):
     """While a block computes: its one top-k over all experts is shown to the routes, which may decide otherwise."""
 
-    def __init__(self, routes: Routes, block: int, experts: int) -> None:
+    def __init__(self, routes: ExpertRoutes, block: int, experts: int) -> None:
         super().__init__()
         self._routes, self._block, self._experts = routes, block, experts
         self.met = 0
@@ -146,7 +146,7 @@ class _BlockHooks:
 
     def __init__(self, layer: Any, block: int, experts: int) -> None:
         self._layer, self._block, self._experts = layer, block, experts
-        self._routes: Routes | None = None
+        self._routes: ExpertRoutes | None = None
         self._from_attention = False
         self._choice: _Choice | None = None
 
@@ -191,15 +191,15 @@ def _is_computed_again(layer: Any) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and layer.training and layer.gradient_checkpointing
 
 
-def hooked_blocks(model: Any) -> int:
+def hook_expert_blocks(model: Any) -> int:
     """How many mixture-of-experts blocks a model has, each of them hooked from now on; 0 for a dense model.
 
     Raises RunError for experts that no block known by its form chooses among.
     """
-    model = unwrapped(model)
+    model = inner_model(model)
     found = [
         (layer, block)
-        for layers in decoder_of(model).children()
+        for layers in find_decoder(model).children()
         if isinstance(layers, torch.nn.ModuleList)
         for layer in layers
         for block in layer.modules()
@@ -227,7 +227,7 @@ def _require_all(model: Any, blocks: list[Any]) -> None:
     recorded = (type(model)._can_record_outputs or {}).get("router_logits", [])
     classes = [router.target_class for router in (recorded if isinstance(recorded, list) else [recorded])]
     inside = {part for block in blocks for part in block.modules()}
-    for module in decoder_of(model).modules():
+    for module in find_decoder(model).modules():
         if type(module) in classes and module not in inside:
             raise RunError(
                 f"model {model.config.model_type!r} routes tokens by a {type(module).__name__} outside of any block of "
@@ -248,7 +248,7 @@ def _experts(model: Any) -> int:
 
 def check_experts(records: Sequence[Tensor | None], model: Any, *, reroute: bool) -> None:
     """Raise DataError where recorded experts [..., M, k] are not of the model's blocks, or are missing unasked."""
-    blocks = hooked_blocks(model)
+    blocks = hook_expert_blocks(model)
     for experts in records:
         if experts is None and blocks and not reroute:
             raise DataError(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.schedule import Counts
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.rows import Counts
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Evictor, Quantiser
 from kvaudit.core.errors import SpecError
 
@@ -96,7 +96,7 @@ class Pins:
         if not self._at.shape[1]:
             return torch.zeros_like(positions, dtype=torch.bool)
         if self._there is None:
-            self._there = uploaded(self._at, positions.device)
+            self._there = upload(self._at, positions.device)
         table = self._there[rows]  # [b, T]
         # any place for empty slots, which are masked out below
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
@@ -122,7 +122,7 @@ class Pins:
         self._at, self._there = torch.cat(list(both)), None
 
 
-class Times:
+class QuantisationTimes:
     """Since which query each key and value is seen quantised; the same in every layer and head."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
@@ -155,7 +155,7 @@ class Times:
         """Hold these rows instead, in this order, each as often as it is named."""
         self._keys, self._values = ([list(part[row]) for row in rows.tolist()] for part in (self._keys, self._values))
 
-    def join(self, other: Times) -> None:
+    def join(self, other: QuantisationTimes) -> None:
         """Hold the rows of another one too, behind its own."""
         self._keys += other._keys
         self._values += other._values

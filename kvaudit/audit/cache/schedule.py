@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Evictor
 
 
@@ -24,7 +24,7 @@ class Counts:
     def on(self, device: torch.device) -> Tensor:
         """The same int64 [B] on a device, copied there once."""
         if self._there is None or self._there.device != device:
-            self._there = uploaded(torch.tensor(self.numbers), device)
+            self._there = upload(torch.tensor(self.numbers), device)
         return self._there
 
     def all_are(self, number: int) -> bool:
@@ -135,13 +135,13 @@ class Schedule:
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
             self.left = Counts([budget if now else held for now, budget, held in numbers])
             some = torch.tensor([n for n, now in enumerate(due) if now])
-            self.eviction = Eviction(due, slice(None) if all(due) else uploaded(some, device), budgets)
+            self.eviction = Eviction(due, slice(None) if all(due) else upload(some, device), budgets)
 
     def _places(self, arriving: Arriving, device: torch.device) -> tuple[Tensor, Tensor]:
         fed = [row for row, more in enumerate(arriving.new) if more]
         places = [arriving.first[row] % self.evictor.observed_queries for row in fed]
         # both by one copy
-        rows, place = uploaded(torch.tensor([fed, places], dtype=torch.int64), device).unbind(0)
+        rows, place = upload(torch.tensor([fed, places], dtype=torch.int64), device).unbind(0)
         return rows, place
 
     def due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:

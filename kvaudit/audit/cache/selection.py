@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from kvaudit.core.errors import DataError
 
-NONE = -1  # fills up a list
+NO_UNIT = -1  # fills up a list
 _LATE = 2**31 - 1  # sorts NONE behind every unit
 
 
@@ -51,14 +51,14 @@ class Selection:
         return Selection(self.unit, self.layers, self.queries[before], self.chosen[:, :, before])
 
 
-def units_seen(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
+def unit_mask(units: Tensor, keys: Tensor, unit: int, most: int) -> Tensor:
     """Which keys lists of units name: bool [B, A, Q, K] from units [B, A, Q, k] below ``most`` and positions [B, K]."""
     # padding counts to unit 0: callers hide it by its position
     own = (keys.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
     return _named(units, most).gather(3, own.expand(*units.shape[:3], -1))
 
 
-def slots_seen(units: Tensor, length: int, unit: int, most: int) -> Tensor:
+def slot_mask(units: Tensor, length: int, unit: int, most: int) -> Tensor:
     """The same for keys [B, length] that each stand at the position of their number."""
     marks = _named(units, most)[..., 1:, None]  # [B, A, Q, most, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
@@ -67,7 +67,7 @@ def slots_seen(units: Tensor, length: int, unit: int, most: int) -> Tensor:
 def _named(units: Tensor, most: int) -> Tensor:
     """Bool [B, A, Q, 1 + most], True where a unit below ``most`` is named; the first column is NONE's."""
     marks = torch.zeros(*units.shape[:3], 1 + most, dtype=torch.bool, device=units.device)
-    return marks.scatter_(3, units.long().clamp(min=NONE) + 1, True)
+    return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)
 
 
 _Step = tuple[Tensor, dict[int, Tensor]]  # positions [B] of its queries, and per layer units [B, A, k]
@@ -128,8 +128,8 @@ def _among(step: _Step, before: int, behind: int) -> _Step:
     """A step among so many rows more that took no part in it."""
     positions, chosen = step
     rows = (before, behind)
-    return pad(positions, rows, value=NONE), {
-        n: pad(units, (0, 0, 0, 0, *rows), value=NONE) for n, units in chosen.items()
+    return pad(positions, rows, value=NO_UNIT), {
+        n: pad(units, (0, 0, 0, 0, *rows), value=NO_UNIT) for n, units in chosen.items()
     }
 
 
@@ -147,15 +147,15 @@ class Choices(NamedTuple):
     def visible(self, layer: int, at: Tensor, keys: Tensor) -> Tensor:
         """Bool [B, A, Q, K] of queries and keys at positions [B, Q] and [B, K]; causality is not looked at."""
         place = self.place.gather(1, at.clamp(0, self.place.shape[1] - 1).long())  # [B, Q]
-        place = torch.where((at >= 0) & (at < self.place.shape[1]), place, NONE)
+        place = torch.where((at >= 0) & (at < self.place.shape[1]), place, NO_UNIT)
         lists = self.lists[:, self.slots[layer]]  # [B, A, N, k]
         # [B, A, Q, k], the list of each query; any for one that has none
         index = place.clamp(min=0)[:, None, :, None].expand(-1, lists.shape[1], -1, lists.shape[3])
-        found = units_seen(lists.gather(2, index), keys, self.unit, self.place.shape[1] // self.unit + 1)
+        found = unit_mask(lists.gather(2, index), keys, self.unit, self.place.shape[1] // self.unit + 1)
         return found | (place < 0)[:, None, :, None]  # without a list it sees everything
 
 
-def choices_of(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
+def batch_choices(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
     """The records of a batch of rows of at most ``tokens`` tokens; None where no query chose.
 
     Raises DataError where rows chose in different units, layers or heads.
@@ -167,9 +167,9 @@ def choices_of(selections: Sequence[Selection | None], tokens: int, device: torc
     if len(kinds) > 1:
         raise DataError("rollouts of one batch chose their keys in different units, layers or heads; replay them apart")
     most, widest = (max(s.chosen.shape[dim] for s in some) for dim in (2, 3))
-    place = torch.full((len(selections), tokens), NONE)  # [B, T]
+    place = torch.full((len(selections), tokens), NO_UNIT)  # [B, T]
     # [B, S, A, N, k] of the row with most choosing queries and the longest lists
-    lists = torch.full((len(selections), *some[0].chosen.shape[:2], most, widest), NONE, dtype=torch.int32)
+    lists = torch.full((len(selections), *some[0].chosen.shape[:2], most, widest), NO_UNIT, dtype=torch.int32)
     for row, selection in enumerate(selections):
         if selection is not None:
             count = len(selection.queries)
@@ -179,7 +179,7 @@ def choices_of(selections: Sequence[Selection | None], tokens: int, device: torc
     return Choices(some[0].unit, slots, place.to(device), lists.to(device))
 
 
-def misfit(selection: Selection, evicted_at: Tensor) -> str | None:
+def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
     """Why a row whose entries left at [L, H, T] cannot have chosen so, in words, or None."""
     layers, heads, tokens = evicted_at.shape
     queries, chosen = selection.queries, selection.chosen
@@ -202,13 +202,13 @@ def misfit(selection: Selection, evicted_at: Tensor) -> str | None:
     return None
 
 
-def blind(selection: Selection, evicted_at: Tensor) -> bool:
+def attends_to_nothing(selection: Selection, evicted_at: Tensor) -> bool:
     """Whether some query chose only entries that had left by then."""
-    choices = choices_of([selection], evicted_at.shape[2], evicted_at.device)
+    choices = batch_choices([selection], evicted_at.shape[2], evicted_at.device)
     keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
     for layer in selection.layers if choices else ():
         leaves_at = evicted_at[layer]  # [H, T]
-        if bool((leaves_at > len(keys)).all()):  # nothing left here, and no list is empty (``misfit``)
+        if bool((leaves_at > len(keys)).all()):  # nothing left here, and no list is empty (``selection_fault``)
             continue
         assert choices is not None
         chosen = choices.visible(layer, selection.queries[None], keys[None])[0]  # [A, N, T]
@@ -222,8 +222,8 @@ def blind(selection: Selection, evicted_at: Tensor) -> bool:
 def _rising(units: Tensor) -> Tensor:
     """Lists [..., k] in order, with NONE at the end, as the record has them."""
     ordered = torch.where(units < 0, _LATE, units).sort(-1).values
-    return torch.where(ordered == _LATE, NONE, ordered)
+    return torch.where(ordered == _LATE, NO_UNIT, ordered)
 
 
 def _widened(units: Tensor, width: int) -> Tensor:
-    return pad(units, (0, width - units.shape[-1]), value=NONE)
+    return pad(units, (0, width - units.shape[-1]), value=NO_UNIT)

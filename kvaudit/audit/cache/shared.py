@@ -4,7 +4,7 @@ Until the first chunk of a prompt has attended, nothing has been compressed: the
 values to every cache, whatever its policy. So one cache computes them, and the others take them over, layer by layer,
 and evict or quantise as they would have done. They end up bit for bit as if each had prefilled by itself. Policies
 differ before that in two ways only, and then prefill apart: their first chunks have other lengths, or entries become
-codes before their own queries attend (``written_by``). Chunks after the first are every policy's own.
+codes before their own queries attend (``quantiser_on_write``). Chunks after the first are every policy's own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import Attends, AttentionCall
+from kvaudit.audit.cache.attention import KVHandler, AttentionCall
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.linear import LayerRun, States
+from kvaudit.audit.cache.layers import LayerRun, States
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.policies import Mixture, Policy, evictor_of, written_by
+from kvaudit.audit.policies import Mixture, Policy, evictor_of, quantiser_on_write
 
-FirstForward = Callable[[Attends], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
+FirstForward = Callable[[KVHandler], Tensor]  # a forward of the first chunk with this behind ``kv=``; its logits
 
 
 class Prompts(NamedTuple):
@@ -107,7 +107,7 @@ class SharedPrefill:
         others = self._still_alike(cache.policy, prompts)
         if not others:
             return forward(cache)
-        recorder = _Recorder(cache, queries=any(evictor_of(other).asks_queries for other in others))
+        recorder = _Recorder(cache, queries=any(evictor_of(other).needs_queries for other in others))
         logits = forward(recorder)
         experts = cache.routes.noted if cache.routes else None
         self.kept.append(_Prefill(prompts, cache.policy, recorder.steps, experts, logits, len(others)))
@@ -141,4 +141,4 @@ def _alike(one: Policy, other: Policy, prompts: Prompts) -> bool:
     A chunk of one column is left out: there a cache of codes attends by another formula.
     """
     first, second = (min(policy.chunk, prompts.ids.shape[1]) for policy in (one, other))
-    return first == second > 1 and written_by(one) == written_by(other)  # tokens of the first chunk
+    return first == second > 1 and quantiser_on_write(one) == quantiser_on_write(other)  # tokens of the first chunk

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvaudit.audit.cache.attention import NAME, decoder_of, require_interface, untraced, unwrapped
+from kvaudit.audit.cache.attention import ATTENTION_NAME, find_decoder, require_interface, skip_compile, inner_model
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Ledger
-from kvaudit.audit.cache.linear import carry_states
-from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.layers import patch_state_layers
+from kvaudit.audit.cache.rotary import find_rotary
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
@@ -42,7 +42,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
-    @untraced
+    @skip_compile
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
             raise RunError(NOT_ANNOUNCED)
@@ -89,8 +89,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
         self._mask: Tensor | None = None  # the last mask, where it was on a device
         self._columns: list[Tensor] = []  # the same columns' ids, call after call
-        self._rotary, self._pinned = rotary_for(model, policy), pinned
-        self._blocks = hooked_blocks(model)
+        self._rotary, self._pinned = find_rotary(model, policy), pinned
+        self._blocks = hook_expert_blocks(model)
         self._evicting: EvictingCache | None = None
 
     @classmethod
@@ -106,8 +106,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):
             raise SpecError("pin=... and pinned=<bool tensor, True at the tokens to keep> go together; give both")
-        model = unwrapped(model)
-        prepare(model)
+        model = inner_model(model)
+        prepare_model(model)
         return cls(model, parsed, seed=seed, pinned=pinned)
 
     @property
@@ -165,7 +165,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             )
         self._served = model.config
 
-    @untraced
+    @skip_compile
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
         """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
 
@@ -302,17 +302,17 @@ def _is_own_step(asked: Tensor, own: Tensor) -> bool:
     return bool(asked.flatten().tolist() == [at for (at,) in own.tolist()])
 
 
-def prepare(model: Any) -> None:
+def prepare_model(model: Any) -> None:
     """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
     require_interface(model)
     require_one_device(model)
-    carry_states(model)
+    patch_state_layers(model)
     use_attention(model)
     # a copy of a prepared model is prepared too, so the model itself has to say it
     if _hand_over not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_hand_over, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
-        decoder_of(model).register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        find_decoder(model).register_forward_pre_hook(_refuse_weights, with_kwargs=True)
 
 
 def require_one_device(model: Any) -> None:
@@ -328,14 +328,14 @@ def require_one_device(model: Any) -> None:
 
 def use_attention(model: Any) -> None:
     """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        model.set_attn_implementation(NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
 def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
     """Raise RunError where a call, or else the config, asks for attention weights: transformers would give ``()``."""
     wanted = kwargs.get("output_attentions", decoder.config.output_attentions)
-    if wanted and decoder.config._attn_implementation == NAME:
+    if wanted and decoder.config._attn_implementation == ATTENTION_NAME:
         raise RunError(
             "output_attentions asks for weights that the kvaudit attention does not make; leave it out, or, for a pass "
             "without a compressed cache, call model.set_attn_implementation('eager') before"
@@ -349,7 +349,7 @@ def _form(config: Any) -> tuple[Any, ...]:
 
 
 def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = by_name(model, args, kwargs)
+    call = named_arguments(model, args, kwargs)
     cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
         return args, kwargs
@@ -396,7 +396,7 @@ def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> No
         context.settle()
 
 
-def by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a forward call by name: a mask may be given by its place."""
     return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.cache.tensors import gather_entries
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.live import EntryBytes
-from kvaudit.audit.cache.schedule import Victims
+from kvaudit.audit.cache.store import EntryBytes
+from kvaudit.audit.cache.rows import Victims
 
 SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
 LATE = 2**31 - 1  # sorts empty slots behind all others

@@ -18,8 +18,8 @@ from kvaudit.core.provenance import check_checkpoints
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.drift.results import Contrast, Drift
-    from kvaudit.reports.gate.rules import Rules
+    from kvaudit.reports.verdict.contrast import Contrast, Drift
+    from kvaudit.reports.verdict.rules import Rules
     from kvaudit.reports.page.findings import Findings
 
 
@@ -53,10 +53,10 @@ def adjudicate(
 
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
-    from kvaudit.reports.gate.rules import Asked
-    from kvaudit.reports.labels.blind import known_labels, sheet_key
-    from kvaudit.reports.labels.pairs import paired_answers, templates_to_see, usual
-    from kvaudit.reports.labels.sheet import key_path, render_key, render_sheet
+    from kvaudit.reports.verdict.rules import GateOverrides
+    from kvaudit.reports.verdict.label_key import known_labels, sheet_key
+    from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
+    from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import measured
 
@@ -66,7 +66,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; choose another --out")
     data = load_run(run)
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
@@ -93,7 +93,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    from kvaudit.reports.gate.family import gated_cells
+    from kvaudit.reports.verdict.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))
     return [c for estimand, c in firsts if c.estimand == estimand]
@@ -101,11 +101,11 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
-    from kvaudit.reports.gate.rules import Asked
-    from kvaudit.reports.labels.blind import check_key, labels_of
-    from kvaudit.reports.labels.pairs import digest, paired_answers
-    from kvaudit.reports.labels.relabelled import LABELS_FILE, relabelled, render_labels
-    from kvaudit.reports.labels.sheet import read_key, read_labels
+    from kvaudit.reports.verdict.rules import GateOverrides
+    from kvaudit.reports.verdict.label_key import check_key, labels_of
+    from kvaudit.reports.verdict.label_pairs import digest, paired_answers
+    from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
+    from kvaudit.reports.verdict.label_sheet import read_key, read_labels
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, measured
 
@@ -115,7 +115,7 @@ def _read(run: Path, sheet: Path) -> int:
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
-    drift, rules = measured(data, Asked(), everything=False)
+    drift, rules = measured(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
     stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back

@@ -31,7 +31,7 @@ from kvaudit.reports.page.model_card import placed, read_card, section_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.page.page import Page
 
 _DIFFERS = 3
@@ -104,9 +104,9 @@ def card(
             typer.echo(section, nl=False)
 
 
-def _page(run: Path, asked: Asked) -> Page:
+def _page(run: Path, asked: GateOverrides) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
-    from kvaudit.reports.gate.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.layout.tables import Table as Rows
+    from kvaudit.reports.sections.shared.tables import Table as Rows
 
 USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's number, as of a shell
 LONGEST_LINE = 2_000  # characters of an error

@@ -17,7 +17,7 @@ from kvaudit.core.text import inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.compare.files import Compared, TwoJudges
+    from kvaudit.reports.page.compare_files import Compared, TwoJudges
 
 MOST_METRICS = 2  # two judges
 
@@ -70,9 +70,9 @@ def compare(
     It reads kvaudit runs and records, and logs of lm-eval, Inspect and AgentDojo, and CSV. Exits as `gate` does.
     """
     with user_errors():
-        from kvaudit.reports.compare.files import compare as compared
-        from kvaudit.reports.compare.files import margins_from, ratios_from, read_sides
-        from kvaudit.reports.compare.pairing import chosen_metrics
+        from kvaudit.reports.page.compare_files import compare as compared
+        from kvaudit.reports.page.compare_files import margins_from, ratios_from, read_sides
+        from kvaudit.reports.page.compare_pairing import chosen_metrics
 
         if len(metric or ()) > MOST_METRICS:
             raise SpecError(
@@ -100,8 +100,8 @@ def compare(
 
 def _show(found: Sequence[Compared], out: Path | None) -> int:
     """Print comparisons of one metric, or two; write pages where asked, and return the exit code of the verdict."""
-    from kvaudit.reports.compare.files import two_judges
-    from kvaudit.reports.compare.page import comparison_files
+    from kvaudit.reports.page.compare_files import two_judges
+    from kvaudit.reports.page.compare_page import comparison_files
 
     two = two_judges(*found) if len(found) == MOST_METRICS else None
     # of two judges the one whose verdict is that of both
@@ -116,7 +116,7 @@ def _show(found: Sequence[Compared], out: Path | None) -> int:
 
 
 def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
-    from kvaudit.reports.compare.page import (
+    from kvaudit.reports.page.compare_page import (
         agreement,
         comparison_banner,
         comparison_cautions,

@@ -31,14 +31,14 @@ def show_data(context: typer.Context) -> None:
 
         folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
         for one in catalogue():
-            lacks = bool(one.lacking(folder))
+            lacks = bool(one.missing_files(folder))
             state = "lacking" if lacks else "there, other rows than these" if one.other(folder) else "there"
-            table.add_row(one.name, state, one.rows, one.licence, one.whence, ", ".join(one.suites))
+            table.add_row(one.name, state, one.rows, one.licence, one.source_url, ", ".join(one.suites))
         console = wide_console()
         say(console, f"folder: {folder}")
         console.print(table, markup=False)
         say(console, _OURS)
-        if lacking := [one.name for one in catalogue() if one.lacking(folder)]:
+        if lacking := [one.name for one in catalogue() if one.missing_files(folder)]:
             say(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
 
 
@@ -56,17 +56,17 @@ def fetch_data(
     """
     with user_errors():
         from kvaudit.core.download import downloaded
-        from kvaudit.suites.catalogue import ADDRESS, checked, named_rows
+        from kvaudit.suites.catalogue import ADDRESS, check_rows, find_rows
         from kvaudit.suites.sources import data_folder
 
         console, folder = wide_console(), data_folder()
-        for rows in dict.fromkeys(map(named_rows, names)):
-            lacking = rows.lacking(folder)  # a file that is there is never written over
-            found = [(file, checked(file, downloaded(rows.address(file, mirror or ADDRESS)))) for file in lacking]
+        for rows in dict.fromkeys(map(find_rows, names)):
+            lacking = rows.missing_files(folder)  # a file that is there is never written over
+            found = [(file, check_rows(file, downloaded(rows.address(file, mirror or ADDRESS)))) for file in lacking]
             for file, raw in found:
                 _write(folder / file.path, raw)
             done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
-            say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.whence}")
+            say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.source_url}")
         say(console, f"in {folder}")
 
 

@@ -14,7 +14,7 @@ from kvaudit.core.provenance import MOST_THREADS
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from kvaudit.audit.again.diagnose import Codes, Diagnosis, Floats, Harm
+    from kvaudit.audit.rerun.diagnose import Codes, Diagnosis, Floats, Harm
 
 _EMBEDDED_TOKENS = 192  # a length that the suites of the embedded model can be asked at
 _MOST_BITS, _MOST_PROMPTS = 6, 400
@@ -55,8 +55,8 @@ def diagnose(
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from kvaudit.audit.again.diagnose import answered_requests, check_group, diagnosis_of
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.rerun.diagnose import collect_requests, check_group, run_diagnosis
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.audit.sampling.model import EMBEDDED, DtypeName
         from kvaudit.suites.base import SUITES
 
@@ -74,16 +74,16 @@ def diagnose(
         if threads:
             torch.set_num_threads(threads)
         console = wide_console()
-        loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
         check_group(loaded, setting)
-        asked = answered_requests(loaded, chosen, prompts, length)
+        asked = collect_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
         say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
 
         def heard(one: Harm) -> None:
             say(console, f"  {one.case.name:<28} {one.nats:.4f} nats a token")
 
-        found = diagnosis_of(loaded, asked, setting, heard)
+        found = run_diagnosis(loaded, asked, setting, heard)
         say(console, "")
         _show(found, console)
         if out is not None:
@@ -94,7 +94,7 @@ def diagnose(
 
 
 def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) -> Codes | Floats:
-    from kvaudit.audit.again.diagnose import Codes, Floats
+    from kvaudit.audit.rerun.diagnose import Codes, Floats
     from kvaudit.audit.engines import ENGINES
 
     if kv_cache_dtype is None:
@@ -111,7 +111,7 @@ def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) ->
 
 def _show(found: Diagnosis, console: Any) -> None:
     """The parts and the remedies beside the setting, the layers that carry most, and the words of it."""
-    from kvaudit.reports.layout.tables import table_of
+    from kvaudit.reports.sections.shared.tables import table_of
 
     rows = []
     finer = () if found.fine is None else (found.fine,)
@@ -129,12 +129,12 @@ def _show(found: Diagnosis, console: Any) -> None:
             f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)",
         )
     say(console, f"mode: {found.mode}: {found.meaning}")
-    for one in found.mending:
+    for one in found.effective_remedies:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
         settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
         how = f" ({settings.format(bits=found.setting.bits, window=one.case.window)})" if settings else ""
         say(console, f"try: {one.case.name}, {least}{how}")
-    if found.mode != "nothing" and not found.mending:
+    if found.mode != "nothing" and not found.effective_remedies:
         say(console, "try: nothing here takes away half of it")
     say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
 
@@ -146,7 +146,7 @@ def _share(one: Harm, found: Diagnosis) -> str:
 def _json(found: Diagnosis, model: str, sha256: str) -> str:
     import json
 
-    from kvaudit.audit.again.diagnose import Codes
+    from kvaudit.audit.rerun.diagnose import Codes
 
     def one(harm: Harm) -> dict[str, Any]:
         return {

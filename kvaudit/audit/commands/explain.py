@@ -33,8 +33,8 @@ def explain(
     What was kept is what the cache still held of the item's prompt, by policy, role and layer.
     """
     with user_errors():
-        from kvaudit.audit.again.explain import AnswerPlace, Explain, policies_meant
-        from kvaudit.audit.again.measure import serve_again
+        from kvaudit.audit.rerun.explain import AnswerPlace, Explain, match_run_policies
+        from kvaudit.audit.rerun.measure import run_measure
         from kvaudit.audit.commands.shading import ShadedPrompt, shading_svg
         from kvaudit.core.files import write_output
         from kvaudit.core.spec_train import BASE_ARM
@@ -44,8 +44,8 @@ def explain(
         chosen = arm or begun.spec.gate.reference or BASE_ARM
         first = next((number for name, number in begun.spec.arms if name == chosen), 0)
         where = AnswerPlace(item, chosen, first if seed is None else seed, length, sample)
-        measure = Explain(begun, where, policies_meant(begun, policy or ["none"]))
-        found = serve_again(measure)
+        measure = Explain(begun, where, match_run_policies(begun, policy or ["none"]))
+        found = run_measure(measure)
         show_found(measure, found)
         if svg is not None:
             parts = [ShadedPrompt(one.policy.canonical, one.outcome, one.shading.pieces, one.held) for _, one in found]

@@ -132,7 +132,7 @@ def _note(
     if existing_run(run).spec.probe is None:  # a probe has no verdict by itself
         noted |= _verdicts(run, out, judge, console)
     if card:
-        from kvaudit.audit.judges.card import HEADINGS, card_rows
+        from kvaudit.audit.judges.labels import HEADINGS, card_rows
         from kvaudit.audit.judges.labels import sources
 
         noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
@@ -141,7 +141,7 @@ def _note(
 
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Say the verdict before and after the judge, and return the one before with who had judged."""
-    from kvaudit.reports.drift.comparison import PROGRAMMATIC
+    from kvaudit.reports.verdict.comparison import PROGRAMMATIC
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided
 

@@ -28,16 +28,16 @@ def mismatch(
     The learner's are of one dense pass. Exits with 3 where an alarm rings.
     """
     with user_errors():
-        from kvaudit.audit.again.measure import serve_again
-        from kvaudit.audit.again.mismatch import Mismatch, survey
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.rerun.measure import run_measure
+        from kvaudit.audit.rerun.mismatch import Mismatch, survey
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.core.files import write_output
 
         ready_to_read(dtype, temperature, plugin or ())
         found = survey(rollouts)
-        loaded = load_named(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(model, dtype=dtype)  # type: ignore[arg-type]  # checked above
         measure = Mismatch(loaded, found, temperature=temperature)
-        ((_, total),) = made = serve_again(measure)
+        ((_, total),) = made = run_measure(measure)
         code = show_found(measure, made)
         if json_file is not None:
             write_output(json_file, measure.to_json(total))

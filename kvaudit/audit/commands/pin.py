@@ -12,7 +12,7 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_output
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
 from kvaudit.core.text import inline
-from kvaudit.reports.gate.pin import Pin, Pinned, is_sha256
+from kvaudit.reports.verdict.pin import Pin, Pinned, is_sha256
 
 
 def write_pin(folders: Sequence[Path], out: Path) -> None:

@@ -16,9 +16,9 @@ from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length
 
 if TYPE_CHECKING:
-    from kvaudit.reports.gate.family import GatedCell
-    from kvaudit.reports.gate.sizes import Design, Sizes
-    from kvaudit.reports.gate.verdict import Decision
+    from kvaudit.reports.verdict.family import GatedCell
+    from kvaudit.reports.verdict.sizes import Design, Sizes
+    from kvaudit.reports.verdict.verdict import Decision
     from kvaudit.reports.page.findings import Findings
 
 _MARGIN = 5.0  # percentage points
@@ -74,7 +74,7 @@ def plan(
                 raise SpecError(f"of a run the sizes are its own; leave out {', '.join(given)}")
             _plan_next(run)
             return
-        from kvaudit.reports.gate.sizes import Design, held_to_ratio
+        from kvaudit.reports.verdict.sizes import Design, held_to_ratio
 
         if margin is not None and ratio is not None:
             raise SpecError("--margin and --ratio are two rules for one design; leave out one")
@@ -107,7 +107,7 @@ def _given(context: typer.Context) -> list[str]:
 
 def _plan_next(path: Path) -> None:
     """Print for every gated cell of a run what it has, and how many templates would decide it."""
-    from kvaudit.reports.gate.family import gated_cells
+    from kvaudit.reports.verdict.family import gated_cells
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided
 
@@ -123,8 +123,8 @@ def _plan_next(path: Path) -> None:
 
 def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
     """A cell in one line: its verdict, what it has, and what would decide it."""
-    from kvaudit.reports.gate.chance import templates_for
-    from kvaudit.reports.gate.verdict import Status
+    from kvaudit.reports.verdict.chance import templates_for
+    from kvaudit.reports.verdict.verdict import Status
 
     policy = findings.comparison.labels.get(d.policy, d.policy)
     name = f"{d.suite} {at_length(d.context_tokens)}, {d.estimand} of {d.arm} under {policy}"
@@ -151,7 +151,7 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design buys and the suggested size, and write that where asked."""
-    from kvaudit.reports.gate.sizes import needed_clusters, plan_sizes, snippet
+    from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, snippet
 
     if not _NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
@@ -171,8 +171,8 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
-    from kvaudit.reports.gate.sizes import smallest_margin, smallest_ratio
-    from kvaudit.reports.layout.words import percent
+    from kvaudit.reports.verdict.sizes import smallest_margin, smallest_ratio
+    from kvaudit.reports.sections.shared.words import percent
 
     d = sizes.design
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
@@ -211,7 +211,7 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _chance(sizes: Sizes) -> str:
-    from kvaudit.reports.layout.words import percent
+    from kvaudit.reports.sections.shared.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
     alone = f"the interval alone {percent(sizes.interval)}"
@@ -222,7 +222,7 @@ def _chance(sizes: Sizes) -> str:
 
 def _price(sizes: Sizes) -> str:
     """What passes at all, and what passes with the asked power."""
-    from kvaudit.reports.gate.sizes import lowest_drift
+    from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
     if lowest is None:
@@ -237,8 +237,8 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
     Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
     """
-    from kvaudit.reports.gate.sizes import more_items, steps
-    from kvaudit.reports.layout.words import percent
+    from kvaudit.reports.verdict.sizes import more_items, steps
+    from kvaudit.reports.sections.shared.words import percent
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
@@ -253,7 +253,7 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _answers(d: Design) -> str:
-    from kvaudit.reports.gate.sizes import SECONDS_PER_HOUR
+    from kvaudit.reports.verdict.sizes import SECONDS_PER_HOUR
 
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
     grid = f"{d.answers} ({d.arms} arms{seeds}, {d.policies} policies, {d.samples} answers to an item)"

@@ -20,12 +20,12 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import check_checkpoints
-from kvaudit.reports.gate.pin import load_pin
+from kvaudit.reports.verdict.pin import load_pin
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.gate.rules import Asked
+    from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.page.findings import Findings
 
 
@@ -40,16 +40,16 @@ def report(
         write_checked(run, asked)
 
 
-def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> Asked:
+def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> GateOverrides:
     """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
-    from kvaudit.reports.gate.rules import BLOCK, WARN, Asked, load_gate_file
-    from kvaudit.reports.gate.waivers import read_waivers
+    from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
+    from kvaudit.reports.verdict.waivers import read_waivers
 
     if on_inconclusive not in (None, BLOCK, WARN):
         raise SpecError(f"--on-inconclusive is {on_inconclusive!r}, wanted {BLOCK} or {WARN}")
     file = None if gate is None else load_gate_file(gate)
     named = None if file is None else file.table.get("pin")
-    return Asked(
+    return GateOverrides(
         gate=file,
         # a pin is looked for beside the gate file that names it
         pin=load_pin(gate.parent / named) if gate and isinstance(named, str) else None,
@@ -59,7 +59,7 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
     )
 
 
-def write_checked(run: Path, asked: Asked | None = None) -> None:
+def write_checked(run: Path, asked: GateOverrides | None = None) -> None:
     """Write the report, print the answers and where the report lies."""
     from kvaudit.reports.run import write_report
 

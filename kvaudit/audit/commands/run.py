@@ -334,7 +334,7 @@ def opened_run(
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import prepare_run
-    from kvaudit.reports.gate.rules import defaults_said
+    from kvaudit.reports.verdict.rules import default_margins_line
 
     check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
@@ -347,7 +347,7 @@ def opened_run(
     # the first time that it was said
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    if kept and (line := defaults_said(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
+    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
     return (
         Pipeline(
@@ -373,9 +373,9 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
     from rich.console import Console
 
     from kvaudit.audit.runs.pilot import check_possible, impossible
-    from kvaudit.audit.sampling.checkpoints import chat_named
+    from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    chat = chat_named(spec.model_path) if prepared is None else prepared.model.chat
+    chat = load_base_chat(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:
         check_possible(spec, chat.count_tokens)
         return
@@ -391,8 +391,8 @@ def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
     the gate file that names it, or from here where the spec does.
     """
     from kvaudit.core.spec import expand, with_gate
-    from kvaudit.reports.gate.pin import load_pin
-    from kvaudit.reports.gate.rules import load_gate_file
+    from kvaudit.reports.verdict.pin import load_pin
+    from kvaudit.reports.verdict.rules import load_gate_file
 
     kept: dict[str, Any] = {}
     pin, folder, whole = spec.gate.pin, Path(), spec

@@ -50,8 +50,8 @@ def serve(
             raise RunError(f"serving needs two more packages: {install_line('serve')}") from None
         from rich.console import Console
 
-        from kvaudit.audit.sampling.checkpoints import load_named
-        from kvaudit.audit.serving.engine import OwnEngine
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
+        from kvaudit.audit.serving.engine import SamplingEngine
 
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
@@ -60,8 +60,8 @@ def serve(
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
         listening = _bound(host, port)  # before models are loaded, which takes minutes
         console = Console()
-        loaded = {name: load_named(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
-        engine = OwnEngine(loaded, aliases)
+        loaded = {name: load_model_or_adapter(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
+        engine = SamplingEngine(loaded, aliases)
         for name in engine.names:
             say(console, f"model: {name}")
         app = application(engine, key=key, log=lambda line: say(console, line))

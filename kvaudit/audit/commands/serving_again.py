@@ -12,7 +12,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
 
 if TYPE_CHECKING:
-    from kvaudit.audit.again.measure import Measure, Piece, ServedBatch, Total
+    from kvaudit.audit.rerun.measure import Measure, WorkUnit, ServedBatch, Total
     from kvaudit.audit.runs.folder import RunFolder
 
 DIFFERS = 3  # exit code of a measure that decides
@@ -63,7 +63,7 @@ def ready_to_read(dtype: str, temperature: float | None, plugins: Sequence[Path]
     set_verbosity_error()  # of loading; what is wrong with a model is said in one line
 
 
-def show_found(measure: Measure[Piece, ServedBatch, Total], found: Sequence[tuple[Piece, Total]]) -> int:
+def show_found(measure: Measure[WorkUnit, ServedBatch, Total], found: Sequence[tuple[WorkUnit, Total]]) -> int:
     """Print what a measure found; returns 3 where it decides and something differs, else 0."""
     console = wide_console()
     for line in measure.lines(found):

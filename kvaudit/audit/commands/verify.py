@@ -15,7 +15,7 @@ from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
-    from kvaudit.audit.replay.recorded import RecordedRollouts
+    from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 
 
 def verify(
@@ -37,17 +37,17 @@ def verify(
     Exits with 3 where it does not explain their log-probs.
     """
     with user_errors():
-        from kvaudit.audit.again.measure import serve_again
-        from kvaudit.audit.again.verify import Verify
-        from kvaudit.audit.sampling.checkpoints import load_named
+        from kvaudit.audit.rerun.measure import run_measure
+        from kvaudit.audit.rerun.verify import Verify
+        from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 
         if tolerance is not None and not math.isfinite(tolerance):
             raise SpecError(f"--tolerance is {tolerance:g}, wanted a finite number of nats")
         ready_to_read(dtype, temperature, plugin or ())
         sources, name = _sources(checkpoint, rollouts, model)
-        loaded = load_named(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
+        loaded = load_model_or_adapter(name, dtype=dtype)  # type: ignore[arg-type]  # checked above
         measure = Verify(loaded, sources, tolerance=tolerance, temperature=temperature)
-        raise typer.Exit(show_found(measure, serve_again(measure)))
+        raise typer.Exit(show_found(measure, run_measure(measure)))
 
 
 def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -> tuple[list[RecordedRollouts], str]:
@@ -55,7 +55,7 @@ def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -
 
     ``rollouts`` is a count of a checkpoint's own, or the path of a file.
     """
-    from kvaudit.audit.again.finished import checkpoint_rollouts
+    from kvaudit.audit.rerun.finished import checkpoint_rollouts
     from kvaudit.audit.replay.interchange import read_rollouts
 
     if checkpoint is not None:

@@ -29,7 +29,7 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
     They stand side by side, each with what the cache still held of its prompt.
     """
     with user_errors("kvaudit", "view", run, "--shade", shade):
-        from kvaudit.reports.drift.comparison import comparison_of
+        from kvaudit.reports.verdict.comparison import comparison_of
         from kvaudit.reports.page.view.folder import RunView
         from kvaudit.reports.records.load import load_run
 
@@ -53,10 +53,10 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
     from rich.console import Console
 
-    from kvaudit.audit.again.measure import serve_again
-    from kvaudit.audit.again.shade import Shades
+    from kvaudit.audit.rerun.measure import run_measure
+    from kvaudit.audit.rerun.shade import Shade
 
-    serve_again(Shades(opened(path, plugins), wanted), Console(stderr=True))
+    run_measure(Shade(opened(path, plugins), wanted), Console(stderr=True))
 
 
 COMMAND = Command("view", group="Look", order=1, call=view)

@@ -1,15 +1,15 @@
-"""Serving engines: one file each. ``parse_served`` gives a policy of ours, or an engine's condition."""
+"""Serving engines: one file each. ``parse_serving_mode`` gives a policy of ours, or an engine's condition."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,
-    Asked,
+    GenerationRequest,
     Condition,
     Engine,
     Reply,
-    Served,
+    ServingMode,
     Session,
     parse_condition,
-    parse_served,
+    parse_serving_mode,
 )
 
 __all__ = ["ENGINES", "Asked", "Condition", "Engine", "Reply", "Served", "Session", "parse_condition", "parse_served"]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, str]  # name -> value, as text
 
 
-class Asked(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A prompt and how it is answered. ``top_p`` 1 keeps the whole distribution, ``temperature`` 0 is greedy.
 
     ``messages`` are the same conversation for an engine that takes no tokens.
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     messages: tuple[Message, ...] = ()
 
 
-def seed_of_turn(seed: int, turn: int) -> int:
+def turn_seed(seed: int, turn: int) -> int:
     """The seed of a conversation's turn: an engine draws from one anew, and no two turns by the same numbers."""
     return derive_seed("turn", seed, turn) if turn else seed
 
@@ -83,7 +83,7 @@ class EngineFailed(AuditError):
     """An engine answers no more: it died, hangs, or says nothing of use. What it said last is in the message."""
 
 
-def require_replies(asked: Sequence[Asked], replies: Sequence[Reply], who: str) -> None:
+def require_replies(asked: Sequence[GenerationRequest], replies: Sequence[Reply], who: str) -> None:
     """Raise EngineFailed for what cannot be the replies to a batch: a plug-in's engine is held to it as ours are."""
     if len(replies) != len(asked):
         raise EngineFailed(f"engine {who} gave {len(replies)} replies to {len(asked)} requests")
@@ -100,7 +100,7 @@ class Session(ABC):
     described: Mapping[str, str]
 
     @abstractmethod
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         """The reply to every request of a batch, all of them in flight; raises EngineFailed."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Session(ABC):
         self.stop()
 
 
-class Drawn(NamedTuple):
+class DrawnRollout(NamedTuple):
     """A rollout. ``logprobs`` are nats under the whole distribution at the temperature asked for (greedy: 1).
 
     ``written`` are keys and values [tokens, L, H * D] float32 of all tokens but the last, as the engine wrote them;
@@ -141,7 +141,7 @@ class Drawer(ABC):
         """Have the engine draw by these weights from here on; raises EngineFailed, or RunError if it holds others."""
 
     @abstractmethod
-    def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
+    def draw(self, asked: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
         """A rollout for each, the first ``keep`` with its keys and values (see ``EngineStore``); raises as ``push``."""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Drawer(ABC):
         """End the engine; a second call does nothing."""
 
 
-class Work(NamedTuple):
+class EngineContext(NamedTuple):
     """What a session is started for: the checkpoint, how the engine is run, and where its own words are kept."""
 
     model: LoadedModel
@@ -209,7 +209,7 @@ class Engine:
         raise NotImplementedError
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         """Start the engine on a checkpoint; raises EngineFailed, or SpecError for what it cannot serve."""
         raise NotImplementedError
 
@@ -223,7 +223,7 @@ class Engine:
         raise SpecError(f"engine {cls.name} draws no rollouts for training{why}; known: {', '.join(drawing)}")
 
     @classmethod
-    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
         """Start the engine to draw rollouts by weights that change; raises as ``start``."""
         raise NotImplementedError
 
@@ -279,7 +279,7 @@ class Condition:
         return _of(self.engine, ENGINES.get(self.engine).reference_with(dict(self.settings), words))
 
 
-Served = Policy | Condition  # what a unit is served under
+ServingMode = Policy | Condition  # what a unit is served under
 
 
 def parse_condition(source: str | Mapping[str, Any]) -> Condition:
@@ -295,7 +295,7 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
     return _of(engine, _words(engine, given))
 
 
-def parse_served(source: Any) -> Served:
+def parse_serving_mode(source: Any) -> ServingMode:
     """A policy of ours or an engine's condition; ``{engine: kvaudit, policy: ...}`` is the former."""
     if isinstance(source, Mapping) and ENGINE in source:
         if source[ENGINE] != OWN_ENGINE:

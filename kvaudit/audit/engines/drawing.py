@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import Asked, Drawer, Drawn, Work
-from kvaudit.audit.engines.worked import WorkedSession
+from kvaudit.audit.engines.base import GenerationRequest, Drawer, DrawnRollout, EngineContext
+from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import mutex
 
@@ -36,7 +36,7 @@ class WorkedDrawer(Drawer):
     own beside its log, which goes with it.
     """
 
-    def __init__(self, session: WorkedSession, who: str, work: Work, *, exact: bool) -> None:
+    def __init__(self, session: WorkerSession, who: str, work: EngineContext, *, exact: bool) -> None:
         self.described, self.exact = session.described, exact
         self._session, self._who, self._pushed = session, who, ""
         try:
@@ -53,7 +53,7 @@ class WorkedDrawer(Drawer):
     def push(self, weights: Mapping[str, Tensor]) -> None:
         self._push(weights, known=False)
 
-    def draw(self, asked: Sequence[Asked], *, keep: int) -> list[Drawn]:
+    def draw(self, asked: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
         path, kept = self._handover.path / "written.npz", min(keep, len(asked))
         rows = [
             {**one._asdict(), "messages": None, "keep": str(path) if n < kept else None} for n, one in enumerate(asked)
@@ -112,7 +112,7 @@ class WorkedDrawer(Drawer):
 
         return torch.from_numpy(file[f"{row}.keys"]), torch.from_numpy(file[f"{row}.values"])
 
-    def _drawn(self, row: Mapping[str, Any], asked: Asked, written: tuple[Tensor, Tensor] | None) -> Drawn:
+    def _drawn(self, row: Mapping[str, Any], asked: GenerationRequest, written: tuple[Tensor, Tensor] | None) -> DrawnRollout:
         """A reply as a rollout; raises RunError for one without a log-prob for every token."""
         # a sum of log-probs is not asked for: there is one for every token
         reply = self._session.read({**row, "logprob": None}, asked)
@@ -125,7 +125,7 @@ class WorkedDrawer(Drawer):
             )
         if row.get("read", list(asked.ids)) != list(asked.ids):
             raise RunError(f"engine {self._who} read another prompt than the learner has: the two tokenize differently")
-        return Drawn(reply.ids, reply.finish, tuple(logprobs), written)
+        return DrawnRollout(reply.ids, reply.finish, tuple(logprobs), written)
 
 
 class Handover:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
-from kvaudit.audit.engines.served import all_at_once, first_difference
+from kvaudit.audit.engines.base import GenerationRequest, Engine, EngineFailed, Reply, Session, Settings, EngineContext
+from kvaudit.audit.engines.http_server import ask_concurrently, first_difference
 from kvaudit.core.endpoint import Endpoint, RefusedRequest, Scope, Unanswered, over_http
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import NOT_SHOWN
@@ -87,13 +87,13 @@ class RunningEndpoint(Engine):
             ) from None
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         """See ``Engine.start``; raises SpecError for an endpoint that makes another prompt of a conversation."""
         return _EndpointSession(settings, work)
 
 
 class _EndpointSession(Session):
-    def __init__(self, settings: Settings, work: Work) -> None:
+    def __init__(self, settings: Settings, work: EngineContext) -> None:
         self._settings, self._part, self._chat = settings, work.part, work.model.chat
         self._client = _endpoint(settings, work.part.answer).client("engine endpoint")
         from kvaudit.audit.sampling.chat_calls import Readings
@@ -104,7 +104,7 @@ class _EndpointSession(Session):
         unseen = "weights" if held else "weights and chat template"
         self.described = {"prompts": shown, "model": self._first(), NOT_SHOWN: unseen}
 
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         """Replies are texts, or what the server said instead of one."""
         until = time.monotonic() + self._part.answer
         first = {one.messages: n for n, one in reversed(list(enumerate(asked)))}
@@ -114,7 +114,7 @@ class _EndpointSession(Session):
         found = dict[int, Reply]()
         try:
             for part in filter(None, parts):
-                replies = all_at_once(lambda n: self._reply(asked[n], until), part, self._part.at_once, until)
+                replies = ask_concurrently(lambda n: self._reply(asked[n], until), part, self._part.at_once, until)
                 found.update(zip(part, replies, strict=True))
         except Unanswered as why:
             raise self._failed(why) from None
@@ -123,7 +123,7 @@ class _EndpointSession(Session):
     def stop(self) -> None:
         """It is not ours to stop."""
 
-    def _reply(self, asked: Asked, until: float) -> Reply:
+    def _reply(self, asked: GenerationRequest, until: float) -> Reply:
         more: dict[str, Any] = {"temperature": asked.temperature, "seed": asked.seed % _LARGEST_SEED}
         more |= {"top_p": asked.top_p} if asked.top_p < 1 else {}
         try:
@@ -140,7 +140,7 @@ class _EndpointSession(Session):
 
         Raises Unanswered, also where a conversation that begins has another number of tokens there than here.
         """
-        from kvaudit.audit.sampling.chat_calls import Sent, answer, wire
+        from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
         rows = wire(messages, Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "max_tokens": most, **more}
@@ -148,7 +148,7 @@ class _EndpointSession(Session):
         seen = self._held or self._readings.unread(rows) == 0
         if seen:
             self._readings.note(rows)
-        found = answer(said, Sent(rows, sent, True, most), 0.0, self._readings)
+        found = answer(said, SentRequest(rows, sent, True, most), 0.0, self._readings)
         self._check_kept_to(most, found)
         # later ones hold answers as text, of which a template may make another number of tokens than ours
         begins = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)
@@ -189,7 +189,7 @@ class _EndpointSession(Session):
     def _first(self) -> str:
         """The name that it gives itself in a first answer; raises EngineFailed where there is none."""
         messages = _conversations(self._chat)[0]
-        sent, until = len(self._chat.opening(messages).ids), time.monotonic() + self._part.start
+        sent, until = len(self._chat.prompt(messages).ids), time.monotonic() + self._part.start
         try:
             return inline(self._answer(messages, sent, 1, {"temperature": 0}, until).model)
         except Unanswered as why:
@@ -199,7 +199,7 @@ class _EndpointSession(Session):
         """How its prompts were held to ours, empty where it shows none of them; raises SpecError where they differ."""
         for way, shown in (("llama.cpp", self._shown_by_llama), ("vLLM", self._shown_by_vllm)):
             for number, messages in enumerate(_conversations(self._chat)):
-                theirs, ours = shown(messages), self._chat.opening(messages).ids
+                theirs, ours = shown(messages), self._chat.prompt(messages).ids
                 # it shows nothing of the kind: try the next way
                 if not theirs and not number:
                     break

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvaudit.audit.engines.base import EngineFailed
-from kvaudit.audit.engines.keeper import PROCESS_ENDED
+from kvaudit.audit.engines.supervisor import PROCESS_ENDED
 from kvaudit.core.text import inline, one_line
 
 _KEEPER = Path(__file__).with_name("keeper.py")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.drawing import WorkedDrawer
-from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
-from kvaudit.audit.engines.worked import WorkedSession, python_with, vocabulary_of
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, EngineContext
+from kvaudit.audit.engines.rollouts import WorkerDrawer
+from kvaudit.audit.engines.weights import EngineCheckpoint, check_weights_fit, convert_checkpoint, configured_weights
+from kvaudit.audit.engines.worker_client import WorkerSession, python_with, vocabulary_size
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import install_line
@@ -56,15 +56,15 @@ class LlamaCpp(Engine):
         python_with(_MODULES, part, cls.name, cls.install)
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         return cls._worker(settings, work, _weights(work))
 
     @classmethod
-    def _worker(cls, settings: Settings, work: Work, weights: ServedWeights) -> WorkedSession:
+    def _worker(cls, settings: Settings, work: EngineContext, weights: EngineCheckpoint) -> WorkerSession:
         python = python_with(_MODULES, work.part, cls.name, cls.install)
-        check_room(weights.path, cls.name)
-        setup = {"file": str(weights.path), "vocabulary": vocabulary_of(work), "settings": dict(settings)}
-        return WorkedSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights)
+        check_weights_fit(weights.path, cls.name)
+        setup = {"file": str(weights.path), "vocabulary": vocabulary_size(work), "settings": dict(settings)}
+        return WorkerSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
@@ -78,7 +78,7 @@ class LlamaCpp(Engine):
         return EngineStore(None, None, shown=True)
 
     @classmethod
-    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
         """See ``Engine.drawer``; raises SpecError for a file that is named, which training would not change."""
         if work.part.weights is not None:
             raise SpecError(
@@ -88,12 +88,12 @@ class LlamaCpp(Engine):
         return _GgufDrawer(cls._worker(settings, work, _exported(work)), work)
 
 
-class _GgufDrawer(WorkedDrawer):
+class _GgufDrawer(WorkerDrawer):
     """llama.cpp, which loads a file of weights in every step, and shows what its queries read."""
 
-    def __init__(self, session: WorkedSession, work: Work) -> None:
+    def __init__(self, session: WorkerSession, work: EngineContext) -> None:
         from kvaudit.audit.engines.exports.llama_cpp import head_layout
-        from kvaudit.audit.engines.exports.llama_cpp_cache import HeadLayout
+        from kvaudit.audit.engines.exports.llama_cpp import HeadLayout
 
         self._model = work.model.model
         turned = {name: session.described.get(f"{name} rotated") == "1" for name in ("K", "V")}
@@ -101,7 +101,7 @@ class _GgufDrawer(WorkedDrawer):
         super().__init__(session, LlamaCpp.name, work, exact=False)
 
     def _kept(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
-        from kvaudit.audit.engines.exports.llama_cpp_cache import read_state
+        from kvaudit.audit.engines.exports.llama_cpp import read_state
 
         return read_state(file[f"{row}.state"], self._layout)
 
@@ -114,17 +114,17 @@ class _GgufDrawer(WorkedDrawer):
             return path, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _weights(work: Work) -> ServedWeights:
-    if named := named_weights(work, "llama.cpp", "", "a GGUF file"):
+def _weights(work: EngineContext) -> EngineCheckpoint:
+    if named := configured_weights(work, "llama.cpp", "", "a GGUF file"):
         check_gguf(named.path)
         return named
     if work.model.name.endswith(".gguf"):
-        return ServedWeights(Path(work.model.name).expanduser(), "the file of the model, as it is")
+        return EngineCheckpoint(Path(work.model.name).expanduser(), "the file of the model, as it is")
     return _exported(work)
 
 
-def _exported(work: Work) -> ServedWeights:
-    from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, WRITTEN, export_gguf
+def _exported(work: EngineContext) -> EngineCheckpoint:
+    from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, GGUF_METHOD, export_gguf
 
-    found = converted_model("gguf", work.model, WRITTEN, lambda folder: export_gguf(work.model.model, folder))
+    found = convert_checkpoint("gguf", work.model, GGUF_METHOD, lambda folder: export_gguf(work.model.model, folder))
     return found._replace(path=found.path / GGUF_FILE)

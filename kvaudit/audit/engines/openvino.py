@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import ServedWeights, check_room, converted_model, named_weights
-from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, EngineContext
+from kvaudit.audit.engines.weights import EngineCheckpoint, check_weights_fit, convert_checkpoint, configured_weights
+from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import install_line
@@ -106,16 +106,16 @@ class OpenVino(Engine):
         python_with(_MODULES, part, cls.name, cls.install)
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         return cls._worker(settings, work, _MODULES, "openvino_inside.py")
 
     @classmethod
-    def _worker(cls, settings: Settings, work: Work, modules: tuple[str, ...], inside: str) -> WorkedSession:
+    def _worker(cls, settings: Settings, work: EngineContext, modules: tuple[str, ...], inside: str) -> WorkerSession:
         python = python_with(modules, work.part, cls.name, cls.install)
         weights = _weights(work)
-        check_room(weights.path, cls.name)
+        check_weights_fit(weights.path, cls.name)
         setup = {"folder": str(weights.path), "device": "CPU", "settings": dict(settings)}
-        return WorkedSession(cls.name, inside, setup, work, python, weights)
+        return WorkerSession(cls.name, inside, setup, work, python, weights)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
@@ -128,20 +128,20 @@ class OpenVino(Engine):
             )
 
     @classmethod
-    def drawer(cls, settings: Settings, work: Work) -> Drawer:
-        from kvaudit.audit.engines.drawing import WorkedDrawer
+    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
+        from kvaudit.audit.engines.rollouts import WorkerDrawer
 
         session = cls._worker(settings, work, _DRAWING, "openvino_rollouts_inside.py")
-        return WorkedDrawer(session, cls.name, work, exact=settings.get(_HINT) == "f32")
+        return WorkerDrawer(session, cls.name, work, exact=settings.get(_HINT) == "f32")
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
         """See ``Engine.store``: keys by channel in blocks, values by token, as its CPU plugin codes them."""
-        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Rounded
+        from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Cast
 
         whole = settings.get("KV_CACHE_PRECISION", "")
         keys, values = (settings.get(name, whole) for name in _APART)
-        exact = {"f32": None, "f16": Rounded("float16")}
+        exact = {"f32": None, "f16": Cast("float16")}
         group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
         known = {keys, values} <= {*_CODED, *exact} and group.isdigit()
         if not known or any(name in settings for name in _UNKNOWN_STORE):
@@ -169,9 +169,9 @@ def _check_acting(settings: Settings) -> None:
         raise SpecError(f"engine openvino: {sparse[0]} does nothing with {_SWITCH} false; leave that out")
 
 
-def _weights(work: Work) -> ServedWeights:
-    if named := named_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
+def _weights(work: EngineContext) -> EngineCheckpoint:
+    if named := configured_weights(work, "openvino", _IR, f"a folder that holds {_IR}"):
         return named
-    from kvaudit.audit.engines.exports.openvino import TRACED, export_openvino
+    from kvaudit.audit.engines.exports.openvino import OPENVINO_METHOD, export_openvino
 
-    return converted_model("openvino", work.model, TRACED, lambda folder: export_openvino(work.model.model, folder))
+    return convert_checkpoint("openvino", work.model, OPENVINO_METHOD, lambda folder: export_openvino(work.model.model, folder))

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvaudit.audit.engines.base import Asked, Engine, EngineFailed, Reply, Session, Settings, Work
-from kvaudit.audit.engines.life import Process, free_port
-from kvaudit.audit.engines.weights import served_folder
-from kvaudit.audit.engines.worked import as_reply, python_with, vocabulary_of
+from kvaudit.audit.engines.base import GenerationRequest, Engine, EngineFailed, Reply, Session, Settings, EngineContext
+from kvaudit.audit.engines.process import Process, free_port
+from kvaudit.audit.engines.weights import safetensors_folder
+from kvaudit.audit.engines.worker_client import parse_reply, python_with, vocabulary_size
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -75,14 +75,14 @@ class ServedEngine(Engine):
         python_with((cls.name,), part, cls.name, cls.install)
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
-        weights = served_folder(work, cls.name)
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
+        weights = safetensors_folder(work, cls.name)
         session = cls.served_from(weights.path, settings, work)
         session.described = {**session.described, **weights.described}
         return session
 
     @classmethod
-    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+    def served_from(cls, folder: Path, settings: Settings, work: EngineContext) -> ServedSession:
         """The server at work on a checkpoint's folder."""
         raise NotImplementedError
 
@@ -99,9 +99,9 @@ class ServedSession(Session):
     path: ClassVar[str] = ""
 
     def __init__(
-        self, who: str, command: Sequence[str], named: str, work: Work, environment: Mapping[str, str]
+        self, who: str, command: Sequence[str], named: str, work: EngineContext, environment: Mapping[str, str]
     ) -> None:
-        self.name, self._part, self._tokens = f"kvaudit-{secrets.token_hex(4)}", work.part, vocabulary_of(work)
+        self.name, self._part, self._tokens = f"kvaudit-{secrets.token_hex(4)}", work.part, vocabulary_size(work)
         self._who = who
         environment = {"OMP_NUM_THREADS": str(work.threads), **OFFLINE, **environment}
         for number in range(1, _PORTS + 1):
@@ -123,11 +123,11 @@ class ServedSession(Session):
                 raise
 
     @abstractmethod
-    def _body(self, asked: Asked) -> dict[str, Any]:
+    def _body(self, asked: GenerationRequest) -> dict[str, Any]:
         """A request as the engine takes it."""
 
     @abstractmethod
-    def _row(self, said: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    def _row(self, said: Mapping[str, Any], asked: GenerationRequest) -> dict[str, Any]:
         """``ids``, ``finish`` and ``logprob`` of what it replied, and ``read`` where it says what prompt it read.
 
         Raises KeyError, IndexError, TypeError or ValueError for what is no reply.
@@ -141,7 +141,7 @@ class ServedSession(Session):
     def _described(self) -> dict[str, str]:
         """What the engine says it is; what it does not say is left out. The same at every start."""
 
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         until = time.monotonic() + self._part.answer
         try:
             said = all_at_once(
@@ -186,12 +186,12 @@ class ServedSession(Session):
         ended = not self._process.is_running
         return self._process.failure(f"it ended while {doing}" if ended else f"while {doing} it gave {why}")
 
-    def _checked(self, said: Mapping[str, Any], asked: Asked) -> Reply:
+    def _checked(self, said: Mapping[str, Any], asked: GenerationRequest) -> Reply:
         try:
             row = self._row(said, asked)
         except (KeyError, IndexError, TypeError, ValueError):
             row = {}
-        found = as_reply(row, asked, self._tokens)
+        found = parse_reply(row, asked, self._tokens)
         if found is None:
             shown = inline(one_line(str(said)))[:100]
             raise self._process.failure(f"it gave a reply that cannot be one to {asked.most} tokens: {shown}")

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvaudit.audit.engines.base import Asked, Settings, Work
-from kvaudit.audit.engines.served import ServedEngine, ServedSession, flags, variables
-from kvaudit.audit.engines.worked import python_of
+from kvaudit.audit.engines.base import GenerationRequest, Settings, EngineContext
+from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags, environment_variables
+from kvaudit.audit.engines.worker_client import python_of
 
 _OURS = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
@@ -26,7 +26,7 @@ _INFO = (
 )
 
 
-class SgLang(ServedEngine):
+class SgLang(ServerEngine):
     """SGLang's server and its own ``/generate``."""
 
     name = "sglang"
@@ -41,28 +41,28 @@ class SgLang(ServedEngine):
     always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
 
     @classmethod
-    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+    def served_from(cls, folder: Path, settings: Settings, work: EngineContext) -> ServerSession:
         return SgLangSession(folder, settings, work)
 
 
-class SgLangSession(ServedSession):
+class SgLangSession(ServerSession):
     """Its server, asked for tokens. A batch's answers end at the model's own end tokens too: it knows no other way."""
 
     path = "generate"
 
-    def __init__(self, folder: Path, settings: Settings, work: Work) -> None:
+    def __init__(self, folder: Path, settings: Settings, work: EngineContext) -> None:
         own = {
             "context_length": str(work.model.max_positions),
             "max_running_requests": str(work.part.at_once),
             "random_seed": "0",
             "disable_radix_cache": "true",
         }
-        self._flags = flags({**own, **settings}, negated=False)
+        self._flags = command_flags({**own, **settings}, negated=False)
         python = python_of(work.part.python, SgLang.name)
         command = [python, "-m", "sglang.launch_server", f"--model-path={folder}", *self._flags, "--host=127.0.0.1"]
-        super().__init__(SgLang.name, command, "--served-model-name", work, variables(settings))
+        super().__init__(SgLang.name, command, "--served-model-name", work, environment_variables(settings))
 
-    def _body(self, asked: Asked) -> dict[str, Any]:
+    def _body(self, asked: GenerationRequest) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             "max_new_tokens": asked.most,
             "temperature": asked.temperature,
@@ -77,7 +77,7 @@ class SgLangSession(ServedSession):
         }
         return {"input_ids": list(asked.ids), "sampling_params": sampling, "return_logprob": True}
 
-    def _row(self, said: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    def _row(self, said: Mapping[str, Any], asked: GenerationRequest) -> dict[str, Any]:
         """Of the prompt it says only how many tokens it read."""
         meta, ids = said["meta_info"], said["output_ids"]
         logprobs = meta["output_token_logprobs"]

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvaudit.audit.engines.base import Asked, Reply, Session, seed_of_turn
+from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
 from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.core.thoughts import heard
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
-    from kvaudit.audit.sampling.chat import Rendered
+    from kvaudit.audit.sampling.chat import ChatTokens
     from kvaudit.audit.sampling.conversations import Conversation
     from kvaudit.audit.sampling.decoding import Decoding
     from kvaudit.audit.sampling.model import LoadedModel
@@ -29,17 +29,17 @@ class EngineRow(NamedTuple):
 class _Row:
     """A conversation with the tokens that the engine is to read next."""
 
-    def __init__(self, talk: Conversation, prompt: Rendered, model: LoadedModel) -> None:
+    def __init__(self, talk: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
         self.talk, self._model = talk, model
         self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0
         self.said_in = ""
 
-    def asked(self, decoding: Decoding, seed: int) -> Asked:
+    def asked(self, decoding: Decoding, seed: int) -> GenerationRequest:
         said, most = tuple(heard(self.talk.exchange.transcript)), self.talk.suite.max_new_tokens
         stops = tuple(sorted(self._model.chat.stop_ids))
-        own = seed_of_turn(seed, self._turn)
-        return Asked(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
+        own = turn_seed(seed, self._turn)
+        return GenerationRequest(tuple(self._ids), most, stops, decoding.temperature, decoding.top_p, own, said)
 
     def take(self, reply: Reply) -> None:
         """Hear what the engine said, and what the environment says to it; end where it says nothing."""
@@ -48,7 +48,7 @@ class _Row:
         self._turn += 1
         if reply.refused is not None:
             self.logprob = None
-            self.talk.exchange.break_off(reply.refused)
+            self.talk.exchange.abort(reply.refused)
             return
         if reply.text is not None:
             self.said_in = reply.said_in
@@ -57,7 +57,7 @@ class _Row:
         ids = reply.ids
         if self.talk.suite.until:  # texts that end an answer
             # the shortest beginning that ends
-            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.ended(ids[:end])), len(ids))]
+            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.has_ended(ids[:end])), len(ids))]
         cut = len(ids) < len(reply.ids)
         # a sum over tokens that were cut off again is not the answer's
         known = None if cut or reply.logprob is None else reply.logprob
@@ -67,14 +67,14 @@ class _Row:
 
     def _take_text(self, text: str, finish: str, thought: str | None) -> None:
         self.logprob = None
-        end = self.talk.end_of(text)
+        end = self.talk.answer_end(text)
         if end is not None:
             text, finish = text[:end], "stop"
         self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
-        messages = self.talk.exchange.hear(text, finish, thought)
-        self.talk.exchange.go_on(messages)
+        messages = self.talk.exchange.step(text, finish, thought)
+        self.talk.exchange.add(messages)
         # no tokens of the answer to go on from: the whole conversation is rendered anew
-        self._ids = self._model.chat.opening(self.talk.exchange.transcript).ids if self.talk.open else ()
+        self._ids = self._model.chat.prompt(self.talk.exchange.transcript).ids if self.talk.open else ()
 
 
 def talk_with(
@@ -82,7 +82,7 @@ def talk_with(
     model: LoadedModel,
     suite: Suite,
     items: Sequence[Item],
-    prompts: Sequence[Rendered],
+    prompts: Sequence[ChatTokens],
     decoding: Decoding,
     seeds: Sequence[int],
     group: int = 1,
@@ -113,7 +113,7 @@ def _graded(row: _Row, seconds: float) -> EngineRow:
     exchange = row.talk.exchange
     said = exchange.transcript
     if not any(message.role is Role.ASSISTANT for message in said[len(exchange.item.messages) :]):
-        exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+        exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
     answer = UngradedAnswer(
         sample_index=row.talk.member,
         transcript=exchange.transcript,

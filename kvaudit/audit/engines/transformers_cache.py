@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvaudit.audit.engines.base import Engine, Session, Settings, Work
-from kvaudit.audit.engines.weights import converted_model
-from kvaudit.audit.engines.worked import WorkedSession, python_with
+from kvaudit.audit.engines.base import Engine, Session, Settings, EngineContext
+from kvaudit.audit.engines.weights import convert_checkpoint
+from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import install_line
@@ -55,15 +55,15 @@ class TransformersCache(Engine):
         python_with(cls._modules(settings), part, cls.name, cls.install)
 
     @classmethod
-    def start(cls, settings: Settings, work: Work) -> Session:
+    def start(cls, settings: Settings, work: EngineContext) -> Session:
         python = python_with(cls._modules(settings), work.part, cls.name, cls.install)
         if work.part.weights is not None:
             raise SpecError("engines.transformers.weights: it reads the checkpoint itself; leave it out")
-        weights = converted_model("transformers", work.model, _SAVED, lambda folder: _save(work.model.model, folder))
+        weights = convert_checkpoint("transformers", work.model, _SAVED, lambda folder: _save(work.model.model, folder))
         device = work.model.device
         where = str(device) if device.type == "cuda" else "cpu"
         setup = {"folder": str(weights.path), "device": where, "settings": dict(settings)}
-        return WorkedSession(cls.name, "transformers_inside.py", setup, work, python, weights)
+        return WorkerSession(cls.name, "transformers_inside.py", setup, work, python, weights)
 
     @classmethod
     def _modules(cls, settings: Settings) -> tuple[str, ...]:

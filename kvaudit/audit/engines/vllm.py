@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvaudit.audit.engines.base import Asked, Drawer, Settings, Work
-from kvaudit.audit.engines.served import ServedEngine, ServedSession, flags, variables
-from kvaudit.audit.engines.weights import served_folder
-from kvaudit.audit.engines.worked import WorkedSession, python_of
+from kvaudit.audit.engines.base import GenerationRequest, Drawer, Settings, EngineContext
+from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags, environment_variables
+from kvaudit.audit.engines.weights import safetensors_folder
+from kvaudit.audit.engines.worker_client import WorkerSession, python_of
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _ROUNDED: dict[str, str | None] = {
 }
 
 
-class Vllm(ServedEngine):
+class Vllm(ServerEngine):
     """vLLM's OpenAI-compatible server."""
 
     name = "vllm"
@@ -59,7 +59,7 @@ class Vllm(ServedEngine):
     always: ClassVar[Settings] = {"dtype": "float32", "kv_cache_dtype": "auto"}
 
     @classmethod
-    def served_from(cls, folder: Path, settings: Settings, work: Work) -> ServedSession:
+    def served_from(cls, folder: Path, settings: Settings, work: EngineContext) -> ServerSession:
         return _VllmSession(folder, settings, work)
 
     @classmethod
@@ -78,25 +78,25 @@ class Vllm(ServedEngine):
                 )
 
     @classmethod
-    def drawer(cls, settings: Settings, work: Work) -> Drawer:
+    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
         """See ``Engine.drawer``: its engine in one process, under the server's own flags."""
-        from kvaudit.audit.engines.drawing import WorkedDrawer
+        from kvaudit.audit.engines.rollouts import WorkerDrawer
 
-        weights = served_folder(work, cls.name)
+        weights = safetensors_folder(work, cls.name)
         # the log-probs of what was drawn, at the temperature that it was drawn at
         own = _flags(settings, work, logprobs_mode="processed_logprobs")
         environment = {**_own_gpu(settings, work), **_environment(settings, work)}
         setup = {"folder": str(weights.path), "flags": own, "environment": environment}
         python = python_of(work.part.python, cls.name)
-        session = WorkedSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights)
-        return WorkedDrawer(session, cls.name, work, exact=settings.get("dtype") == "float32")
+        session = WorkerSession(cls.name, "vllm_rollouts_inside.py", setup, work, python, weights)
+        return WorkerDrawer(session, cls.name, work, exact=settings.get("dtype") == "float32")
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
         """See ``Engine.store``: cast on write with the scale 1.0, which a checkpoint's own scales would change."""
         import torch
 
-        from kvaudit.audit.cache.engine_store import EngineStore, Rounded
+        from kvaudit.audit.cache.engine_store import EngineStore, Cast
 
         word = _ROUNDED.get(settings.get("kv_cache_dtype", "auto"), "")
         if word is None:
@@ -105,20 +105,20 @@ class Vllm(ServedEngine):
             return None
         # its kernels for a processor cut the bits off, those for a GPU round
         cut = word.startswith("float8") and not torch.cuda.is_available()
-        return EngineStore(Rounded(word, toward_zero=cut), Rounded(word, toward_zero=cut))
+        return EngineStore(Cast(word, toward_zero=cut), Cast(word, toward_zero=cut))
 
 
-class _VllmSession(ServedSession):
+class _VllmSession(ServerSession):
     path = "v1/completions"
 
-    def __init__(self, folder: Path, settings: Settings, work: Work) -> None:
+    def __init__(self, folder: Path, settings: Settings, work: EngineContext) -> None:
         self._flags = _flags(settings, work)
         python = python_of(work.part.python, Vllm.name)
         command = [python, "-m", _SERVER, f"--model={folder}", *self._flags, "--host=127.0.0.1"]
         super().__init__(Vllm.name, command, "--served-model-name", work, _environment(settings, work))
         self._check_reference(settings)
 
-    def _body(self, asked: Asked) -> dict[str, Any]:
+    def _body(self, asked: GenerationRequest) -> dict[str, Any]:
         return {
             "model": self.name,
             "prompt": list(asked.ids),
@@ -133,7 +133,7 @@ class _VllmSession(ServedSession):
             "skip_special_tokens": False,
         }
 
-    def _row(self, said: Mapping[str, Any], asked: Asked) -> dict[str, Any]:  # noqa: ARG002
+    def _row(self, said: Mapping[str, Any], asked: GenerationRequest) -> dict[str, Any]:  # noqa: ARG002
         choice = said["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"]
         if len(logprobs) != len(choice["token_ids"]):
@@ -173,7 +173,7 @@ class _VllmSession(ServedSession):
             )
 
 
-def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
+def _flags(settings: Settings, work: EngineContext, **more: str) -> list[str]:
     """Its command line: what is ours to say unless the settings say it, and the settings."""
     length = _length(settings, work)
     ours = {
@@ -189,23 +189,23 @@ def _flags(settings: Settings, work: Work, **more: str) -> list[str]:
     # on a processor vLLM 0.32 ends where a prompt with a seed is read in parts: it takes a draw back, and cannot
     whole = {} if _on_gpu(work) else parts
     # settings win over both, and stand before the longer: of what the engine says of itself the end may be cut off
-    return flags({**ours, **settings, **whole, **settings})
+    return command_flags({**ours, **settings, **whole, **settings})
 
 
-def _on_gpu(work: Work) -> bool:
+def _on_gpu(work: EngineContext) -> bool:
     return work.model.device.type == "cuda"
 
 
-def _environment(settings: Settings, work: Work) -> dict[str, str]:
+def _environment(settings: Settings, work: EngineContext) -> dict[str, str]:
     return {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or workers of one machine share a core
         "VLLM_CPU_KVCACHE_SPACE": str(_space(work, _length(settings, work))),
-        **variables(settings),
+        **environment_variables(settings),
     }
 
 
-def _own_gpu(settings: Settings, work: Work) -> dict[str, str]:
+def _own_gpu(settings: Settings, work: EngineContext) -> dict[str, str]:
     """The GPU of the learner that is drawn for: by itself every rank's engine would take the first one."""
     import torch
 
@@ -222,13 +222,13 @@ def _named(log: list[str], pattern: str) -> str:
     return next((found[1] for line in log if (found := re.search(pattern, line))), "")
 
 
-def _length(settings: Settings, work: Work) -> int:
+def _length(settings: Settings, work: EngineContext) -> int:
     """How long a conversation may be: as the model allows, or as the settings say in plain digits."""
     named = settings.get("max_model_len", "")
     return int(named) if named.isdigit() else work.model.max_positions
 
 
-def _space(work: Work, tokens: int) -> int:
+def _space(work: EngineContext, tokens: int) -> int:
     """GiB of a CPU's memory for the cache: one sequence as long as can be, or two."""
     config = work.model.model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvaudit.audit.engines.base import Work
+from kvaudit.audit.engines.base import EngineContext
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.files import cache_home, read_json, write_json
 from kvaudit.core.provenance import NOT_SHOWN
@@ -35,7 +35,7 @@ _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
 
-class ServedWeights(NamedTuple):
+class EngineCheckpoint(NamedTuple):
     """A file or folder of weights in an engine's format, and where they came from in words.
 
     ``ours`` are made of the checkpoint by us; of others nothing shows that they are the checkpoint's.
@@ -51,7 +51,7 @@ class ServedWeights(NamedTuple):
         return {"weights": self.origin, **({} if self.ours else {NOT_SHOWN: "weights"})}
 
 
-def named_weights(work: Work, engine: str, inside: str, wanted: str) -> ServedWeights | None:
+def configured_weights(work: EngineContext, engine: str, inside: str, wanted: str) -> EngineCheckpoint | None:
     """Those that ``engines.ENGINE.weights`` names, which hold the file ``inside`` (they are it themselves for "").
 
     None where none are named; raises SpecError where they are not there.
@@ -61,10 +61,10 @@ def named_weights(work: Work, engine: str, inside: str, wanted: str) -> ServedWe
     path = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
     if not (path / inside if inside else path).is_file():
         raise SpecError(f"engines.{engine}.weights is {str(path)!r}, wanted {wanted}")
-    return ServedWeights(path, f"{path}, not converted here", ours=False)
+    return EngineCheckpoint(path, f"{path}, not converted here", ours=False)
 
 
-def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> ServedWeights:
+def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:
     """A folder of the weights ``sha256`` in the format ``kind``: those that are kept, or made now.
 
     ``method`` is how, so that another way is another folder; ``convert`` writes into an empty folder and returns the
@@ -92,18 +92,18 @@ def converted(kind: str, sha256: str, method: str, convert: Callable[[Path], Map
     sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
     if conversion.get("of") != sha256 or sizes != kept:
         raise RunError(f"{str(folder)!r} is not the conversion that was written there; delete it, and it is made again")
-    return ServedWeights(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
+    return EngineCheckpoint(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
 
 
-def converted_model(
+def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
-) -> ServedWeights:
-    """``converted`` of a model's weights as it holds them: in bfloat16 they may be others than its file's."""
+) -> EngineCheckpoint:
+    """``convert_once`` of a model's weights as it holds them: in bfloat16 they may be others than its file's."""
     held = str(model.dtype).removeprefix("torch.")
-    return converted(kind, model.sha256, f"{method} of {held}", convert)
+    return convert_once(kind, model.sha256, f"{method} of {held}", convert)
 
 
-def check_room(weights: Path, who: str) -> None:
+def check_weights_fit(weights: Path, who: str) -> None:
     """Raise SpecError where a file or folder of weights is larger than the free memory, of a container its own.
 
     An engine would be killed by the kernel in the middle, without a word.
@@ -137,13 +137,13 @@ def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapp
         shutil.rmtree(half, ignore_errors=True)
 
 
-def served_folder(work: Work, engine: str) -> ServedWeights:
+def safetensors_folder(work: EngineContext, engine: str) -> EngineCheckpoint:
     """Where the weights lie as safetensors with config and tokenizer; raises SpecError for a folder without."""
-    if named := named_weights(work, engine, "config.json", "a folder that holds config.json"):
+    if named := configured_weights(work, engine, "config.json", "a folder that holds config.json"):
         return named
     if (own := _own_folder(work.model)) is not None:
-        return ServedWeights(own, f"of {work.model.sha256[:12]}, as they lie")
-    return converted_model("safetensors", work.model, SAVED, lambda folder: _save(work.model, folder))
+        return EngineCheckpoint(own, f"of {work.model.sha256[:12]}, as they lie")
+    return convert_checkpoint("safetensors", work.model, SAVED, lambda folder: _save(work.model, folder))
 
 
 def _own_folder(model: LoadedModel) -> Path | None:

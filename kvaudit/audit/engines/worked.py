@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvaudit.audit.engines.base import Asked, EngineFailed, Reply, Session, Work
-from kvaudit.audit.engines.life import Process
-from kvaudit.audit.engines.weights import ServedWeights
+from kvaudit.audit.engines.base import GenerationRequest, EngineFailed, Reply, Session, EngineContext
+from kvaudit.audit.engines.process import Process
+from kvaudit.audit.engines.weights import EngineCheckpoint
 from kvaudit.core.completions import finish_of
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
@@ -37,9 +37,9 @@ class WorkedSession(Session):
         who: str,
         inside: str,
         setup: Mapping[str, Any],
-        work: Work,
+        work: EngineContext,
         python: str,
-        weights: ServedWeights | None = None,
+        weights: EngineCheckpoint | None = None,
     ) -> None:
         self._who, self._part, self._tokens = who, work.part, vocabulary_of(work)
         command = [python, str(_INSIDE / "worker.py"), str(_INSIDE / inside)]
@@ -55,7 +55,7 @@ class WorkedSession(Session):
             self.stop()
             raise
 
-    def answer(self, asked: Sequence[Asked]) -> list[Reply]:
+    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
         # conversations are for engines that take no tokens
         rows = [{name: value for name, value in one._asdict().items() if name != "messages"} for one in asked]
         found = self.ask(rows, f"it had {len(asked)} requests")
@@ -96,7 +96,7 @@ class WorkedSession(Session):
             raise self._process.failure(f"it says {shown(said)}, wanted {name}")
         return found
 
-    def read(self, row: Any, asked: Asked) -> Reply:
+    def read(self, row: Any, asked: GenerationRequest) -> Reply:
         """A reply that can be one to what was asked; raises EngineFailed."""
         found = as_reply(row, asked, self._tokens)
         if found is None:
@@ -104,7 +104,7 @@ class WorkedSession(Session):
         return found
 
 
-def as_reply(row: Any, asked: Asked, tokens: int) -> Reply | None:
+def as_reply(row: Any, asked: GenerationRequest, tokens: int) -> Reply | None:
     """A reply that can be one to what was asked of a model of so many ``tokens``; None for any other."""
     try:
         ids, finish, logprob = row["ids"], finish_of(row["finish"]), row["logprob"]
@@ -119,7 +119,7 @@ def as_reply(row: Any, asked: Asked, tokens: int) -> Reply | None:
     return Reply(tuple(ids), finish, None if logprob is None else float(logprob))
 
 
-def vocabulary_of(work: Work) -> int:
+def vocabulary_of(work: EngineContext) -> int:
     """How many tokens the model knows."""
     return int(work.model.model.get_input_embeddings().weight.shape[0])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvaudit.audit.judges.grader import Grader, StoredAnswer
+from kvaudit.audit.judges.base import Grader, StoredAnswer
 from kvaudit.core.errors import DataError
 from kvaudit.core.options import IDENTITY_DIGITS, sha256_of
 from kvaudit.core.questions import Question, Reading
@@ -58,9 +58,9 @@ class Judge(Grader[Question, Reading]):
         return sha256_of(question.request, question.answer)
 
     def questions_of(self, answer: StoredAnswer) -> list[Question]:
-        from kvaudit.audit.sampling.exchange import question_of
+        from kvaudit.audit.sampling.exchange import judge_question
 
-        question = question_of(*answer.asked(), answer.record.transcript, answer.record.finish_reason)
+        question = judge_question(*answer.asked(), answer.record.transcript, answer.record.finish_reason)
         return [] if question is None else [question]
 
     def check_questions(self, questions: Sequence[Question]) -> None:

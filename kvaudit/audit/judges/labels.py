@@ -27,7 +27,7 @@ _ANNOTATED = ("final_label", "annotation_1", "annotation_2")
 _LONG = 200  # characters; a shorter answer without a word of the request may well refuse it
 
 
-class Labelled(NamedTuple):
+class LabelledAnswer(NamedTuple):
     """A question and what people say of it; ``each`` are the labels of two of them before they agreed."""
 
     question: Question
@@ -40,7 +40,7 @@ class Source:
     """The labelled answers of one file, or a part of it."""
 
     name: str
-    rows: tuple[Labelled, ...]
+    rows: tuple[LabelledAnswer, ...]
     taught: bool = True  # whether a judge that learns may learn from it
 
 
@@ -57,14 +57,14 @@ def _xstest(model: str, path: Path) -> Source:
     rows = []
     for row in csv_rows(path, ("prompt", "completion", *_ANNOTATED), known):
         final, first, second = (row[column] != _COMPLIES for column in _ANNOTATED)
-        rows.append(Labelled(Question(row["prompt"], row["completion"]), final, (first, second)))
+        rows.append(LabelledAnswer(Question(row["prompt"], row["completion"]), final, (first, second)))
     return Source(f"xstest {model}", tuple(rows))
 
 
 @cache
 def _pyrit(path: Path) -> tuple[Source, Source]:
     rows = [
-        Labelled(Question(row["objective"], row["assistant_response"]), row["human_score"] == "1")
+        LabelledAnswer(Question(row["objective"], row["assistant_response"]), row["human_score"] == "1")
         for row in csv_rows(path, ("objective", "assistant_response", "human_score"), {"human_score": ("0", "1")})
     ]
     off_topic = [row for row in rows if row.refused and _is_off_topic(row.question)]

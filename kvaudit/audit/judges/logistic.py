@@ -88,7 +88,7 @@ class Logistic(Judge):
         return tuple(source for source in found if source.name != self.left_out)
 
 
-def spelled(text: str) -> str:
+def normalised(text: str) -> str:
     """The text as the recipe reads it: ``can't`` and ``cannot`` are one word."""
     plain = " ".join(text.replace("\u2019", "'").casefold().split())
     for pattern, words in _SPELLED:
@@ -103,7 +103,7 @@ class _Fitted:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 
-        texts = list(map(spelled, answers))
+        texts = list(map(normalised, answers))
         kept: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
         self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **kept).fit(texts)
         self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **kept).fit(map(_opening, texts))
@@ -114,7 +114,7 @@ class _Fitted:
 
     def readings(self, answers: Sequence[str]) -> list[Reading]:
         """What both make of answers, and where they and the phrase rules agree."""
-        votes, features = _votes(answers), self._features(list(map(spelled, answers)))
+        votes, features = _votes(answers), self._features(list(map(normalised, answers)))
         alone, guesses = self._alone.predict(features), self._voted.predict(_with_votes(features, votes))
         return [
             Reading(bool(vote if own == vote else guess), sure=bool(own == vote))
@@ -125,7 +125,7 @@ class _Fitted:
         from scipy import sparse
 
         letters, words = self._letters.transform(texts), self._words.transform(map(_opening, texts))
-        return sparse.hstack([sparse.csr_matrix(embedded(texts)), letters, words]).tocsr()  # [N, 384 + n-grams]
+        return sparse.hstack([sparse.csr_matrix(embed(texts)), letters, words]).tocsr()  # [N, 384 + n-grams]
 
 
 @cache
@@ -149,7 +149,7 @@ def _opening(text: str) -> str:
     return text[:OPENING_CHARACTERS]
 
 
-def embedded(texts: Sequence[str]) -> Vectors:
+def embed(texts: Sequence[str]) -> Vectors:
     """Unit vectors [N, 384]; each text is encoded once in a process."""
     new = sorted({text for text in texts if text not in _vectors}, key=len)  # batches of like length pad little
     for start in range(0, len(new), _BATCH):

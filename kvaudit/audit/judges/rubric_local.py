@@ -32,7 +32,7 @@ class RubricLocal(RubricJudge):
 
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
         model = _loaded(self.model)
-        prompts = [model.chat.opening(rubric.messages(question)).ids for question in questions]
+        prompts = [model.chat.prompt(rubric.messages(question)).ids for question in questions]
         # a question beyond the model's positions stays without an answer
         fitting = [n for n, ids in enumerate(prompts) if len(ids) + rubric.reply_tokens <= model.max_positions]
         fitting.sort(key=lambda n: len(prompts[n]))

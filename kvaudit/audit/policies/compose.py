@@ -143,7 +143,7 @@ def selector_of(policy: Policy) -> Selector | None:
     return next((part for part in policy.members if isinstance(part, Selector)), None)
 
 
-def written_by(policy: Policy) -> Quantiser | None:
+def quantiser_on_write(policy: Policy) -> Quantiser | None:
     """The part that stores entries as codes before their own queries attend, None where those see them exact.
 
     Nothing else of a policy acts before the first chunk of a prompt has attended.

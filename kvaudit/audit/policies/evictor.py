@@ -177,7 +177,7 @@ class Evictor(Policy):
         return 0
 
     @property
-    def asks_queries(self) -> bool:
+    def needs_queries(self) -> bool:
         """Whether the cache looks at queries for this policy beside letting them attend."""
         return self.accumulates or self.moments or self.centres or self.observed_queries > 0
 

@@ -38,7 +38,7 @@ class Float8(Absmax):
         self._one_of("format", tuple(_FORMATS))
 
     @property
-    def usual_scale(self) -> str:
+    def default_scale(self) -> str:
         return "1"
 
     @property

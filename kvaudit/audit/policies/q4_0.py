@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvaudit.audit.policies.quantiser import Quantiser, working
+from kvaudit.audit.policies.quantiser import Quantiser, working_dtype
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Q4(Quantiser):
             return x
         size = x.shape[-1]
         together = size & -size  # the largest power of two in it
-        matrix = hadamard(together if part == 0 else min(together, _OF_VALUES), working(x.dtype), x.device)
+        matrix = hadamard(together if part == 0 else min(together, _OF_VALUES), working_dtype(x.dtype), x.device)
         mixed = x.to(matrix.dtype).reshape(*x.shape[:-1], -1, len(matrix)) @ matrix
         return mixed.reshape(x.shape).to(x.dtype)
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
-from kvaudit.audit.policies.scales import pinned_scales, read_scales
+from kvaudit.audit.policies.quantiser import pinned_scales, read_scales
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -140,13 +140,13 @@ class Absmax(Quantiser):
         self._one_of("scale", SCALES)
         if self.scales and self.scale == "token":
             raise SpecError(f"policy {self.name}: scales={self.scales} needs scale=head or scale=tensor")
-        if self.scale != "token" and not (self.scales or self.usual_scale):
+        if self.scale != "token" and not (self.scales or self.default_scale):
             raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
         if self.scales:
             object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
 
     @property
-    def usual_scale(self) -> str:
+    def default_scale(self) -> str:
         """What fixed scales are where none are given; empty: they have to be."""
         return ""
 
@@ -159,7 +159,7 @@ class Absmax(Quantiser):
 
         if self.scale == "token":
             return None
-        found = read_scales(self.name, self.scales or self.usual_scale).of(layer, part, heads)
+        found = read_scales(self.name, self.scales or self.default_scale).of(layer, part, heads)
         if self.scale == "tensor" and len(set(found)) > 1:
             raise SpecError(f"policy {self.name}: scales={self.scales} differ by KV head; that is scale=head")
         return torch.tensor(found, dtype=torch.float64)  # [H]; the cache turns it into the dtype of its keys
@@ -183,7 +183,7 @@ class Absmax(Quantiser):
 
 
 @cache
-def working(dtype: torch.dtype) -> torch.dtype:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that codes are computed in: float32 at least."""
     import torch
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_once
+from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_single_call
 from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.linear import LayerRun, States, advance
-from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, CodePlace
+from kvaudit.audit.cache.layers import LayerRun, States, run_state_layer
+from kvaudit.audit.cache.hints import KEYS, VALUES, CodePlace
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
-from kvaudit.audit.cache.upload import uploaded
-from kvaudit.audit.replay.codes import CodedSince, QuantisedView, coded_keys, coded_values, two_precisions
+from kvaudit.audit.cache.tensors import upload
+from kvaudit.audit.replay.attention import CodedSince, QuantisedView, coded_keys, coded_values, two_precisions
 from kvaudit.core.errors import RunError
 
 BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of their future are read
@@ -54,8 +54,8 @@ class Replay:
         # a prompt until its first cut: no mask is made that hides the future alone
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         device = queries.device if device is None else device
-        self._queries, self._keys = uploaded(queries, device), uploaded(keys, device)
-        self._evicted_at = None if evicted_at is None else uploaded(evicted_at, device)
+        self._queries, self._keys = upload(queries, device), upload(keys, device)
+        self._evicted_at = None if evicted_at is None else upload(evicted_at, device)
         # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
         self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
         # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them
@@ -66,7 +66,7 @@ class Replay:
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
-        attending, carrying = sum(p.attends for p in self._plans), sum(p.carries for p in self._plans)
+        attending, carrying = sum(p.has_entries for p in self._plans), sum(p.has_state for p in self._plans)
         if len(self.held) != attending or len(self.states) != carrying:
             done = len(self.held.keys() | self.states.keys())
             raise RunError(
@@ -81,7 +81,7 @@ class Replay:
         """Attention output [B, G*H, Q, D] over the prefix and the new keys."""
         layer = call.layer
         if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
-            require_once(layer, self.held, len(self._plans))
+            require_single_call(layer, self.held, len(self._plans))
         self.held[layer] = (call.key, call.value)
         call = self._behind_prefix(call)
         window = self._plans[layer].sliding_window
@@ -122,7 +122,7 @@ class Replay:
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """See ``EvictingCache.carry``; a group takes its prompt's states over, with their gradient."""
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
-        out = advance(run, hidden, self._real, states, last=self._last)
+        out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.attention import AttentionCall
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.quantised.codes import (
+from kvaudit.audit.cache.codes import (
     decode_keys,
     decode_tokens,
     encode_as,
@@ -19,7 +19,7 @@ from kvaudit.audit.cache.quantised.codes import (
     fit_groups,
     parameters_of,
 )
-from kvaudit.audit.cache.quantised.hints import HINTED, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.hints import HINTED_DTYPES, CodePlace, HintTable, Strays
 from kvaudit.audit.policies import Quantiser, softmax
 
 
@@ -37,7 +37,7 @@ class CodedSince(NamedTuple):
 
     def recorded(self, place: CodePlace, exact: Tensor, own: Tensor, parameters: Tensor) -> Tensor:
         """The replay's ``own`` codes [B, H, K, D] of ``exact``, with the sampler's at the borders it recorded."""
-        if self.hints is None or exact.dtype not in HINTED:
+        if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return own
         return self.hints.take_over(place, exact, own, parameters, self.codec)
 

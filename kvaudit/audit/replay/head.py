@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.core.errors import RunError
 
 
-class Head:
+class LogitsHead:
     """What a model's own forward makes of last hidden states: the projection, and any scale or cap behind it."""
 
     def __init__(self, model: Any) -> None:
@@ -42,7 +42,7 @@ class Head:
         answer = self._kind(last_hidden_state=states[None])
         # any ids will do: the decoder does not read them
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        decoder, asked = decoder_of(self._model), list[bool]()
+        decoder, asked = find_decoder(self._model), list[bool]()
 
         def stand(*_: Any, **__: Any) -> Any:
             asked.append(True)
@@ -62,10 +62,10 @@ class Head:
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[Head]:
+def capture_states(model: Any) -> Iterator[LogitsHead]:
     """Inside, the states of the last forward are those of the head that is given."""
-    head = Head(model)
-    handle = decoder_of(model).register_forward_hook(lambda _, __, output: head.take(output))
+    head = LogitsHead(model)
+    handle = find_decoder(model).register_forward_hook(lambda _, __, output: head.take(output))
     try:
         yield head
     finally:

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers
-from kvaudit.audit.cache.selection import Selection, misfit
+from kvaudit.audit.cache.selection import Selection, selection_fault
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.replay.interchange_form import (
+from kvaudit.audit.replay.interchange import (
     ChosenForm,
     EventForm,
     FileHeader,
@@ -28,7 +28,7 @@ from kvaudit.audit.replay.interchange_form import (
     experts_of,
     selection_of,
 )
-from kvaudit.audit.replay.recorded import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.core.errors import DataError
 
 ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
@@ -67,14 +67,14 @@ def read_rollouts(path: Path) -> RecordedRollouts:
             if f'"{ROLLOUTS_FORMAT}"' in metadata:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
     except ValidationError as error:  # first, being a ValueError itself
-        raise DataError(f"rollouts {str(path)!r}: {first_mistake(error)}") from None
+        raise DataError(f"rollouts {str(path)!r}: {first_error(error)}") from None
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
     rollouts, policy = load_ledgers(path)
     return RecordedRollouts(str(path), tuple(rollouts), policy, policy_hash=json.loads(metadata).get("policy_hash"))
 
 
-def ledger_of(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
+def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
     """``evicted_at`` int32 [L, H, T] of a history; raises ValueError where the history contradicts itself."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]
@@ -133,7 +133,7 @@ def _fitting(number: int, made: Selection | ChosenForm | None, rollout: Rollout)
     if isinstance(made, ChosenForm):
         made = selection_of(made)
     if made is not None:
-        fault = misfit(made, rollout.evicted_at)
+        fault = selection_fault(made, rollout.evicted_at)
         _require(fault is None, number, str(fault))
     return made
 
@@ -196,7 +196,7 @@ def _rollout(
     drawn = int(sampled.sum())
     _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
     try:
-        evicted_at = ledger_of(events, (table.layers, table.kv_heads, len(ids)))
+        evicted_at = build_ledger(events, (table.layers, table.kv_heads, len(ids)))
     except _Misfit:  # names its rollout already
         raise
     except ValueError as error:
@@ -249,7 +249,7 @@ def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
     _require(prompt_length < tokens, number, f"has prompt_length {prompt_length} in {tokens} tokens")
 
 
-def first_mistake(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     """The first mistake that a form has found, with its place, such as rollouts.2.events.0.query."""
     mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in mistake["loc"]) or "the file"

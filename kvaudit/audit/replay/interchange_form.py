@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.routing import NOBODY
-from kvaudit.audit.cache.selection import NONE, Selection
-from kvaudit.audit.replay.recorded import LOGPROB_ROUNDING
+from kvaudit.audit.cache.routing import NO_EXPERT
+from kvaudit.audit.cache.selection import NO_UNIT, Selection
+from kvaudit.audit.replay.rollout_checks import LOGPROB_ROUNDING
 from kvaudit.core.spec_parts import TemperatureOrGreedy
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
@@ -115,7 +115,7 @@ def selection_of(rows: ChosenForm) -> Selection:
             f"{len(rows.queries)} choosing queries of up to {widest} units take more than {_MOST_CHOICES} numbers"
         )
     chosen = [
-        [[units + [NONE] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in rows.queries
+        [[units + [NO_UNIT] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in rows.queries
     ]
     queries = torch.tensor([row.query for row in rows.queries], dtype=torch.int32)
     lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
@@ -129,4 +129,4 @@ def experts_of(rows: list[list[list[int]]], tokens: int) -> Tensor:
     sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
     if len(sizes) != 1 or len(set(next(iter(sizes))[1:])) != 1:
         raise ValueError("a rollout has experts of uneven lengths")
-    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NOBODY)
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)

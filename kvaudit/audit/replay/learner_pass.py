@@ -20,15 +20,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.layers import LayerPlan, kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.quantised.hints import Strays
-from kvaudit.audit.cache.rotary import require_steady
-from kvaudit.audit.cache.routing import NOBODY, check_experts
-from kvaudit.audit.cache.selection import Selection, choices_of
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.hints import Strays
+from kvaudit.audit.cache.rotary import require_rotary_length
+from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
+from kvaudit.audit.cache.selection import Selection, batch_choices
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.replay.codes import codes_of
-from kvaudit.audit.replay.head import Head, watched
+from kvaudit.audit.replay.attention import codes_of
+from kvaudit.audit.replay.learner_pass import LogitsHead, capture_states
 from kvaudit.audit.replay.stored_pass import stored_logits
 from kvaudit.core.errors import DataError
 
@@ -37,9 +37,9 @@ LearnerPass = Literal["dense", "shadow"]
 
 def suffix_states(
     model: Any, rollouts: Sequence[Rollout], *, group: int, kind: LearnerPass, apart: bool = False
-) -> tuple[Tensor, Tensor, Head]:
+) -> tuple[Tensor, Tensor, LogitsHead]:
     """``suffix_logits`` without the logits: last hidden states [B, R, D], the valid mask, and the head they go to."""
-    with watched(model) as head:
+    with capture_states(model) as head:
         _, valid = suffix_logits(model, rollouts, group=group, kind=kind, keep=1, apart=apart)
     return head.states(), valid, head
 
@@ -95,27 +95,27 @@ def suffix_logits(
     prefix, longest = None, max(len(rollout.ids) for rollout in rollouts)
     if prompts.shape[1]:  # a prompt of one token is all in the second pass
         evicted_at = _columns(leaders, early[::group], prompts.shape[1]) if shadow else None
-        at = uploaded(before, device)
+        at = upload(before, device)
         codes = codes_of(leaders, at) if shadow else None  # strays are counted below, where these keys come again
         if codes is not None and not codes.seen_by(at):  # made after the prefill, as most are
             codes = None
         experts = _experts(leaders, early[::group], prompts.shape[1], device) if routed else None
-        chosen = choices_of([r.selection for r in leaders], longest, device) if shadow else None
+        chosen = batch_choices([r.selection for r in leaders], longest, device) if shadow else None
         prefix = Replay(
             plans, before, before, evicted_at, codes=codes, experts=experts, choices=chosen, last=False, device=device
         )
         # run for its keys and states; logits of at least one token cannot be declined
-        ids, places = uploaded(prompts, device), at.clamp(min=0)
+        ids, places = upload(prompts, device), at.clamp(min=0)
         model(input_ids=ids, position_ids=places, use_cache=False, kv=prefix, logits_to_keep=1)
         prefix.settle()
     keys = torch.cat([before.repeat_interleave(group, 0), after], 1)  # [B, columns of prompts and of suffixes]
     evicted_at, codes = None, None
     if shadow:
-        codes = codes_of(rollouts, uploaded(keys, device), strays)
+        codes = codes_of(rollouts, upload(keys, device), strays)
         own = _columns(rollouts, late, suffixes.shape[1])
         evicted_at = torch.cat([_columns(rollouts, early, prompts.shape[1]), own], 3)  # the same columns
     experts = _experts(rollouts, late, suffixes.shape[1], device) if routed else None
-    chosen = choices_of([r.selection for r in rollouts], longest, device) if shadow else None
+    chosen = batch_choices([r.selection for r in rollouts], longest, device) if shadow else None
     context = Replay(
         plans,
         after,
@@ -129,7 +129,7 @@ def suffix_logits(
         device=device,
     )
     asked = {"logits_to_keep": keep} if keep else {}
-    ids, at = uploaded(suffixes, device), uploaded(after, device)
+    ids, at = upload(suffixes, device), upload(after, device)
     output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
     return output.logits, at >= 0
@@ -157,13 +157,13 @@ def _experts(rollouts: Sequence[Rollout], parts: Sequence[slice], width: int, de
     for rollout, part in zip(rollouts, parts, strict=True):
         assert rollout.experts is not None
         own = rollout.experts[part]
-        found.append(pad(own, (0, 0, 0, 0, 0, width - len(own)), value=NOBODY))
+        found.append(pad(own, (0, 0, 0, 0, 0, width - len(own)), value=NO_EXPERT))
     return torch.stack(found).to(device)
 
 
 def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], model: Any) -> None:
     assert len(rollouts) % group == 0, (len(rollouts), group)
-    require_steady(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)  # the last token is not fed
+    require_rotary_length(model.config, max(len(rollout.ids) for rollout in rollouts) - 1)  # the last token is not fed
     wanted = (len(plans), kv_heads(model.config))
     for n, rollout in enumerate(rollouts):
         got = tuple(rollout.evicted_at.shape[:2])

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall
-from kvaudit.audit.cache.evict import attention_mass, retained
+from kvaudit.audit.cache.evict import attention_mass, keep_mask
 from kvaudit.audit.cache.layer_state import QueryCentres, QueryMoments
 from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.cache.rotary import Rotary, rotary_for
-from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.rotary import Rotary, find_rotary
+from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.policies import (
     Centres,
     Evictor,
@@ -34,12 +34,12 @@ from kvaudit.audit.policies import (
     selector_of,
 )
 from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.replay.codes import CodedSince, codes_of
-from kvaudit.audit.replay.schedule_check import ForwardStep, evictions, forwards
+from kvaudit.audit.replay.attention import CodedSince, codes_of
+from kvaudit.audit.replay.rollout_checks import ForwardStep, due_evictions, forward_steps
 
 # Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
 # another ranking agrees on a quarter to a half of them (docs/results/verify.md).
-OWN_CHOICE: Mapping[torch.dtype, float] = {
+REQUIRED_AGREEMENT: Mapping[torch.dtype, float] = {
     torch.float64: 0.98,
     torch.float32: 0.98,
     torch.float16: 0.97,
@@ -50,7 +50,7 @@ ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by
 FLIPS = 2  # choices of a rollout that rounding may change in two bytes, however few there are
 
 
-class ChosenAgain(NamedTuple):
+class ChoiceCount(NamedTuple):
     """Entries that left the layers a policy governs, and how many of them it chooses again."""
 
     evicted: int
@@ -82,8 +82,8 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAg
         return f"pins move what heads share under {evictor.name}, and the record does not hold them"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
-    rotary = rotary_for(model, policy)
-    made = [rechosen(model, rollout, policy, rotary) for rollout in rollouts]
+    rotary = find_rotary(model, policy)
+    made = [repeat_choices(model, rollout, policy, rotary) for rollout in rollouts]
     narrow = model.dtype.itemsize < torch.float32.itemsize
     forgiven = FLIPS if narrow and not evictor.blind else 0  # a blind ranking reads no states, so nothing rounds
     shares = {
@@ -95,20 +95,20 @@ def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAg
         return "no query had more to choose from than it takes" if selects else "nothing left the cache"
     worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
     rough = quantiser_of(policy) is not None and narrow
-    wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else OWN_CHOICE[model.dtype]
+    wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else REQUIRED_AGREEMENT[model.dtype]
     return RankingAgreement(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted, selects)
 
 
 @torch.no_grad()
-def rechosen(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChosenAgain:
+def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChoiceCount:
     """Rank again at every eviction of a rollout that keeps the policy's schedule (``breach`` is None)."""
-    plans, fed = layer_plans(model.config, policy), forwards(rollout, policy.chunk)
+    plans, fed = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, fed[-1].seen
     ids, at = rollout.ids[None, :tokens].to(device), torch.arange(tokens, device=device)[None]
     context = Reranking(plans, at, rollout, fed, rotary)
     model(input_ids=ids, position_ids=at, use_cache=False, kv=context, logits_to_keep=1)
     context.settle()
-    return ChosenAgain(context.evicted, context.again)
+    return ChoiceCount(context.evicted, context.again)
 
 
 class Reranking(Replay):
@@ -126,22 +126,22 @@ class Reranking(Replay):
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
         # a token more than was fed: the last one drawn
-        choices = choices_of([rollout.selection], tokens + 1, at.device)
+        choices = batch_choices([rollout.selection], tokens + 1, at.device)
         super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts, choices=choices)
         self._rollout, self._fed, self._rotary = rollout, fed, rotary
         self._waiting: list[list[_Ranks]] = []  # of layers whose choice is not made yet
-        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.governed)
+        self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.is_governed)
         self.evicted = self.again = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See ``Replay.attend``."""
         plan, codes = self._plans[call.layer], self._codes
-        if plan.governed and plan.evictor.evicts:
+        if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
             stored = None if codes is None else self._stored(call, codes)
             passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
             self._choose(call.layer, list(self._ranks(passed, plan.evictor)), plan.evictor)
-        if plan.governed and plan.selector is not None and self._choices is not None:
+        if plan.is_governed and plan.selector is not None and self._choices is not None:
             self._select(call, plan.selector)
         return super().attend(call)
 
@@ -166,7 +166,7 @@ class Reranking(Replay):
             self.again += int((counted & found).sum())
 
     def _ranks(self, passed: PassedLayer, policy: Evictor) -> Iterator[_Ranks]:
-        due = evictions(policy, self._fed)
+        due = due_evictions(policy, self._fed)
         queries, rotary = [one.query for one in due], self._rotary
         moments = QueryMoments(rotary, policy.sink) if rotary and policy.moments else None
         centres = QueryCentres(rotary) if rotary and policy.centres else None
@@ -192,7 +192,7 @@ class Reranking(Replay):
         for alike in zip(*self._waiting, strict=True):
             for one, agreed in zip(alike, policy.agreed([one.importance for one in alike]), strict=True):
                 pinned = self._pinned(one.positions, policy)
-                kept = retained(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
+                kept = keep_mask(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
                 self.evicted += int(one.left.sum())
                 self.again += int((one.left & ~kept).sum())
         self._waiting = []
@@ -206,7 +206,7 @@ class Reranking(Replay):
             for start, end in self._rollout.pinned:
                 table[start:end] = True
             return table.to(positions.device)[positions]
-        governed = [layer for layer, plan in enumerate(self._plans) if plan.governed]
+        governed = [layer for layer, plan in enumerate(self._plans) if plan.is_governed]
         stays = (self._rollout.evicted_at[governed] == NEVER).all(0).all(0).to(positions.device)  # [T]
         return stays[positions]
 

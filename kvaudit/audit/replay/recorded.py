@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.selection import blind, misfit
+from kvaudit.audit.cache.selection import attends_to_nothing, selection_fault
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
 
@@ -42,15 +42,15 @@ def check_replayable(recorded: RecordedRollouts, config: Any, max_positions: int
         raise DataError(f"rollouts {recorded.source!r} hold no rollout")
     for number, rollout in enumerate(recorded.rollouts):
         where, tokens = f"rollouts {recorded.source!r}: rollout {number}", len(rollout.ids)
-        if fault := unsound(rollout) or _chosen(rollout, text.num_attention_heads):
+        if fault := rollout_fault(rollout) or _chosen(rollout, text.num_attention_heads):
             raise DataError(f"{where} {fault}")
         if (got := tuple(rollout.evicted_at.shape[:2])) != wanted:
             raise DataError(f"{where} has {_layers(got)}, the model {_layers(wanted)}: it is of another model")
-        if fault := beyond(tokens, int(rollout.ids.min()), int(rollout.ids.max()), config, max_positions):
+        if fault := model_misfit(tokens, int(rollout.ids.min()), int(rollout.ids.max()), config, max_positions):
             raise DataError(f"{where} {fault}")
 
 
-def beyond(tokens: int, lowest: int, highest: int, config: Any, max_positions: int) -> str | None:
+def model_misfit(tokens: int, lowest: int, highest: int, config: Any, max_positions: int) -> str | None:
     """Why a model cannot have sampled so many tokens with ids from ``lowest`` to ``highest``; None if it can."""
     vocabulary = config.get_text_config(decoder=True).vocab_size
     if tokens > max_positions:
@@ -60,7 +60,7 @@ def beyond(tokens: int, lowest: int, highest: int, config: Any, max_positions: i
     return None
 
 
-def unsound(rollout: Rollout) -> str | None:
+def rollout_fault(rollout: Rollout) -> str | None:
     """What is wrong with a rollout whatever the model: types, lengths, or a log-prob that is none; None if nothing."""
     return _malformed(rollout) or _logprobs(rollout)
 
@@ -90,14 +90,14 @@ def _chosen(rollout: Rollout, heads: int) -> str | None:
     made = rollout.selection
     if made is None:
         return None
-    if fault := misfit(made, rollout.evicted_at):
+    if fault := selection_fault(made, rollout.evicted_at):
         return fault
     # one list for all heads, one by KV head, or one by query head
     if (lists := made.chosen.shape[1]) not in (1, rollout.evicted_at.shape[1], heads):
         return f"has choices of {lists} heads, wanted 1, {rollout.evicted_at.shape[1]} or {heads}"
     if rollout.codec:
         return "lets queries choose among codes, which cannot be replayed"
-    return "lets a query choose only what had left" if blind(made, rollout.evicted_at) else None
+    return "lets a query choose only what had left" if attends_to_nothing(made, rollout.evicted_at) else None
 
 
 def _misrouted(experts: Tensor, tokens: int) -> str | None:

@@ -42,7 +42,7 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, (plan, evicted_at) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
         policy = plan.evictor
-        due = evictions(policy, forwards(rollout, plan.policy.chunk))
+        due = due_evictions(policy, forward_steps(rollout, plan.policy.chunk))
         if plan.sliding_window is None:
             fault = _protected(evicted_at, policy) or _schedule(evicted_at, policy, due)
         else:
@@ -52,7 +52,7 @@ def breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
     return None
 
 
-def forwards(rollout: Rollout, chunk: int) -> list[ForwardStep]:
+def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
     """How a row was fed: given tokens a chunk at a time, drawn ones singly, the last one not at all.
 
     The last token drawn before something is given enters with what is given.
@@ -71,7 +71,7 @@ def forwards(rollout: Rollout, chunk: int) -> list[ForwardStep]:
     return found
 
 
-def evictions(policy: Evictor, fed: Sequence[ForwardStep]) -> list[DueEviction]:
+def due_evictions(policy: Evictor, fed: Sequence[ForwardStep]) -> list[DueEviction]:
     """When a policy evicts from a row that was fed so, as ``interval``, ``phase`` and ``budget`` say."""
     if not policy.evicts:
         return []
@@ -110,8 +110,8 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
     selector, made = selector_of(policy), rollout.selection
     if selector is None:
         return None if made is None else "queries chose what they attend to, the policy has them see everything"
-    layers = [n for n, plan in enumerate(plans) if plan.governed and plan.selector is not None]
-    steps = [seen - 1 for seen, decoding in forwards(rollout, policy.chunk) if decoding] if layers else []
+    layers = [n for n, plan in enumerate(plans) if plan.is_governed and plan.selector is not None]
+    steps = [seen - 1 for seen, decoding in forward_steps(rollout, policy.chunk) if decoding] if layers else []
     if made is None or not len(made.queries):
         return f"query {steps[0]} attends to everything, it was drawn and chooses" if steps else None
     if (made.unit, list(made.layers)) != (selector.unit, layers):
@@ -133,7 +133,7 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
 def _times_quantised(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
     """The query [T] that first saw each entry as a code: after every forward, the codec says how far it has come."""
     times: list[int] = []
-    for seen, _ in forwards(rollout, chunk):
+    for seen, _ in forward_steps(rollout, chunk):
         times += codec.first_queries(len(times), until(len(times), seen), seen)
     padded = [*times, *([NEVER] * (len(rollout.ids) - len(times)))]
     return torch.tensor(padded, dtype=torch.int32)

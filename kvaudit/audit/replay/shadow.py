@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout
 
-from kvaudit.audit.cache.attention import decoder_of, unwrapped
+from kvaudit.audit.cache.attention import find_decoder, inner_model
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Ledger
-from kvaudit.audit.cache.quantised.hints import HintTable
-from kvaudit.audit.cache.rotary import require_steady
-from kvaudit.audit.cache.routing import NOBODY, check_experts
-from kvaudit.audit.cache.selection import choices_of
+from kvaudit.audit.cache.hints import HintTable
+from kvaudit.audit.cache.rotary import require_rotary_length
+from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
+from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.cache.stock import (
-    by_name,
+    named_arguments,
     call_ids,
     call_mask,
-    prepare,
+    prepare_model,
     require_causal,
     require_no_padding_counted,
     require_positions,
@@ -30,7 +30,7 @@ from kvaudit.audit.cache.stock import (
 )
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.replay.codes import CodedSince
+from kvaudit.audit.replay.attention import CodedSince
 from kvaudit.core.errors import DataError, RunError, SpecError
 
 
@@ -41,8 +41,8 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says. With ``reroute`` a
     mixture-of-experts model chooses its experts anew.
     """
-    model = unwrapped(model)
-    prepare(model)
+    model = inner_model(model)
+    prepare_model(model)
     plans = layer_plans(model.config, Dense())
     got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
     if got != wanted:
@@ -50,7 +50,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
     check_experts([ledger.experts], model, reroute=reroute)
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = by_name(model, args, kwargs)
+        call = named_arguments(model, args, kwargs)
         ids = call_ids(call)
         if call.get("past_key_values") is not None:
             raise RunError("inside shadow(...) a text is passed whole, with no cache; leave past_key_values out")
@@ -66,7 +66,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
                 "both are passed whole"
             )
         require_positions(call.get("position_ids"), positions)
-        require_steady(model.config, int(positions.max()) + 1)
+        require_rotary_length(model.config, int(positions.max()) + 1)
         _refuse_noise(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
@@ -75,7 +75,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
         evicted_at = _along(ledger.evicted_at, positions, ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
-        chosen = choices_of(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
+        chosen = batch_choices(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
         context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=chosen)
         more = {"kv": context, "attention_mask": None, "use_cache": False}
         # what was given by place is now under its name, or it would be given twice
@@ -87,7 +87,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
     handles = [
         model.register_forward_pre_hook(replay, with_kwargs=True),
-        decoder_of(model).register_forward_pre_hook(refuse, with_kwargs=True),
+        find_decoder(model).register_forward_pre_hook(refuse, with_kwargs=True),
     ]
     try:
         yield
@@ -160,7 +160,7 @@ def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> CodedSinc
 def _sent(experts: Tensor, positions: Tensor) -> Tensor:
     """Lay experts over padded columns: [B, T, M, k] by position -> [B, columns, M, k]."""
     length = experts.shape[1]
-    padded = torch.nn.functional.pad(experts.cpu(), (0, 0, 0, 0, 0, 1), value=NOBODY)
+    padded = torch.nn.functional.pad(experts.cpu(), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)
     index = torch.where((positions >= 0) & (positions < length), positions, length)[..., None, None]
     return padded.gather(1, index.expand(-1, -1, *experts.shape[2:]))
 

@@ -16,9 +16,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.replay.interchange import first_mistake, read_rollouts
-from kvaudit.audit.replay.interchange_form import Form, Index, Length
-from kvaudit.audit.replay.recorded import unsound
+from kvaudit.audit.replay.interchange import first_error, read_rollouts
+from kvaudit.audit.replay.interchange import Form, Index, Length
+from kvaudit.audit.replay.rollout_checks import rollout_fault
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
 from kvaudit.core.text import clip, clipped, guide, some
@@ -325,7 +325,7 @@ _OWN_TOKENS = {"ids", "prompt_ids", "completion_ids"}  # one of them, at least, 
 OWN: Literal["kvaudit"] = "kvaudit"
 
 
-def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
+def import_rollouts(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
     """Every rollout of a file that says anything; raises DataError with file and line at the first that is none.
 
     One in which the model drew no token, as an aborted one is written, is passed over: ``undrawn`` gets its place.
@@ -342,7 +342,7 @@ def imported(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedR
         try:
             yield from _rollouts(place, value, [] if undrawn is None else undrawn)
         except ValidationError as error:  # first, being a ValueError itself
-            raise DataError(f"{str(path)!r}, {place}: {clip(first_mistake(error), _SHOWN)}") from None
+            raise DataError(f"{str(path)!r}, {place}: {clip(first_error(error), _SHOWN)}") from None
         except ValueError as error:
             raise DataError(f"{str(path)!r}, {place} {error}") from None
 
@@ -404,7 +404,7 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
             undrawn.append(where)
             continue
         rollout = _rollout(part)
-        if fault := unsound(rollout) or _stand_in(rollout):
+        if fault := rollout_fault(rollout) or _stand_in(rollout):
             raise ValueError(fault)
         length = len(rollout.ids) - rollout.prompt_length
         origin = (part.reward, part.group, line.temperature, line.tokenizer_sha256)

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_once
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Rounded
+from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_single_call
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Dense, softmax
 from kvaudit.core.errors import DataError, RunError
 
@@ -55,7 +55,7 @@ def stored_logits(
     wrote = _wrote(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
     context = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, wrote=wrote)
     asked = {"logits_to_keep": keep} if keep else {}
-    ids, at = uploaded(columns, device), context.queries
+    ids, at = upload(columns, device), context.queries
     output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=context, **asked)
     context.settle()
     return output.logits, at >= 0
@@ -65,7 +65,7 @@ def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
     """The prompt of each group, passed whole; ``lengths`` [groups] are its tokens."""
-    ids = uploaded(pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True), device)
+    ids = upload(pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True), device)
     queries = _columns(lengths, torch.zeros_like(lengths))
     wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
     replay = StoredReplay(store, layers, queries, lengths, device, wrote=wrote)
@@ -107,10 +107,10 @@ class StoredReplay:
             behind = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
             keys = torch.cat([prefix._host_queries.repeat_interleave(group, 0), behind], 1)
         self._shared = int(lengths.min()) // BLOCK  # blocks before are the prompt's alone
-        self.queries, self._lengths = uploaded(queries, device), uploaded(lengths, device)
-        self._keys = uploaded(keys, device)
+        self.queries, self._lengths = upload(queries, device), upload(lengths, device)
+        self._keys = upload(keys, device)
         if isinstance(store.keys, ByChannel):
-            self._place, self._there = (uploaded(part, device) for part in _places(keys))
+            self._place, self._there = (upload(part, device) for part in _places(keys))
 
     def settle(self) -> None:
         """After a forward: raise RunError where some layer did not attend through this replay."""
@@ -124,7 +124,7 @@ class StoredReplay:
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention output [B, G*H, Q, D] over the prompt and the new keys."""
         if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
-            require_once(call.layer, self.held, self._layers)
+            require_single_call(call.layer, self.held, self._layers)
         self.held[call.layer] = (call.key, call.value)
         (key, value), (its_key, its_value) = self._with_prefix(call.layer), self._written(call.layer)
         values = self._as_read(self._store.values, value, its_value)
@@ -135,7 +135,7 @@ class StoredReplay:
         visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self.queries[..., None])  # [B, Q, K]
         return _attention(call, keys, values, visible)
 
-    def _as_read(self, kind: Rounded | ByToken | None, own: Tensor, its: Tensor) -> Tensor:
+    def _as_read(self, kind: Cast | ByToken | None, own: Tensor, its: Tensor) -> Tensor:
         """Entries [B, H, K, D] that are coded one by one, of the learner's ``own`` and the engine's."""
         if self._store.shown:  # the learner's own as they are now, in the value of the engine's
             return _off_by(own, its, own.detach())
@@ -177,7 +177,7 @@ class StoredReplay:
         if not self._draws and self._prefix is None:
             return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
         start = self._shared
-        tail = kind.written_on(blocks[:, :, start:], prompt[:, start:], written[:, start:])
+        tail = kind.read_in_order(blocks[:, :, start:], prompt[:, start:], written[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
         later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
         near = self._own((_in_blocks(exact, 2), blocks), first, tail.own, start)
@@ -257,7 +257,7 @@ def _wrote(
     both = []
     for which in (0, 1):
         rows = [own[which][:, :, start:end] for own, (start, end) in zip(known, parts, strict=True)]
-        both.append(uploaded(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
+        both.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
     return both[0], both[1]
 
 
@@ -280,7 +280,7 @@ def _columns(counts: Tensor, start: Tensor) -> Tensor:
 
 def _layers(model: Any) -> int:
     plans = layer_plans(model.config, Dense())
-    if not all(plan.attends and plan.sliding_window is None for plan in plans):
+    if not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise DataError(
             "some layers of the model attend to a window or carry a state, and how an engine stores those is not "
             "known; take an arm whose learner sees the dense view"

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.engines import ENGINES
-from kvaudit.audit.engines.base import Asked as AskedOfEngine
-from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, Work, require_replies
+from kvaudit.audit.engines.base import GenerationRequest as AskedOfEngine
+from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, EngineContext, require_replies
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.sampling.conversations import opening_of
+from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import in_file_name
@@ -131,7 +131,7 @@ def _from_difference(before: str, after: str) -> tuple[str, str]:
 def start_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
     """Start an engine; raise RunError with its last output if it does not start."""
     log = logs / f"{in_file_name(condition.engine)}-{condition.hash}.log"
-    work = Work(model, spec.engine(condition.canonical), log, torch.get_num_threads())
+    work = EngineContext(model, spec.engine(condition.canonical), log, torch.get_num_threads())
     try:
         return ENGINES.get(condition.engine).start(dict(condition.settings), work)
     except EngineFailed as error:
@@ -149,7 +149,7 @@ def try_out_engines(
 
     The logs are kept if an error names them. ``on_answer`` is called with the beginning of each answer.
     """
-    ids, stops = opening_of(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
+    ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
     request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
     with _trial_logs() as logs:

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from kvaudit.audit.cache.shared import SharedPrefill
-from kvaudit.audit.engines import Condition, Served, parse_served
-from kvaudit.audit.engines.talk import EngineRow, talk_with
+from kvaudit.audit.engines import Condition, ServingMode, parse_serving_mode
+from kvaudit.audit.engines.conversation import EngineAnswer, converse
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.batches import batched, engine_batches, whole_templates
@@ -28,10 +28,10 @@ from kvaudit.audit.runs.units import (
     kept_rows,
     sealed_records,
 )
-from kvaudit.audit.sampling.chat import Chat, Rendered
-from kvaudit.audit.sampling.conversations import GradedRow, check_fits, opening_of, play
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.conversations import GradedRow, check_fits, item_prompt, play
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.packed import packed
+from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
@@ -62,9 +62,9 @@ def grid(spec: RunSpec) -> list[Unit]:
     return units
 
 
-def served_policies(spec: RunSpec) -> list[Served]:
+def served_policies(spec: RunSpec) -> list[ServingMode]:
     """Return the policies and engine conditions of the grid, in the order of the spec."""
-    return [parse_served(text) for text in spec.evaluate.policies]
+    return [parse_serving_mode(text) for text in spec.evaluate.policies]
 
 
 def cache_policies(spec: RunSpec) -> list[Policy]:
@@ -157,14 +157,14 @@ class Evaluator:
                 # the pilot answers all samples of an item or none, so the first one shows which
                 fresh = {unit: [item for item in batch if (item.item_id, 0) not in known[unit]] for unit in due}
                 prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by the items that are played
-                prompts: dict[str, Rendered] = {}
+                prompts: dict[str, ChatTokens] = {}
                 for unit in due:
                     if keep is None or keep(unit):
                         key = tuple(item.item_id for item in fresh[unit])
                         policies = [other.policy for other in due if fresh[other] == fresh[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
                         for item in fresh[unit]:
-                            prompts[item.item_id] = prompts.get(item.item_id) or opening_of(self._model.chat, item)
+                            prompts[item.item_id] = prompts.get(item.item_id) or item_prompt(self._model.chat, item)
                         openings = [prompts[name] for name in key]
                         records = self._answers(unit, suite, fresh[unit], openings, shared)
                         played = {(record.item_id, record.sample_index): record for record in records}
@@ -228,20 +228,20 @@ class Evaluator:
         for unit, file in due.items():
             name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             hashes[name] = both_prompts(noted.get(name) if file.rows and not rows else None, sha256)
-        names = ", ".join(self._model.chat.unsteady)
+        names = ", ".join(self._model.chat.unstable_names)
         run.note(**{PROMPTS: hashes}, **({UNSTEADY: names} if names else {}))
 
     def _answers(
-        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[Rendered], shared: SharedPrefill
+        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
     ) -> list[Record]:
-        rows: Sequence[GradedRow | EngineRow] = ()
+        rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
             rows = self._play(Sampler(self._packed, unit.policy, shared), suite, items, prompts)
         elif items:
             assert self._slot is not None, "an engine's units need a slot"
             decoding, seeds, samples, thinks = self._decoding(suite, items)
             session = self._slot.switch_to(unit.policy, self._model)
-            rows = talk_with(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
+            rows = converse(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, row) for row in rows]
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
@@ -254,10 +254,10 @@ class Evaluator:
 
     @cached_property
     def _packed(self) -> LoadedModel:
-        return packed(self._model)
+        return pack_weights(self._model)
 
     def _play(
-        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[Rendered] | None = None
+        self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[ChatTokens] | None = None
     ) -> list[GradedRow]:
         if not batch:
             return []
@@ -281,7 +281,7 @@ class Evaluator:
             check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option is a row after the prompt
-            lengths[item.item_id] = rows * (prompt + suite.most_tokens)  # padded tokens at most
+            lengths[item.item_id] = rows * (prompt + suite.answer_tokens)  # padded tokens at most
         if len(lengths) < len(items):
             raise DataError(f"suite {suite.name} gave two items the same item_id; its records could not be paired")
         return batched(items, lengths, self._batch_tokens // self._spec.evaluate.samples_of(suite.name))
@@ -290,7 +290,7 @@ class Evaluator:
     def _batch_tokens(self) -> int:
         return self._spec.evaluate.batch_tokens
 
-    def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineRow) -> Record:
+    def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
         """Return the record of a row; an engine's has no measures of the cache."""
         serving = Serving(
             run=self._spec.name,
@@ -303,7 +303,7 @@ class Evaluator:
             suite_version=suite.version,
             context_tokens=unit.context_tokens,
         )
-        if isinstance(row, EngineRow):
+        if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())
         answer = UngradedAnswer(
             sample_index=row.sample_index,
@@ -327,7 +327,7 @@ class Evaluator:
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     """Return the sha256 of items' prompts as the chat template renders them, whatever their order."""
-    texts = sorted((item.item_id, chat.opening_text(item.messages)) for batch in batches for item in batch)
+    texts = sorted((item.item_id, chat.prompt_text(item.messages)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
@@ -397,7 +397,7 @@ def make_items(
 def opening_tokens(model: LoadedModel, item: Item) -> int:
     """Return the length of an item's prompt; a SpecError of the chat template names the suite."""
     try:
-        return len(model.chat.opening(item.messages).ids)
+        return len(model.chat.prompt(item.messages).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
 

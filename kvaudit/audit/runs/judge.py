@@ -29,11 +29,11 @@ from rich.console import Console
 
 from kvaudit import __version__
 from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.grader import Remembered, StoredAnswer
+from kvaudit.audit.judges.base import CachedGrader, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, stored_units, work_on_stored
-from kvaudit.audit.sampling.exchange import graded, settled, with_harm
+from kvaudit.audit.sampling.exchange import grade_transcript, grade_by_judge, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
@@ -90,8 +90,8 @@ class Judging:
         self._open()
 
     @cached_property
-    def _answers(self) -> Remembered[Question, Reading] | None:
-        return None if self._judge is None else Remembered(self._judge, self._out.path)
+    def _answers(self) -> CachedGrader[Question, Reading] | None:
+        return None if self._judge is None else CachedGrader(self._judge, self._out.path)
 
     def work(self) -> list[SuiteChange]:
         """Judge every unit that is not judged yet; return the changes by suite."""
@@ -189,10 +189,10 @@ class Judging:
         """Return the grade of an answer by the judge's reading, and whether the judge is sure of it."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
-            grade = graded(suite, item, old.transcript, old.finish_reason)
+            grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
         else:
             refused = None if reading is None else reading.refused
-            grade = settled(suite, item, old.transcript, refused=refused, judge=self._judge.label)
+            grade = grade_by_judge(suite, item, old.transcript, refused=refused, judge=self._judge.label)
         if self._judge is not None and self._judge.grades_harm:
             grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
         return grade, reading is None or reading.sure

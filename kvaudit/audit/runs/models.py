@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from kvaudit.audit.cache.layers import governed_text
+from kvaudit.audit.cache.layers import describe_governed_layers
 from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
 from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
-from kvaudit.audit.sampling.checkpoints import load_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
-from kvaudit.audit.sampling.packed import packs
+from kvaudit.audit.sampling.packing import has_packable_weights
 from kvaudit.audit.training.adapters import continued
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
@@ -79,7 +79,7 @@ class Models:
         return self._base
 
     def _note_base(self, model: LoadedModel) -> None:
-        layout = ", large products packed" if packs(model) else ""  # packed products round differently
+        layout = ", large products packed" if has_packable_weights(model) else ""  # packed products round differently
         self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
         self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
         self._run.note(chat=model.chat.to_json())
@@ -91,15 +91,15 @@ class Models:
         threads, workers = torch.get_num_threads(), self._processes
         sharing = f"{workers} process{'es' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
         self._print_line(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
-        if text := governed_text(model.model.config):
+        if text := describe_governed_layers(model.model.config):
             self._print_line(f"cache: {text}")
-        for text in model.chat.moved():
+        for text in model.chat.role_notes():
             self._print_line(f"chat: {text}")
 
     def load_on_rank(self, rank: int) -> None:
         """Load the base model on another rank than the first; raise RunError if its weights differ from rank 0's."""
         spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
-        self._base = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != sha256:
             raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.engines import ENGINES, Condition, parse_served
+from kvaudit.audit.engines import ENGINES, Condition, parse_serving_mode
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
@@ -27,7 +27,7 @@ from kvaudit.suites.contexts import bare_name
 
 def _reference(canonical: str, settings: Any) -> str | None:
     """Return what an engine's condition is compared with: the engine's reference, or one with these settings."""
-    condition = parse_served(canonical)
+    condition = parse_serving_mode(canonical)
     if not isinstance(condition, Condition):
         if settings is not None:
             raise SpecError(
@@ -54,7 +54,7 @@ def _check_training(section: TrainSpec) -> None:
 
 
 NAMES = Names(
-    policy=lambda text: parse_served(text).canonical,
+    policy=lambda text: parse_serving_mode(text).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
     placements=lambda suite: SUITES.get(suite).placements,

@@ -1,8 +1,8 @@
 """What the pilot asks, and what follows from its answers.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That shows
-whether a cell has anything to lose (``kvaudit.reports.gate.controls``), and how often answers change at all, from which
-``items: auto`` takes its number (``kvaudit.reports.gate.enough``).
+whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from which
+``items: auto`` takes its number (``kvaudit.reports.verdict.enough``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvaudit.core.options import parse_named
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
-from kvaudit.reports.gate.controls import Control, Standing, controls_of
-from kvaudit.reports.gate.enough import (
+from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
+from kvaudit.reports.verdict.enough import (
     ASSUMED_CHURN,
     Counted,
     Layout,
@@ -31,8 +31,8 @@ from kvaudit.reports.gate.enough import (
     planned_discordance,
     short_of,
 )
-from kvaudit.reports.gate.rules import kept_gate_file
-from kvaudit.reports.gate.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
+from kvaudit.reports.verdict.rules import kept_gate_file
+from kvaudit.reports.verdict.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from kvaudit.suites.base import CountTokens
 
 _UNGATED_ITEMS = 128  # at most, for an open suite of which nothing is gated
@@ -167,7 +167,7 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
         "metric": control.metric,
         "context_tokens": control.context_tokens,
         "standing": str(control.standing),
-        "measurable": control.standing is Standing.MEASURABLE,
+        "measurable": control.standing is Measurability.MEASURABLE,
         "hopeless": control.hopeless,
         "rate": float(control.rate),
         "answers": int(control.answers),

@@ -19,7 +19,7 @@ from kvaudit.audit.runs.evaluate import (
     suite_as_asked,
 )
 from kvaudit.audit.runs.ranks import check_ranks
-from kvaudit.audit.sampling.checkpoints import check_comparable, load_named
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -36,7 +36,7 @@ from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 
 class Prepared(NamedTuple):
@@ -54,13 +54,13 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     ``on_first_answer`` is called with the beginning of a first answer under every serving configuration.
     """
     disable_progress_bar()
-    model = load_named(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
             check_comparable(str(spec.external(arm, seed)), model)
     batches: Batches = {}
-    with files_read() as rows:
+    with collect_file_hashes() as rows:
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvaudit.audit.engines import ENGINES, Condition, Served, parse_served
+from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.model import EMBEDDED
@@ -23,7 +23,7 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.catalogue import PublicRows
-from kvaudit.suites.endpoints import ENDPOINTS, Endpoint, absent_sources, is_at_hand
+from kvaudit.suites.endpoints import ENDPOINTS, Endpoint, absent_sources, has_public_rows
 from kvaudit.suites.sources import DATA_VARIABLE, data_folder
 
 MINUTES = 10.0
@@ -44,17 +44,17 @@ class ServingConfig:
     engines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServingMode:
         """The policy of kvaudit's own cache, or the engine's condition."""
         if isinstance(self.policy, Mapping):
-            return parse_served({name: value for name, value in self.policy.items() if name != _REFERENCE})
-        return parse_served(self.policy)
+            return parse_serving_mode({name: value for name, value in self.policy.items() if name != _REFERENCE})
+        return parse_serving_mode(self.policy)
 
     @property
-    def named_reference(self) -> Served | None:
+    def named_reference(self) -> ServingMode | None:
         """The reference, if the configuration names one, such as another server."""
         settings = self.policy.get(_REFERENCE) if isinstance(self.policy, Mapping) else None
-        return parse_served({ENGINE: self.policy[ENGINE], **settings}) if settings else None
+        return parse_serving_mode({ENGINE: self.policy[ENGINE], **settings}) if settings else None
 
 
 class MadeUpSuite(NamedTuple):
@@ -112,7 +112,7 @@ def plan_check(
     """
     kept, exact = kept_entries(config), exact_entries(config)
     length = _length(model, max(kept or 0, exact) or None)
-    at_hand = tuple(endpoint for endpoint in ENDPOINTS if is_at_hand(endpoint.name))
+    at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
         raise DataError(_no_rows())
@@ -213,7 +213,7 @@ def engine_config(
 
 def policy_config(text: str) -> ServingConfig:
     """Return the configuration of a policy of kvaudit's own cache; raise SpecError or UnknownName."""
-    served = parse_served(text)
+    served = parse_serving_mode(text)
     if not isinstance(served, Policy) or served.canonical == "none":
         raise SpecError(f"--policy is {text!r}, wanted a policy of kvaudit's own cache that compresses (list policies)")
     return ServingConfig(text)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
-from kvaudit.audit.engines.life import free_port
+from kvaudit.audit.engines.process import free_port
 from kvaudit.audit.runs.launchers.base import Job, PrintLine
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup

@@ -16,14 +16,14 @@ from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
-from kvaudit.audit.sampling.checkpoints import chat_named
+from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import Suite
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Items:
         tokenizers = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
         tokenizer = str(tokenizers[0].parent) if tokenizers else run.spec.model_path
         is_probe = run.spec.probe is not None
-        self._run, self._count = run, counter(run.spec)[0] if is_probe else chat_named(tokenizer).count_tokens
+        self._run, self._count = run, counter(run.spec)[0] if is_probe else load_base_chat(tokenizer).count_tokens
         self._made: tuple[tuple[str, int], SuiteItems] | None = None
 
     def of(self, unit: StoredUnit) -> SuiteItems:
@@ -77,7 +77,7 @@ class Items:
         key = (unit.suite, unit.context_tokens)
         if self._made is None or self._made[0] != key:
             suite = suite_as_asked(self._run.spec, unit.suite)
-            with files_read() as rows:
+            with collect_file_hashes() as rows:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
             inputs = self._run.provenance().get(INPUTS)
             if inputs is not None:  # runs of earlier versions have none

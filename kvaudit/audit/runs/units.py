@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvaudit.audit.engines import Served
+from kvaudit.audit.engines import ServingMode
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_whole
@@ -31,7 +31,7 @@ class Unit:
 
     arm: str
     seed: int
-    policy: Served  # of kvaudit's own cache, or an engine's condition
+    policy: ServingMode  # of kvaudit's own cache, or an engine's condition
     suite: str
     context_tokens: int
 

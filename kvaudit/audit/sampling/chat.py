@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unsteady_names
+from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, message_rows
 from kvaudit.core.spans import Place, Span, places_of
@@ -38,7 +38,7 @@ _PROBES: list[list[dict[str, str]]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class ChatTokens:
     """Token ids with one role name per token: system, user, assistant, tool, or format.
 
     ``spans`` are the numbers of the tokens that hold a character of a marked span, by its name.
@@ -51,10 +51,10 @@ class Rendered:
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.roles)
 
-    def drop(self, count: int) -> Rendered:
+    def drop(self, count: int) -> ChatTokens:
         """The same tokens without the first ``count``."""
         spans = {name: tuple(at - count for at in own if at >= count) for name, own in self.spans.items()}
-        return Rendered(self.ids[count:], self.roles[count:], spans)
+        return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
 
 class Chat:
@@ -82,20 +82,20 @@ class Chat:
         self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(THOUGHT_OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
-    def opening(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
+    def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
         """The whole prompt, generation prompt included, with the tokens of the marked ``spans`` that stand in it."""
         return self._render((), messages, spans)
 
-    def opening_text(self, messages: Sequence[Message]) -> str:
+    def prompt_text(self, messages: Sequence[Message]) -> str:
         """The whole prompt as text, generation prompt included."""
         return self._text_after((), messages)
 
     @property
-    def unsteady(self) -> list[str]:
+    def unstable_names(self) -> list[str]:
         """What the template names by which it may write something else another day."""
-        return unsteady_names(self._source)
+        return unstable_names(self._source)
 
-    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> Rendered:
+    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
         """The tokens after a finished assistant completion: end-of-turn, the new messages, generation prompt.
 
         Taken from a conversation with a marker in the assistant's place, so it holds for any template. A completion
@@ -106,7 +106,7 @@ class Chat:
 
     def continuation(
         self, completion: Sequence[int], messages: Sequence[Message], spans: Sequence[Span] = ()
-    ) -> Rendered:
+    ) -> ChatTokens:
         """``reply`` without the end-of-turn token that ``completion`` already ends with."""
         rendered = self.reply(messages, spans)
         if completion and completion[-1] in self.stop_ids:
@@ -214,7 +214,7 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return frozenset(stops if eos is None else stops | {int(eos)})
 
-    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> Rendered:
+    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> ChatTokens:
         """Tokens of the messages, and of what the template puts around them, after the messages ``before``."""
         text = self._text_after(before, messages)
         # texts that stand nowhere else, so that a template's own words are told from a message's
@@ -233,7 +233,7 @@ class Chat:
             for name, places in places_of(marked, [message.content for message in messages]).items()
         }
         # a tokenizer may have none for characters that it drops
-        return Rendered(tuple(encoded["input_ids"]), tuple(roles), {name: own for name, own in spans.items() if own})
+        return ChatTokens(tuple(encoded["input_ids"]), tuple(roles), {name: own for name, own in spans.items() if own})
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message]) -> str:
         text = self._template([*before, *messages])

@@ -39,7 +39,7 @@ class Answer:
     said_in: str = ""
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     """What went out: a conversation of so many ``tokens``, by a tokenizer where ``exact``, and the ``limit`` of new
     ones."""
 
@@ -90,7 +90,7 @@ def _said(rows: WireRows) -> tuple[tuple[str, str], ...]:
     return tuple((row["role"], row["content"]) for row in rows)
 
 
-def answer(completion: ChatCompletion, sent: Sent, seconds: float, readings: Readings | None = None) -> Answer:
+def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readings: Readings | None = None) -> Answer:
     """A completion as an answer; raises Unanswered for one that cannot be to what was sent.
 
     Counts are claims: one that contradicts ours breaks an answer, one that is no number says nothing. A claim that is
@@ -126,7 +126,7 @@ def _finish(completion: ChatCompletion, drawn: int | None, limit: int) -> Finish
     return found
 
 
-def _read_tokens(usage: Any, sent: Sent, readings: Readings) -> int | None:
+def _read_tokens(usage: Any, sent: SentRequest, readings: Readings) -> int | None:
     """The tokens that it claims to have read, None where it claims nothing; raises Unanswered for another prompt."""
     read = _number(usage, "prompt_tokens") or None
     if read is None:

@@ -19,7 +19,7 @@ from kvaudit.audit.sampling.model import (
     load_chat,
     load_model,
     locate,
-    own_path,
+    to_path,
     verify_folder,
 )
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
@@ -45,7 +45,7 @@ def load_comparable(
     return load_model(name_or_path, dtype=dtype, device=device, chat=chat)
 
 
-def load_named(
+def load_model_or_adapter(
     name_or_path: str, *, dtype: DtypeName, device: str = "auto", chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
     """``load_model``; an adapter's folder is merged into the model that its configuration names, itself perhaps one."""
@@ -69,7 +69,7 @@ def checkpoint_sha256(folder: Path) -> str:
     base, *adapters = reversed(_stack(str(folder.resolve()))[1:])
     if not base.endswith(".gguf"):
         digest = weights_sha256(locate(base))
-    elif (path := own_path(base)).is_file():
+    elif (path := to_path(base)).is_file():
         digest = file_sha256(path)
     else:
         raise DataError(f"model {shown(base)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
@@ -78,7 +78,7 @@ def checkpoint_sha256(folder: Path) -> str:
     return digest
 
 
-def chat_named(name_or_path: str) -> Chat:
+def load_base_chat(name_or_path: str) -> Chat:
     """``load_chat``; an adapter speaks as the model that it is for."""
     return load_chat(_stack(name_or_path)[-1])
 
@@ -86,7 +86,7 @@ def chat_named(name_or_path: str) -> Chat:
 def _stack(name_or_path: str) -> list[str]:
     """A model, or an adapter with what it is for, and what that is for, down to a whole model."""
     names = [name_or_path]  # the adapter first, the whole model last
-    while names[-1] != EMBEDDED and is_adapter(folder := own_path(names[-1])):
+    while names[-1] != EMBEDDED and is_adapter(folder := to_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise DataError(f"adapter {names[-1]!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.chat import Chat, Rendered
-from kvaudit.audit.sampling.decoding import Scored, draw
-from kvaudit.audit.sampling.exchange import Exchange, graded
-from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler, ServedModel
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.decoding import AnswerScore, draw
+from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
+from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Completion, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, places_of
 from kvaudit.suites.base import Suite
 
-_NOTHING = Rendered((), ())
+_NOTHING = ChatTokens((), ())
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def play(
     group: int = 1,
     *,
     thinks: bool = False,
-    prompts: Sequence[Rendered] | None = None,
+    prompts: Sequence[ChatTokens] | None = None,
     at_once: int = 0,
 ) -> list[GradedRow]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
@@ -64,13 +64,13 @@ def play(
     answer of a row does not depend on what shares its batch. Raises SpecError before anything is sampled when a
     context does not fit the model's positions. An item with options is one turn, and its answer one of them.
     ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader. ``prompts``: what ``opening_of`` gives for each item, where that is known. ``at_once``: so many rows at
+    nor grader. ``prompts``: what ``item_prompt`` gives for each item, where that is known. ``at_once``: so many rows at
     the most share the batch, or one item's where those are more; further items enter it as rows leave. 0: all do.
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
     if prompts is None:
-        prompts = [opening_of(sampler.model.chat, item) for _, item in suite_items]
+        prompts = [item_prompt(sampler.model.chat, item) for _, item in suite_items]
     asked = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
     for one in asked:
         check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
@@ -89,9 +89,9 @@ def play(
     return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
 
 
-def opening_of(chat: Chat, item: Item) -> Rendered:
+def item_prompt(chat: Chat, item: Item) -> ChatTokens:
     """An item's prompt as tokens, with its marked spans."""
-    return chat.opening(item.messages, item.spans)
+    return chat.prompt(item.messages, item.spans)
 
 
 class AskedItem(NamedTuple):
@@ -99,7 +99,7 @@ class AskedItem(NamedTuple):
 
     suite: Suite
     item: Item
-    prompt: Rendered
+    prompt: ChatTokens
     thinks: bool
 
 
@@ -115,7 +115,7 @@ def _converse(
 
     # of items that wait too: row n is of item n // group
     rows = [Conversation(one, member, sampler.model) for one in asked for member in range(group)]
-    arrivals = Arrivals(opened, len(asked), most, group)
+    arrivals = ContinuousBatch(opened, len(asked), most, group)
     for episode in arrivals:
         # items enter in order, so those that are in the batch have the first rows
         playing = rows[: episode.rows]
@@ -126,7 +126,7 @@ def _converse(
             limits,
             lambda n, ids: rows[n].ended(ids),
             lambda n, completion: rows[n].answer(completion),
-            arrivals.pause,
+            arrivals.should_pause,
         )
         chunks = [row.take_pending() for row in playing]  # what environments said, in the template's form
         if any(chunk.ids for chunk in chunks):
@@ -161,7 +161,7 @@ def _choose(
             GradedRow(
                 item=item,
                 transcript=transcript,
-                grade=graded(suite, item, transcript, "stop"),
+                grade=grade_transcript(suite, item, transcript, "stop"),
                 rollout=rollout,
                 finish_reason="stop",
                 prompt_tokens=len(prompt.ids),
@@ -178,11 +178,11 @@ def _choose(
 
 def score_answers(
     sampler: Sampler,
-    prompts: Sequence[Rendered],
+    prompts: Sequence[ChatTokens],
     answers: Sequence[Sequence[Sequence[int]]],
     seeds: Sequence[int],
     group: int = 1,
-) -> list[list[tuple[Scored, Rollout]]]:
+) -> list[list[tuple[AnswerScore, Rollout]]]:
     """How probable each prompt's given answers are, token by token through the compressed cache.
 
     A prompt is prefilled once and every answer has a row behind it. One list per prompt and group member, whose seed
@@ -248,7 +248,7 @@ class Conversation:
             return False
         return not self._thinks or self._holds_end(self._model.chat.text(ids))
 
-    def end_of(self, text: str) -> int | None:
+    def answer_end(self, text: str) -> int | None:
         """Where an answer as text comes to the first text that ends it, which still is of it; None where none does."""
         found = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
         return next((place for place in sorted(found) if self._holds_end(text[:place])), None)
@@ -262,14 +262,14 @@ class Conversation:
 
         It is asked as soon as the answer is there, while other rows still speak.
         """
-        messages = self.exchange.hear(self._model.chat.text(completion.ids), completion.finish_reason)
+        messages = self.exchange.step(self._model.chat.text(completion.ids), completion.finish_reason)
         self._roles += [str(Role.ASSISTANT)] * len(completion.ids)
         self.new_tokens += len(completion.ids)
         if self.open:
             self._continue(completion, messages)
         return self.open
 
-    def take_pending(self) -> Rendered:
+    def take_pending(self) -> ChatTokens:
         """The tokens to append now, none when the row is over."""
         chunk, self._pending = self._pending, _NOTHING
         return chunk
@@ -297,11 +297,11 @@ class Conversation:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
         # room for a whole answer, or the model would be cut short by us and not by its own length
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
-            self.exchange.break_off(
+            self.exchange.abort(
                 f"its next turn could outgrow the {self._model.max_positions} positions of the model"
             )
             return
-        self.exchange.go_on(messages)
+        self.exchange.add(messages)
         for name, tokens in reply.spans.items():
             # from the reply's own numbering to that of the whole rollout
             self._spans.setdefault(name, []).extend(len(self._roles) + token for token in tokens)

@@ -39,7 +39,7 @@ class Completion:
     finish_reason: str  # "stop" | "length"
 
 
-class Scored(NamedTuple):
+class AnswerScore(NamedTuple):
     """A given turn: the log-prob of every token in nats, at temperature 1, and whether each was the most likely."""
 
     logprobs: tuple[float, ...]

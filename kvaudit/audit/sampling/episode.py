@@ -12,22 +12,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import Attends
+from kvaudit.audit.cache.attention import KVHandler
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.rotary import rotary_for
-from kvaudit.audit.cache.routing import hooked_blocks
+from kvaudit.audit.cache.rotary import find_rotary
+from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored, draw
+from kvaudit.audit.sampling.decoding import Completion, Decoding, AnswerScore, draw
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Role
 
-Pick = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
-Ended = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
-Heard = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
-Pause = Callable[[], bool]  # whether turns are to stop where they are
+SampleTokens = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
+EndsTurn = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
+OnTurnEnd = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
+ShouldPause = Callable[[], bool]  # whether turns are to stop where they are
 
 
 class ServedModel(Protocol):
@@ -78,8 +78,8 @@ class Episode:
     ) -> None:
         self._model, self._recorded = model, recorded
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=model.device)
-        rotary = rotary_for(model.model, policy)
-        blocks = hooked_blocks(model.model)
+        rotary = find_rotary(model.model, policy)
+        blocks = hook_expert_blocks(model.model)
         # one row for each prompt until the cache is expanded to its group
         self._cache = EvictingCache(model.model.config, policy, self._seeds[::group], rotary=rotary, blocks=blocks)
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
@@ -99,12 +99,12 @@ class Episode:
         return len(self._rows)
 
     @property
-    def going_on(self) -> int:
+    def open_rows(self) -> int:
         """Rows that may still be asked or told something."""
         return len(self._rows) - len(self._over)
 
     @property
-    def is_speaking(self) -> bool:
+    def has_open_turns(self) -> bool:
         """Whether a turn is under way."""
         return bool(self._turns)
 
@@ -118,9 +118,9 @@ class Episode:
         self,
         decoding: Decoding,
         limits: Sequence[int] | None = None,
-        ended: Ended | None = None,
-        heard: Heard | None = None,
-        pause: Pause | None = None,
+        ended: EndsTurn | None = None,
+        heard: OnTurnEnd | None = None,
+        pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
         """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all.
 
@@ -135,7 +135,7 @@ class Episode:
             # draws are numbered by row position: turns, and whatever shares the batch, change none
             # [b] position of the token that is drawn
             index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
-            return draw(logits, self._seeds, uploaded(torch.tensor(index), logits.device), decoding)
+            return draw(logits, self._seeds, upload(torch.tensor(index), logits.device), decoding)
 
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             stopped = ids[-1] in self._model.chat.stop_ids or (ended is not None and ended(n, ids))
@@ -150,10 +150,10 @@ class Episode:
         return found
 
     @torch.no_grad()
-    def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
+    def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """Let every row say given tokens, one at a time and compressed as drawn ones are; () leaves a row as it is."""
         assert not self._turns, "a turn that was begun goes on"
-        found: list[Scored | None] = [None] * self.rows
+        found: list[AnswerScore | None] = [None] * self.rows
         likely = [True] * self.rows
 
         def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
@@ -168,7 +168,7 @@ class Episode:
         def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
             if len(ids) < len(answers[n]):
                 return False
-            found[n] = Scored(tuple(logprobs), likely[n])
+            found[n] = AnswerScore(tuple(logprobs), likely[n])
             return True
 
         self._answer([len(answer) > 0 for answer in answers], next_given, said)
@@ -177,9 +177,9 @@ class Episode:
     def _answer(
         self,
         running: list[bool],
-        pick: Pick,
+        pick: SampleTokens,
         said: Callable[[int, list[int], list[float]], bool],
-        pause: Pause | None = None,
+        pause: ShouldPause | None = None,
     ) -> None:
         """The turn of every row that is ``running``: the tokens that ``pick`` gives, each fed to the cache alone.
 
@@ -230,7 +230,7 @@ class Episode:
         A row sees, draws and leaves behind what it would have by itself.
         """
         first = self.rows
-        if self.going_on:
+        if self.open_rows:
             # rows that are over leave first, or they would be copied along
             self._let_go(at_once=True)
             self._cache.join(other._cache)
@@ -407,13 +407,13 @@ class Episode:
 
     @torch.no_grad()
     def _forward(
-        self, ids: Tensor, positions: Tensor, through: Attends | None = None, *, columns: Tensor | None
+        self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
         """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
-            input_ids=uploaded(ids, device),
-            position_ids=uploaded(positions.clamp(min=0), device),
+            input_ids=upload(ids, device),
+            position_ids=upload(positions.clamp(min=0), device),
             use_cache=False,
             kv=kv,
             logits_to_keep=1 if columns is None else columns.to(device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvaudit.audit.sampling.degenerate import Fault, degenerate
+from kvaudit.audit.sampling.exchange import Fault, degenerate
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
 from kvaudit.core.questions import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
@@ -56,22 +56,22 @@ class Exchange:
         """Put the environment's reply before the model."""
         self.transcript += messages
 
-    def break_off(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """End where nothing more can be asked; what is not known is no behaviour."""
         self.open, self.finish, self.unanswered = False, "error", inline(one_line(why))
 
     def grade(self) -> Grade:
         """The grade of the finished conversation."""
-        return graded(self.suite, self.item, self.transcript, self.finish)
+        return grade_transcript(self.suite, self.item, self.transcript, self.finish)
 
 
-def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
+def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """The grade of a finished conversation, from what was said alone: no arm, no policy, no model.
 
     ``finish_reason`` is that of the conversation (``GradedRow``). What says nothing never reaches the suite's
     grader; of an answer that was cut, what was said before the cut does, and of a loop the harm that it did.
     """
-    broken = said_nothing(suite, item, transcript, finish_reason)
+    broken = grade_degenerate(suite, item, transcript, finish_reason)
     if broken is None:
         return suite.grade(item, heard(transcript))
     if broken.note == "loop":
@@ -81,14 +81,14 @@ def graded(suite: Suite, item: Item, transcript: Sequence[Message], finish_reaso
     )
 
 
-def question_of(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
-    """What a judge has to decide of a finished conversation; None where ``graded`` needs none."""
-    broken = said_nothing(suite, item, transcript, finish_reason)
+def judge_question(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
+    """What a judge has to decide of a finished conversation; None where ``grade_transcript`` needs none."""
+    broken = grade_degenerate(suite, item, transcript, finish_reason)
     return None if broken else suite.question(item, heard(transcript))
 
 
-def settled(suite: Suite, item: Item, transcript: Sequence[Message], *, refused: bool | None, judge: str) -> Grade:
-    """The grade once a judge has answered ``question_of``, by its best guess; unscored where it failed: None."""
+def grade_by_judge(suite: Suite, item: Item, transcript: Sequence[Message], *, refused: bool | None, judge: str) -> Grade:
+    """The grade once a judge has answered ``judge_question``, by its best guess; unscored where it failed: None."""
     if refused is None:
         return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown(suite.facets(item)))
     return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
@@ -106,7 +106,7 @@ def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Gr
     return replace(grade, facets={**grade.facets, UNSAFE: known})
 
 
-def said_nothing(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
+def grade_degenerate(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
     """The grade of a conversation in which nothing was said that anybody could grade whole; None of any other."""
     facets = suite.facets(item)
     if finish_reason == "error":

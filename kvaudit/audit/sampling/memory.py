@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
     return int(min([free, *map(_left, _groups())]))
 
 
-def whole_bytes() -> int:
+def total_bytes() -> int:
     """Memory of the machine, or of the container that this process is in, whoever uses it: the same at any time."""
     limits = [_limit(group, name) for group in _groups() for name in _LIMITS]
     return min([_installed(), *(most for most in limits if most is not None)])

@@ -20,12 +20,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvaudit.audit.cache.attention import NAME as ATTENTION
-from kvaudit.audit.cache.attention import choose_kernels, require_interface
-from kvaudit.audit.cache.layers import GOVERNED, layer_kinds
-from kvaudit.audit.cache.linear import carry_states
+from kvaudit.audit.cache.attention import ATTENTION_NAME as ATTENTION
+from kvaudit.audit.cache.attention import disable_cudnn_attention, require_interface
+from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds
+from kvaudit.audit.cache.layers import patch_state_layers
 from kvaudit.audit.sampling.chat import Chat, ChatOption
-from kvaudit.audit.sampling.gguf_header import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.audit.sampling.weights import (
     ADAPTER_CONFIG,
     INDEX,
@@ -90,7 +90,7 @@ def load_model(
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
             folder = path.parent
-            refuse_code(folder)
+            check_no_code(folder)
             model, tokenizer = _load_gguf(path, dtype)
             digest = file_sha256(path)
         else:
@@ -102,8 +102,8 @@ def load_model(
         talk = Chat(tokenizer, _generation_stops(name_or_path, model), chat)
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
-    carry_states(model)  # layers of linear attention have a state in place of entries
-    choose_kernels(place)
+    patch_state_layers(model)  # layers of linear attention have a state in place of entries
+    disable_cudnn_attention(place)
     return LoadedModel(
         model=model.to(place).eval(),
         chat=talk,
@@ -121,14 +121,14 @@ def load_chat(name_or_path: str = EMBEDDED) -> Chat:
     with _quiet(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
-            refuse_code(path.parent)
+            check_no_code(path.parent)
             return Chat(_gguf_tokenizer(path))
         folder = locate(name_or_path, weights=False)
-        refuse_code(folder)
+        check_no_code(folder)
         return Chat(AutoTokenizer.from_pretrained(folder, **_LOCAL))
 
 
-def own_path(name_or_path: str) -> Path:
+def to_path(name_or_path: str) -> Path:
     """A model's name as a path, there or not; raises DataError for what can be none."""
     try:
         path = Path(name_or_path).expanduser()
@@ -143,7 +143,7 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
     """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / "training" / EMBEDDED
-    path = own_path(name_or_path)
+    path = to_path(name_or_path)
     if path.is_dir():
         return path
     check_no_address("model", name_or_path, "a folder, a hub id, a .gguf file or embedded")
@@ -184,7 +184,7 @@ def verify_folder(folder: Path) -> None:
             )
 
 
-def refuse_code(folder: Path) -> None:
+def check_no_code(folder: Path) -> None:
     """Raise DataError where a config of the folder names Python of its own, whatever else could be loaded instead.
 
     transformers would ask on standard input whether to run it.
@@ -246,7 +246,7 @@ def load_classifier(name_or_path: str) -> LoadedClassifier:
 def _own_folder(name_or_path: str) -> Path:
     """``locate``, of a folder that is whole and names no code."""
     folder = locate(name_or_path)
-    refuse_code(folder)
+    check_no_code(folder)
     verify_folder(folder)
     return folder
 
@@ -300,7 +300,7 @@ def _gguf_tokenizer(path: Path) -> Any:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Inside, transformers shows no progress."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -315,7 +315,7 @@ def without_bars() -> Iterator[None]:
 def _quiet(name: str) -> Iterator[None]:
     """Load without progress bars; whatever transformers raises becomes one line that names the model."""
     try:
-        with without_bars():
+        with hide_progress_bars():
             yield
     except AuditError:
         raise
@@ -352,7 +352,7 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
 
 def _require_full_attention(name: str, config: Any) -> None:
     kinds = layer_kinds(config)
-    if not GOVERNED & set(kinds):
+    if not GOVERNED_KINDS & set(kinds):
         found = ", ".join(sorted(set(kinds))) or "none with attention"
         raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvaudit.audit.sampling.episode import ServedModel
-from kvaudit.audit.sampling.memory import whole_bytes
+from kvaudit.audit.sampling.memory import total_bytes
 
 Model = TypeVar("Model", bound=ServedModel)
 
@@ -61,7 +61,7 @@ def _products(model: ServedModel) -> list[tuple[str, nn.Linear]]:
     ]
     size = sum(module.weight.nbytes for _, module in products)
     # all of the memory, not what is free: what a run computes must not depend on the hour
-    fits = size * _SHARE * (os.cpu_count() or 1) <= whole_bytes()
+    fits = size * _SHARE * (os.cpu_count() or 1) <= total_bytes()
     return products if model.device.type == "cpu" and fits else []
 
 

@@ -38,7 +38,7 @@ _TOO_MUCH = (
 )
 
 
-def unsteady_names(template: str) -> list[str]:
+def unstable_names(template: str) -> list[str]:
     """What a template names by which it may write something else another day, or every time."""
     return sorted({next(filter(None, found)) for found in _WRITES.findall(template)})
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.policies import Mixture, Policy
-from kvaudit.audit.sampling.decoding import Completion, Decoding, Scored
-from kvaudit.audit.sampling.episode import Ended, Episode, Heard, Pause, ServedModel
+from kvaudit.audit.sampling.decoding import Completion, Decoding, AnswerScore
+from kvaudit.audit.sampling.episode import EndsTurn, Episode, OnTurnEnd, ShouldPause, ServedModel
 from kvaudit.core.errors import SpecError
 
 T = TypeVar("T")
@@ -85,17 +85,17 @@ class MixedEpisode:
             self._parts[part] = (rows, episode)
 
     @property
-    def going_on(self) -> int:
+    def open_rows(self) -> int:
         """See ``Episode.going_on``."""
-        return sum(episode.going_on for _, episode in self._parts.values())
+        return sum(episode.open_rows for _, episode in self._parts.values())
 
     def decode(
         self,
         decoding: Decoding,
         limits: Sequence[int] | None = None,
-        ended: Ended | None = None,
-        heard: Heard | None = None,
-        pause: Pause | None = None,
+        ended: EndsTurn | None = None,
+        heard: OnTurnEnd | None = None,
+        pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
         """See ``Episode.decode``; with ``pause`` the parts take a step each in turn, so that none waits for another."""
         most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
@@ -113,10 +113,10 @@ class MixedEpisode:
                 ):
                     if done is not None:
                         found[n], most[n] = done, 0  # 0: not drawn for again while other parts still speak
-            begun = any(episode.is_speaking for _, episode in self._parts.values()) and not (pause and pause())
+            begun = any(episode.has_open_turns for _, episode in self._parts.values()) and not (pause and pause())
         return found
 
-    def score(self, answers: Sequence[Sequence[int]]) -> list[Scored | None]:
+    def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """See ``Episode.score``."""
         return self._gather(lambda rows, episode: episode.score([answers[n] for n in rows]))
 
@@ -128,7 +128,7 @@ class MixedEpisode:
     def join(self, other: MixedEpisode) -> None:
         """See ``Episode.join``."""
         if not self._recorded:  # a part that nobody goes on with would hold its cache for nothing
-            self._parts = {part: found for part, found in self._parts.items() if found[1].going_on}
+            self._parts = {part: found for part, found in self._parts.items() if found[1].open_rows}
         for part, (rows, episode) in other._parts.items():
             # rows of the other batch stand behind all of this one
             numbers = [self.rows + n for n in rows]
@@ -154,7 +154,7 @@ AnyEpisode = Episode | MixedEpisode
 _SHARE = 4  # a quarter of the rows must be free before others enter, since the cache is copied then
 
 
-class Arrivals:
+class ContinuousBatch:
     """A batch that further prompts enter as rows leave it, each with ``group`` rows.
 
     ``opened`` gives prompts of these numbers an episode; ``most`` of ``prompts`` share the batch. Iterate, and decode
@@ -168,15 +168,15 @@ class Arrivals:
 
     def __iter__(self) -> Iterator[AnyEpisode]:
         """The batch again and again, until every row is over."""
-        while self._waiting or self._episode.going_on:
+        while self._waiting or self._episode.open_rows:
             if self._enough():
                 count = min(self._room, len(self._waiting))
-                admit(self._episode, self._opened(self._waiting[:count]))
+                join_episodes(self._episode, self._opened(self._waiting[:count]))
                 self._waiting = self._waiting[count:]
             yield self._episode
 
     @property
-    def pause(self) -> Pause | None:
+    def pause(self) -> ShouldPause | None:
         """What ``decode`` is to be given: whether there is room for enough of those that wait; None: nobody does."""
         return self._enough if self._waiting else None
 
@@ -186,14 +186,14 @@ class Arrivals:
     @property
     def _room(self) -> int:
         # rounded up: a group that lost a row still takes a prompt's room
-        return self._most - -(-self._episode.going_on // self._group)
+        return self._most - -(-self._episode.open_rows // self._group)
 
     def rollouts(self) -> list[Rollout]:
         """See ``Episode.rollouts``."""
         return self._episode.rollouts()
 
 
-def admit(one: AnyEpisode, other: AnyEpisode) -> None:
+def join_episodes(one: AnyEpisode, other: AnyEpisode) -> None:
     """Let ``one`` take the rows of another of its kind in, see ``Episode.join``."""
     if isinstance(one, MixedEpisode):
         assert isinstance(other, MixedEpisode)

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvaudit.audit.serving.engine import Answering, Busy, OwnEngine
-from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, failure, read_request
+from kvaudit.audit.serving.engine import PendingAnswers, QueueFull, SamplingEngine
+from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, error_body, read_request
 from kvaudit.core.errors import AuditError, RunError
 
 LARGEST_BODY = 16 << 20  # bytes
@@ -26,7 +26,7 @@ _LOOK = 0.5  # seconds between two looks whether a client is still there
 Log = Callable[[str], None]
 
 
-def application(engine: OwnEngine, *, key: str | None = None, log: Log = lambda _: None) -> Starlette:
+def application(engine: SamplingEngine, *, key: str | None = None, log: Log = lambda _: None) -> Starlette:
     """The server as an ASGI application. With a ``key`` every request must bring it as its bearer token."""
 
     @asynccontextmanager
@@ -49,7 +49,7 @@ def application(engine: OwnEngine, *, key: str | None = None, log: Log = lambda 
 class _Service:
     """The routes, each of which answers in JSON, errors included."""
 
-    def __init__(self, engine: OwnEngine, key: str | None, log: Log) -> None:
+    def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
 
     async def health(self, _: Request) -> Response:
@@ -74,7 +74,7 @@ class _Service:
             return self._failed(499, "the client has gone", started)
         except _TooLarge as error:
             return self._failed(413, str(error), started)
-        except Busy as error:
+        except QueueFull as error:
             return self._failed(429, str(error), started, {"Retry-After": "5"})
         except RunError as error:
             return self._failed(500, str(error), started)
@@ -137,7 +137,7 @@ class _Service:
     def _failed(self, status: int, message: str, started: float, headers: dict[str, str] | None = None) -> Response:
         self._log(f"{status} {_took(started)}")
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        return JSONResponse(failure(message, kind), status_code=status, headers=headers)
+        return JSONResponse(error_body(message, kind), status_code=status, headers=headers)
 
     def _note(self, status: int, asked: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
         drawn = sum(len(choice.logprobs) for choice in choices)
@@ -152,7 +152,7 @@ class _ClientGone(Exception):
     """Nobody waits for an answer any more."""
 
 
-async def _answered(request: Request, done: Answering) -> list[Choice]:
+async def _answered(request: Request, done: PendingAnswers) -> list[Choice]:
     """The answers to a request; raises _ClientGone once its client has gone."""
     finished = asyncio.wrap_future(done)
     while not finished.done():
@@ -193,7 +193,7 @@ async def _events(
         yield _event(answer.chunk(number, {"content": text[len(said[number]) :]}))  # what is new of it
         said[number] = text
     if finished.exception() is not None:
-        yield _event(failure(str(finished.exception()), "server_error"))
+        yield _event(error_body(str(finished.exception()), "server_error"))
         return
     for number, choice in enumerate(finished.result()):
         yield _event(answer.chunk(number, {}, choice))

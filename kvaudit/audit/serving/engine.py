@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvaudit.audit.cache.rotary import steady_positions
+from kvaudit.audit.cache.rotary import rotary_length_limit
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.chat import Rendered
+from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.packed import packed
-from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, admit
+from kvaudit.audit.sampling.packing import pack_weights
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, join_episodes
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
@@ -33,19 +33,19 @@ _OPEN_END = "�"  # what the first bytes of a character decode to until the oth
 TextListener = Callable[[int, str], None]  # number of the choice, and its text so far
 
 
-class Busy(RunError):
+class QueueFull(RunError):
     """More requests wait than the server holds."""
 
 
 @dataclass(frozen=True)
-class ServedName:
+class ModelAndPolicy:
     """What a model name stands for."""
 
     model: LoadedModel
     policy: Policy
 
 
-class Answering(Future[list[Choice]]):
+class PendingAnswers(Future[list[Choice]]):
     """The answers to be of one request."""
 
     is_abandoned = False  # nobody waits for them: what is under way ends at its next token
@@ -61,11 +61,11 @@ class _Job:
     """One request on its way. ``listener`` hears of text as it is drawn, from the sampling thread."""
 
     asked: ChatRequest
-    served: ServedName
-    prompt: Rendered
+    served: ModelAndPolicy
+    prompt: ChatTokens
     limit: int
     listener: TextListener | None
-    done: Answering = field(default_factory=Answering)
+    done: PendingAnswers = field(default_factory=PendingAnswers)
     answers: dict[int, Choice] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class _Job:
             self.done.set_result([self.answers[n] for n in range(self.asked.choices)])
 
 
-class OwnEngine:
+class SamplingEngine:
     """Checkpoints by name, served under any policy. ``aliases`` are other names, which do not tell what they serve."""
 
     def __init__(
@@ -94,7 +94,7 @@ class OwnEngine:
         batch_tokens: int = 16_384,
         most_waiting: int = 1024,
     ) -> None:
-        self._models, self._aliases = {name: packed(model) for name, model in models.items()}, dict(aliases or {})
+        self._models, self._aliases = {name: pack_weights(model) for name, model in models.items()}, dict(aliases or {})
         self._longest_token = {id(m): max(map(len, m.chat.tokenizer.get_vocab())) for m in self._models.values()}
         self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
         self._waiting: queue.Queue[_Job | None] = queue.Queue()
@@ -111,21 +111,21 @@ class OwnEngine:
         """What a client can ask for; a checkpoint's name alone is served under none."""
         return [*self._models, *self._aliases]
 
-    def served(self, name: str) -> ServedName:
+    def served(self, name: str) -> ModelAndPolicy:
         """What a name stands for; raises UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)
-        return ServedName(self._models[checkpoint], parse_policy(policy or "none"))
+        return ModelAndPolicy(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, Answering]:
+    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
         """Queue a request; its prompt tokens, and answers to be. Raises SpecError, UnknownName, Busy or RunError."""
         if self._waiting.qsize() + len(self._next) >= self._most_waiting:
-            raise Busy(f"{self._most_waiting} requests wait already; try again later")
+            raise QueueFull(f"{self._most_waiting} requests wait already; try again later")
         served = self.served(asked.model)
         self._check_length(asked)
-        prompt = served.model.chat.opening(asked.messages)
-        steady = steady_positions(served.model.model.config)  # beyond it a row would depend on its batch
+        prompt = served.model.chat.prompt(asked.messages)
+        steady = rotary_length_limit(served.model.model.config)  # beyond it a row would depend on its batch
         positions = min(served.model.max_positions, steady or served.model.max_positions)
         room = positions - len(prompt.ids)
         limit = min(asked.max_tokens or DEFAULT_TOKENS, room)
@@ -279,7 +279,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.rows = 0  # all there ever were
-        self._texts: dict[int, _Text] = {}  # of the rows that are not over
+        self._texts: dict[int, _RowText] = {}  # of the rows that are not over
         self._first: _Job | None = None
         self._episode: AnyEpisode | None = None
 
@@ -304,12 +304,12 @@ class _Batch:
         """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
         self._first = self._first or jobs[0]
         # numbered on behind all there ever were
-        self._texts |= {n: _Text(*row) for n, row in enumerate(_rows(jobs), self.rows)}
+        self._texts |= {n: _RowText(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
         if self._episode is None:
             self._episode = episode
         else:
-            admit(self._episode, episode)
+            join_episodes(self._episode, episode)
 
     def decode(self, pause: Callable[[], bool]) -> None:
         """Draw for every row until all are over, or ``pause`` says that another request may join."""
@@ -334,7 +334,7 @@ def _seed(job: _Job) -> int:
     return job.asked.seed if job.asked.seed is not None else secrets.randbits(63)
 
 
-class _Text:
+class _RowText:
     """The text of one row as it grows, cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:

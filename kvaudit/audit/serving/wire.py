@@ -205,6 +205,6 @@ def _logprobs(choice: Choice) -> dict[str, Any]:
     }
 
 
-def failure(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
     """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

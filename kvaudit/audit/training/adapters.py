@@ -21,8 +21,8 @@ from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.cache.attention import decoder_of
-from kvaudit.audit.engines.drawing import each_once
+from kvaudit.audit.cache.attention import find_decoder
+from kvaudit.audit.engines.rollouts import unique_weights
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
@@ -88,7 +88,7 @@ def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, shard
 
 def checkpoint_layers(model: Any) -> None:
     """Checkpoint the decoder's layers in evaluation mode too, which transformers' own switch does in training only."""
-    layers = [part for part in decoder_of(model).modules() if isinstance(part, GradientCheckpointingLayer)]
+    layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise RunError(
             f"gradient checkpointing is not prepared in {type(model).__name__}; set gradient_checkpointing: false"
@@ -137,7 +137,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     Sums are float32. Of a sharded model that is gathered they are on the CPU.
     """
     layers, found = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in each_once(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
+    for name, tensor in unique_weights(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
         if _MARK in name:
             continue
         owner, adapted, _ = name.partition(f".{_BASE}.weight")
@@ -190,7 +190,7 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
 
 def linear_layers(model: Any) -> list[str]:
     """Last parts of the names of the decoder's linear layers; the head, often tied to the embeddings, is none."""
-    named = decoder_of(model).named_modules()
+    named = find_decoder(model).named_modules()
     return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
 
 

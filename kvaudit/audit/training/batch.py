@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.training.advantages import BatchRewards, overlong_penalty
 from kvaudit.audit.training.config import AnyConfig, TrainConfig
@@ -98,7 +98,7 @@ class Batch:
             ("sampler_logprobs", "sampled", "mask", "rewards", "graded", "earned"),
             ("host_sampled", "host_mask"),
         )
-        there = uploaded(torch.tensor(index), self.mask.device)
+        there = upload(torch.tensor(index), self.mask.device)
         tensors = {name: getattr(self, name)[there] for name in names} | {
             name: getattr(self, name)[index] for name in hosts
         }
@@ -106,19 +106,19 @@ class Batch:
 
     def spread(self, values: Tensor) -> Tensor:
         """Values [n] of the sampled tokens, in row-major order, as [B, R] with gradient; 0 elsewhere."""
-        at = uploaded(self.host_sampled.nonzero(), values.device).unbind(1)
+        at = upload(self.host_sampled.nonzero(), values.device).unbind(1)
         return values.new_zeros(self.sampled.shape).index_put(at, values)
 
     def counted(self, values: Tensor) -> Tensor:
         """Of values [n] of the sampled tokens those of graded rollouts."""
-        return values[uploaded(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
+        return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
     def idle(self) -> Batch:
         """Its shortest row as a batch in which nothing was sampled, so that nothing is learned from it."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
         own, nothing, unsaid = self.of([row]), torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
-        read = self.rollouts[row].as_read[0]
+        read = self.rollouts[row].engine_turns[0]
         quiet = replace(read, sampled=torch.zeros_like(read.sampled))
         return replace(own, rollouts=(quiet,), sampled=nothing, mask=nothing, host_sampled=unsaid, host_mask=unsaid)
 
@@ -272,7 +272,7 @@ def _kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     Those of as many turns too, each of which may be a row of a pass.
     """
     leaders = rollouts[::group]
-    turns = [max(len(r.as_read) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
+    turns = [max(len(r.engine_turns) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
     chose = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
     several = len(set(chose) - {None}) > 1  # without a choice a row goes with any
     found = [(r.codec, way if several else None, own) for r, way, own in zip(leaders, chose, turns, strict=True)]
@@ -291,7 +291,7 @@ def _parts(rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int,
 
 
 def _group_size(members: Sequence[Rollout], *, apart: bool) -> tuple[int, int]:
-    turns = max(len(rollout.as_read) for rollout in members)
+    turns = max(len(rollout.engine_turns) for rollout in members)
     # what was read in turns may be replayed so, each a row of its own with all that came before it
     prompt = 0 if apart or turns > 1 else members[0].prompt_length
     return prompt, turns * (max(len(rollout.ids) for rollout in members) - prompt)

@@ -29,7 +29,7 @@ from kvaudit import __version__
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256
-from kvaudit.audit.sampling.model import LoadedModel, verify_folder, without_bars
+from kvaudit.audit.sampling.model import LoadedModel, verify_folder, hide_progress_bars
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
 from kvaudit.audit.training.config import AnyConfig
@@ -299,7 +299,7 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
     if isinstance(learner, AdaptedModel):
         save_adapter(learner, folder)
         return
-    with without_bars():  # a bar per shard would break the progress line of the run
+    with hide_progress_bars():  # a bar per shard would break the progress line of the run
         weights = whole_weights(learner.model) if is_sharded(learner.model) else None
         learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
         learner.chat.tokenizer.save_pretrained(folder)

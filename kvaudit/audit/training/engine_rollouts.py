@@ -21,11 +21,11 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.engines import ENGINES, Asked, Condition, parse_condition
-from kvaudit.audit.engines.base import Drawer, Drawn, EngineFailed, Work, seed_of_turn
+from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineFailed, EngineContext, turn_seed
 from kvaudit.audit.policies import Dense, Policy
-from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, opening_of
+from kvaudit.audit.sampling.chat import ChatTokens
+from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, item_prompt
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import merged_weights, without_adapter
@@ -104,7 +104,7 @@ class EngineQuestioner(Questioner):
 
         Only where what the engine wrote is known, or the bound would have to be as wide as the codes are coarse.
         """
-        if any(turn.stored is None or turn.written is None for turn in rollout.as_read):
+        if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
         with torch.no_grad():
             read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
@@ -138,7 +138,7 @@ class EngineQuestioner(Questioner):
 
     def _started(self) -> Drawer:
         if self._drawer is None:
-            work = Work(self._base, self._use.part, self._log, torch.get_num_threads())
+            work = EngineContext(self._base, self._use.part, self._log, torch.get_num_threads())
             self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
             self._use.hold(self._condition, self._drawer.described)
         return self._drawer
@@ -152,7 +152,7 @@ class EngineQuestioner(Questioner):
         model, config, temperature = self._model, self._model.model.config, self._config.temperature
         rows = list[_Row]()
         for n, (suite, item) in enumerate(questions):
-            prompt = opening_of(model.chat, item)
+            prompt = item_prompt(model.chat, item)
             check_fits(model, suite, item, len(prompt.ids))
             for member in range(self._config.group):
                 talk = Conversation(AskedItem(suite, item, prompt, False), member, model)
@@ -163,10 +163,10 @@ class EngineQuestioner(Questioner):
             drawn = self._tried(partial(_draw, asked, self._keeps), again=self._push)
             for row, one in zip(speaking, drawn, strict=True):
                 row.take(one)
-        return [row.talk.played(row.said.rollout(config, self._config.store)) for row in rows]
+        return [row.talk.to_row(row.said.rollout(config, self._config.store)) for row in rows]
 
 
-def _draw(asked: Sequence[Asked], keep: int, drawer: Drawer) -> list[Drawn]:
+def _draw(asked: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> list[DrawnRollout]:
     return drawer.draw(asked, keep=keep)
 
 
@@ -192,7 +192,7 @@ class Said:
         self._sampled += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)
 
-    def take(self, drawn: Drawn, until: int | None = None) -> None:
+    def take(self, drawn: DrawnRollout, until: int | None = None) -> None:
         """The tokens of an answer, the first ``until`` of them."""
         start = len(self.ids)
         self.ids += drawn.ids[:until]
@@ -229,17 +229,17 @@ class Said:
 class _Row:
     """A conversation under way, the tokens of which ``said`` holds."""
 
-    def __init__(self, talk: Conversation, prompt: Rendered, seed: int) -> None:
+    def __init__(self, talk: Conversation, prompt: ChatTokens, seed: int) -> None:
         self.talk, self.said, self._seed, self._turn = talk, Said(prompt.ids), seed, 0
 
-    def asked(self, stops: tuple[int, ...], temperature: float) -> Asked:
+    def asked(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
         """What the engine is to answer next: the whole conversation so far."""
         most = self.talk.suite.max_new_tokens
-        return Asked(tuple(self.said.ids), most, stops, temperature, 1.0, seed_of_turn(self._seed, self._turn))
+        return GenerationRequest(tuple(self.said.ids), most, stops, temperature, 1.0, turn_seed(self._seed, self._turn))
 
-    def take(self, drawn: Drawn) -> None:
+    def take(self, drawn: DrawnRollout) -> None:
         """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
-        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.ended(drawn.ids[:end]))
+        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.has_ended(drawn.ids[:end]))
         until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
         finish = drawn.finish if until == len(drawn.ids) else "stop"
         self.said.take(drawn, until)
@@ -256,7 +256,7 @@ def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> Non
     ENGINES.get(condition.engine).check(dict(condition.settings), part)
     shadows = [arm.name for arm in section.trained if get_arm(arm.recipe).learner == "shadow"]
     plans = layer_plans(model.model.config, Dense())
-    if shadows and not all(plan.attends and plan.sliding_window is None for plan in plans):
+    if shadows and not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise SpecError(
             f"arm {shadows[0]}: some layers of the model attend to a window or carry a state, and how an engine stores "
             "those is not known; take naive, tis or mis"
@@ -269,7 +269,7 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
         return
     condition = parse_condition(section.rollouts)
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    work = Work(without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads())
+    work = EngineContext(without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads())
     try:
         ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
     except EngineFailed as error:
@@ -277,7 +277,7 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
     shutil.rmtree(logs)  # where an error names it, it stays
 
 
-def drawn_rollout(config: Any, prompt: Sequence[int], drawn: Drawn, store: EngineStore | None = None) -> Rollout:
+def drawn_rollout(config: Any, prompt: Sequence[int], drawn: DrawnRollout, store: EngineStore | None = None) -> Rollout:
     """An engine's answer to a prompt as a rollout; ``config`` is the model's."""
     said = Said(prompt)
     said.take(drawn)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.memory import free_bytes
@@ -51,7 +51,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
-    answer = max(SUITES.get(name)().most_tokens for name in section.suites)
+    answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # items whose rollouts are in the cache at once
     questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
@@ -94,7 +94,7 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     if section.adapter is None:
         # a copy and its gradients, both moments in float32, and masters where the copy is not float32
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
-    named = decoder_of(model.model).named_modules()
+    named = find_decoder(model.model).named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
     # A is [rank, in] and B [out, rank]
     widths = (
@@ -112,7 +112,7 @@ def _cached(model: LoadedModel, row: int) -> int:
     config = model.model.config.get_text_config(decoder=True)
     size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     plans = layer_plans(model.model.config, Dense())
-    entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.attends)
+    entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.has_entries)
     return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)  # keys and values
 
 
@@ -123,8 +123,8 @@ def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
     layers with full attention. Checkpointed layers keep their input, and one layer at a time the rest.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
-    outputs = sum(module.out_features for module in decoder_of(model).modules() if isinstance(module, Linear))
+    outputs = sum(module.out_features for module in find_decoder(model).modules() if isinstance(module, Linear))
     linear, weights = tokens * 2 * outputs // len(plans), seen * config.num_attention_heads
     if once:
         return int(len(plans) * tokens * config.hidden_size + linear + weights)
-    return int(len(plans) * linear + sum(plan.governed for plan in plans) * weights)
+    return int(len(plans) * linear + sum(plan.is_governed for plan in plans) * weights)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
 from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
@@ -219,7 +219,7 @@ def learn(
         losses = []  # of this update alone: what is told is the last one's
         for half, passes in zip(update.halves, update.passes, strict=True):
             for rows in half:
-                part, at = batch.of(rows), uploaded(torch.tensor(rows), batch.rewards.device)
+                part, at = batch.of(rows), upload(torch.tensor(rows), batch.rewards.device)
                 read, values = learner.read(part)
                 logprobs = part.spread(read.logprobs)  # [n] to [b, R]
                 own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(at)

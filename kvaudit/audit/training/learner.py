@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.attention import decoder_of
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.attention import find_decoder
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
@@ -49,7 +49,7 @@ class Critic:
                 seen.append(output.last_hidden_state.detach())
 
         # where the decoder hands its states to the head: what the model returns are logits alone
-        handle = decoder_of(model).register_forward_hook(listen, with_kwargs=True)
+        handle = find_decoder(model).register_forward_hook(listen, with_kwargs=True)
         try:
             read = passed()
         finally:
@@ -150,7 +150,7 @@ class Learner:
             for rows in parts:
                 part = batch.of(rows)
                 read, own = self.read(part)
-                at = uploaded(torch.tensor(rows), values.device)
+                at = upload(torch.tensor(rows), values.device)
                 logprobs[at] = part.spread(read.logprobs)
                 values[at] = 0.0 if own is None else own
         # rows of other ranks are 0 here, so the sum puts the batch together

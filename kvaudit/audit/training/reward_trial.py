@@ -39,7 +39,7 @@ def _ideal(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
     exchange, rollout = Exchange(suite, item, thinks=False), gold_rollout(model, suite, item)
     for answer in suite.gold(item):
         if exchange.open:
-            exchange.go_on(exchange.hear(answer, "stop"))
+            exchange.add(exchange.step(answer, "stop"))
     return GradedRow(
         item=item,
         transcript=exchange.transcript,

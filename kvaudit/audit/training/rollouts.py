@@ -59,14 +59,14 @@ class Questioner:
     ) -> None:
         self._config, self._model, self._questions, self._pays, self._ranks = config, model, questions, pays, ranks
         # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
-        self.max_tokens = max(suite.most_tokens for step in questions for suite, _ in step)
+        self.max_tokens = max(suite.answer_tokens for step in questions for suite, _ in step)
 
     def close(self) -> None:
         """End what was started to ask them; of our own cache nothing is."""
 
     def allowed(self, step: int) -> list[int]:
         """The most tokens that each rollout of a step can sample."""
-        return [suite.most_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
+        return [suite.answer_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
     def sample(self, step: int) -> StepRollouts:
         """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so.

@@ -103,7 +103,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 def _gold_parts(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
     """The tokens of a gold conversation, turn by turn, and whether they are the assistant's."""
     chat, transcript = model.chat, item.messages
-    prompt = chat.opening(transcript).ids
+    prompt = chat.prompt(transcript).ids
     check_fits(model, suite, item, len(prompt))
     yield prompt, False
     for answer in suite.gold(item):

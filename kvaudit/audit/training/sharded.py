@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvaudit.audit.cache.attention import decoder_of
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.ranks import RankGroup
 
@@ -44,7 +44,7 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
 
     mesh = init_device_mesh(device.type, (ranks.count,))
     computed = model.dtype
-    layers = [part for part in decoder_of(model).modules() if isinstance(part, GradientCheckpointingLayer)]
+    layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     for part in (*layers, model):  # what is in no layer, embeddings and head, stays gathered through a whole pass
         policy = _in_full(part, computed)
         fully_shard(part, mesh=mesh, reshard_after_forward=part is not model, mp_policy=policy)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.cache.upload import uploaded
-from kvaudit.audit.replay.head import Head
+from kvaudit.audit.cache.tensors import upload
+from kvaudit.audit.replay.learner_pass import LogitsHead
 from kvaudit.audit.replay.learner_pass import LearnerPass, shared_tokens, suffix_logits, suffix_states
 from kvaudit.audit.training.batch import Batch, microbatches
 from kvaudit.audit.training.config import TrainConfig
@@ -31,7 +31,7 @@ class Distributions:
     """What a pass predicts n tokens with: ``states`` are logits [n, V], or [n, D] where a ``head`` makes them so."""
 
     states: Tensor
-    head: Head | None
+    head: LogitsHead | None
     temperature: float
     piece: int  # tokens whose logits are held at once
 
@@ -78,7 +78,7 @@ def read_tokens(
     replayed turn by turn, each a row of its own; the sampled tokens are the same, in the same order.
     """
     if kind == "shadow" and any(rollout.turns for rollout in rollouts):
-        rollouts, group = [turn for rollout in rollouts for turn in rollout.as_read], 1
+        rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE:
         states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, apart=apart)
@@ -91,8 +91,8 @@ def read_tokens(
         ids[row, : len(rollout.ids) - first] = rollout.ids[first:]
         sampled[row, : len(rollout.ids) - first] = rollout.sampled[first:]
     # found here, where nobody waits for it: a mask on a device is read before it chooses
-    columns = tuple(uploaded(place, states.device) for place in sampled.nonzero(as_tuple=True))
-    wanted = uploaded(ids[sampled], states.device)
+    columns = tuple(upload(place, states.device) for place in sampled.nonzero(as_tuple=True))
+    wanted = upload(ids[sampled], states.device)
     # given tokens go before anything is made wide
     chosen = states[columns]
     found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
@@ -114,5 +114,5 @@ def pass_logprobs(model: Any, batch: Batch, kind: LearnerPass, config: TrainConf
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, apart=apart):
             part = batch.of(rows)
             read = read_tokens(model, part.rollouts, part.group, kind, config.temperature, apart=apart)
-            result[uploaded(torch.tensor(rows), result.device)] = part.spread(read.logprobs)
+            result[upload(torch.tensor(rows), result.device)] = part.spread(read.logprobs)
     return result

@@ -60,7 +60,7 @@ class Validation:
     def _answers(self, policy: Policy) -> list[GradedRow]:
         """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
         config, sampler = self._config, Sampler(self._model, policy)
-        decoding = Decoding(max(suite.most_tokens for suite, _ in self._questions), temperature=config.temperature)
+        decoding = Decoding(max(suite.answer_tokens for suite, _ in self._questions), temperature=config.temperature)
         at_once = config.rollout_rows or config.prompts_per_step * config.group
         # "watch" is the section's name in a spec: another word here would be other draws
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]

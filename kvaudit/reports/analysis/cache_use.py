@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvaudit.reports.drift.results import Cell, Drift
+from kvaudit.reports.verdict.contrast import Cell, Drift
 
 
 class Use(NamedTuple):

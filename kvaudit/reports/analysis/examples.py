@@ -12,10 +12,10 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip
-from kvaudit.reports.analysis.sides import two_sided
-from kvaudit.reports.drift.drift import seed_pairs, two_sides, weights_of
-from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.gate.verdict import Decision, Verdict
+from kvaudit.reports.sections.shared.both_sides import two_sided
+from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.verdict import Decision, Verdict
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, CellKey, Panel

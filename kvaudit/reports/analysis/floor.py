@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
 from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, wanted_of
 

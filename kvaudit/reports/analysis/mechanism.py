@@ -19,8 +19,8 @@ from scipy import special
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.spans import SPANS
-from kvaudit.reports.drift.drift import CELL, seed_pairs
-from kvaudit.reports.drift.results import Drift
+from kvaudit.reports.verdict.drift import CELL, seed_pairs
+from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.records.rows import SPAN_COLUMNS, CellKey, Panel, Panels
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvaudit.core.named_text import split_named
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.gate.cell import decide_cell, readings_of, templates_of
-from kvaudit.reports.gate.controls import Controls
-from kvaudit.reports.gate.rules import Rules
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
+from kvaudit.reports.verdict.controls import Controls
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.stats.rule import fixed_sequence
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length

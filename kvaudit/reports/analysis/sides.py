@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
-from kvaudit.reports.drift.results import CellName
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import Decision
 from kvaudit.reports.records.rows import Panel, Panels
 from kvaudit.reports.stats.effect import Array
 

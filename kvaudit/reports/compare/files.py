@@ -20,16 +20,16 @@ from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.core.text import clipped
-from kvaudit.reports.compare.direction import Direction, direction_of
-from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE, paired
-from kvaudit.reports.drift.answers import reference_answers
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import contrasts
-from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.error_rates import shipped_rates
-from kvaudit.reports.gate.rules import Rules, margin_of
-from kvaudit.reports.gate.verdict import EXIT_CODES, Status, Verdict, worst
+from kvaudit.reports.page.compare_direction import Direction, direction_of
+from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, paired
+from kvaudit.reports.verdict.reference_answers import reference_answers
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import contrasts
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.rules import Rules, margin_of
+from kvaudit.reports.verdict.verdict import EXIT_CODES, Status, Verdict, worst
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule

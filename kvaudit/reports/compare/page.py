@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.compare.files import Compared, TwoJudges
-from kvaudit.reports.compare.pairing import CANDIDATE, REFERENCE
-from kvaudit.reports.drift.results import CellName
-from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.layout.events import EVENT_HEADERS, event_cells, how_to_read
-from kvaudit.reports.layout.tables import Passage, Table, footnoted, table_of
-from kvaudit.reports.layout.words import drift, note, percent, spelled, unsampled
+from kvaudit.reports.page.compare_files import Compared, TwoJudges
+from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE
+from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.verdict import Decision, Status
+from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_cells, how_to_read
+from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
+from kvaudit.reports.sections.shared.words import drift, note, percent, spelled, unsampled
 from kvaudit.reports.page.banner import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
 from kvaudit.reports.page.facets import shown, taken_apart
 from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers

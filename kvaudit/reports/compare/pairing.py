@@ -13,10 +13,10 @@ import pandas as pd
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import some
-from kvaudit.reports.drift.comparison import PlannedUnit, Reason, comparison_of, part_reasons
-from kvaudit.reports.drift.drift import UNSCORED_LIMIT
-from kvaudit.reports.gate.verdict import NO_CLUSTERS
-from kvaudit.reports.layout.words import percent
+from kvaudit.reports.verdict.comparison import PlannedUnit, Reason, comparison_of, part_reasons
+from kvaudit.reports.verdict.drift import UNSCORED_LIMIT
+from kvaudit.reports.verdict.verdict import NO_CLUSTERS
+from kvaudit.reports.sections.shared.words import percent
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 
 REFERENCE, CANDIDATE = "reference", "candidate"

@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 from kvaudit.core.facets import facet_of
-from kvaudit.reports.drift.comparison import Comparison, Reason
-from kvaudit.reports.drift.results import Contrast
+from kvaudit.reports.verdict.comparison import Comparison, Reason
+from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import AGAIN
 from kvaudit.reports.records.rows import LOGPROB, SAID

@@ -25,10 +25,10 @@ from kvaudit.core.facets import UNSAFE, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
-from kvaudit.reports.drift.answers import reference_answers
-from kvaudit.reports.drift.canary import canaries_of, canary_reasons, held_by_canary
-from kvaudit.reports.drift.comparison import Comparison, Looked, Reason, run_reasons
-from kvaudit.reports.drift.results import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, Unwanted
+from kvaudit.reports.verdict.reference_answers import reference_answers
+from kvaudit.reports.verdict.canary import canaries_of, canary_reasons, checked_by_canary
+from kvaudit.reports.verdict.comparison import Comparison, Look, Reason, run_reasons
+from kvaudit.reports.verdict.contrast import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, UnwantedEvents
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.betting import betting_effect
@@ -79,7 +79,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: Where 
         comparison=comparison,
         alpha=alpha,
         cells=tuple(cells_of(data.records, tables, comparison)),
-        contrasts=tuple(held_by_canary(c, comparison, acting) for c in found),
+        contrasts=tuple(checked_by_canary(c, comparison, acting) for c in found),
         reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, acting)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
@@ -208,7 +208,7 @@ def _weighed(
     seeds: Sequence[int],
     policy: str,
     alpha: float,
-    looked: Looked | None = None,
+    looked: Look | None = None,
 ) -> Contrast:
     cells = sorted({cell for w in weights for cell in w})
     reasons = broken_contract(panel, cells) if weights else (Reason("CELL", f"arm {arm} has no seed to pair"),)
@@ -347,7 +347,7 @@ def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_])
     return Rates(float(reference.mean()), float(candidate.mean()))
 
 
-def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[Unwanted]:
+def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
     """By the scores, and by every reading of those that a judge was unsure of, or that nobody gave."""
     ways = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
@@ -361,7 +361,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
         _, reference = paired_scores(replace(panel, scores=other), weights, items)
         new, old = (1 - side.mean(axis=0) for side in (candidate, reference))  # each [N], mean over seeds
         _, clusters = np.unique(panel.clusters[items], return_inverse=True)
-        yield Unwanted(
+        yield UnwantedEvents(
             reference=np.bincount(clusters, weights=old).astype(np.float64),
             candidate=np.bincount(clusters, weights=new).astype(np.float64),
             before=float(np.maximum(old - new, 0).sum()),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.drift.answers import Answers
-from kvaudit.reports.drift.comparison import Comparison, Looked, Reason
+from kvaudit.reports.verdict.reference_answers import Answers
+from kvaudit.reports.verdict.comparison import Comparison, Look, Reason
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import JudgeError
 
@@ -168,7 +168,7 @@ class Contrast(CellName):
     worst: float | None = None
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
-    looked: Looked | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
+    looked: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
     rates: Rates | None = None  # alike, deployed and serving only: an interaction has four sides
     unread: Rates | None = None  # of the same: answers to the metric's own items that could not be read, or be scored
     sums: tuple[ClusterSums, ...] = field(default=(), compare=False, repr=False)  # not written

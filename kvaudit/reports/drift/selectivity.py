@@ -16,9 +16,9 @@ import numpy as np
 from scipy import special
 
 from kvaudit.core.estimands import SELECTIVITY
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.drift import no_narrower
-from kvaudit.reports.drift.results import ClusterSums, Contrast, Drift, SeedDrift
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.drift import no_narrower
+from kvaudit.reports.verdict.contrast import ClusterSums, Contrast, Drift, SeedDrift
 from kvaudit.reports.stats.clustered import Array
 from kvaudit.reports.stats.effect import LEVEL, Effect
 from kvaudit.reports.stats.mover import mover

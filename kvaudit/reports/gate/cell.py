@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvaudit.core.estimands import PARITY, WORST
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Contrast, People
-from kvaudit.reports.gate.chance import larger
-from kvaudit.reports.gate.family import (
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.contrast import Contrast, LabelSummary
+from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.family import (
     HOLM,
     FamilyRow,
     GatedCell,
 )
-from kvaudit.reports.gate.ratios import Ratio, ratio_of, templates_show
-from kvaudit.reports.gate.verdict import (
+from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show
+from kvaudit.reports.verdict.verdict import (
     LABELS,
     PASSED,
     PRECEDENCE,
@@ -278,7 +278,7 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
 
 
-def _unseen(people: People) -> Reason:
+def _unseen(people: LabelSummary) -> Reason:
     """A judge that is blind to a template shows no difference there, so people must have seen a pair of every one."""
     return Reason(
         LABELS,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.verdict import Larger
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Larger
 from kvaudit.reports.stats.clustered import Array, ManyTotals, cr3_variance
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.ratio import Events, is_below, points_of, shows_ratio

@@ -29,9 +29,9 @@ import pandas as pd
 
 from kvaudit.core.facets import FACETS, WELL_FORMED, Facet
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.reports.drift.answers import Answers, answers_of
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import Contrast, Drift
+from kvaudit.reports.verdict.reference_answers import Answers, answers_of
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.contrast import Contrast, Drift
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.stats.clustered import Array

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
-from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
-from kvaudit.reports.drift.results import Contrast, Drift, judge_may_pass
-from kvaudit.reports.gate.cell import Judged, Pvalues, by_judge, decision, judged
-from kvaudit.reports.gate.controls import Controls
-from kvaudit.reports.gate.family import (
+from kvaudit.reports.verdict.comparison import Comparison, Reason, some_of
+from kvaudit.reports.verdict.contrast import Contrast, Drift, judge_may_pass
+from kvaudit.reports.verdict.cell import Judged, Pvalues, by_judge, decision, judged
+from kvaudit.reports.verdict.controls import Controls
+from kvaudit.reports.verdict.family import (
     FamilyRow,
     GatedCell,
     drop_pvalue,
@@ -30,9 +30,9 @@ from kvaudit.reports.gate.family import (
     joint_family,
     shown_cells,
 )
-from kvaudit.reports.gate.rules import RELEASE, Rules
-from kvaudit.reports.gate.seeds import held_by_seeds
-from kvaudit.reports.gate.verdict import (
+from kvaudit.reports.verdict.rules import RELEASE, Rules
+from kvaudit.reports.verdict.seeds import held_by_seeds
+from kvaudit.reports.verdict.verdict import (
     FORM,
     JUDGE_DIFF,
     PASSED,
@@ -48,7 +48,7 @@ from kvaudit.reports.gate.verdict import (
     worst_exit,
     worst_recipe,
 )
-from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.verdict.waivers import Waiver
 
 _SAID = (Status.INVALID, Status.FAIL)  # whatever its reference can show
 

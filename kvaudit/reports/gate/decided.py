@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.gate.rules import Rules
-from kvaudit.reports.gate.verdict import Verdict
-from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import Verdict
+from kvaudit.reports.verdict.waivers import Waiver
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvaudit.reports.gate.sizes import Design, chance
+from kvaudit.reports.verdict.sizes import Design, chance
 from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_uneven

@@ -53,5 +53,5 @@ def shipped_rates() -> ErrorRates:
 
 def shipped() -> dict[str, Any]:
     """The calibration that ships with the package."""
-    held: dict[str, Any] = json.loads((files("kvaudit.reports.gate") / "error_rates.json").read_text(encoding="utf-8"))
+    held: dict[str, Any] = json.loads((files("kvaudit.reports.verdict") / "error_rates.json").read_text(encoding="utf-8"))
     return held

@@ -26,11 +26,11 @@ from scipy import special
 
 from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
 from kvaudit.core.facets import facet_of
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import Where
-from kvaudit.reports.drift.results import Contrast, Drift
-from kvaudit.reports.gate.ratios import points_in
-from kvaudit.reports.gate.rules import CONTRASTED, Rules
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import CellFilter
+from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.ratios import points_in
+from kvaudit.reports.verdict.rules import CONTRASTED, Rules
 from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.signflip import (
     BLOCK,
@@ -81,14 +81,14 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
     return [single_cell(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
 
 
-def gated_facets(sides: Comparison, rules: Rules) -> Where:
+def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
     """Where facets can decide something, or take apart what decides: what a verdict needs of them."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
         estimands = (*CONTRASTED, *({SERVING} & {*rules.estimands}))
         policies |= {*sides.policies} if SERVING in rules.estimands else set()
-    return Where(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
+    return CellFilter(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:

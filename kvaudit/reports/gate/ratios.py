@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvaudit.reports.drift.results import Contrast, Unwanted
+from kvaudit.reports.verdict.contrast import Contrast, UnwantedEvents
 from kvaudit.reports.stats.ratio import Events, Times, points_of, shows_ratio, times_of, widest
 
 
@@ -51,7 +51,7 @@ def points_in(c: Contrast, limit: float) -> float | None:
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 
-def _events(own: Unwanted, floor: float) -> Events:
+def _events(own: UnwantedEvents, floor: float) -> Events:
     # what happened on one side is what both share, and what it has alone
     both = np.asarray(own.reference.sum() - own.before)
     before, after = np.asarray(own.before), np.asarray(own.after)

@@ -24,8 +24,8 @@ from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
 from kvaudit.core.spec import GateSpec, RunSpec, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
 from kvaudit.core.text import clipped, shown
-from kvaudit.reports.drift.comparison import Comparison, comparison_of
-from kvaudit.reports.gate.pin import Pin, pin_from
+from kvaudit.reports.verdict.comparison import Comparison, comparison_of
+from kvaudit.reports.verdict.pin import Pin, pin_from
 from kvaudit.reports.records.load import RunData
 
 CONTRASTED = (ALIKE, DEPLOYED)  # candidate against reference

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import SeedDrift
-from kvaudit.reports.gate.family import FamilyRow, GatedCell, joint_family
-from kvaudit.reports.gate.verdict import Decision, Status, worst
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.contrast import SeedDrift
+from kvaudit.reports.verdict.family import FamilyRow, GatedCell, joint_family
+from kvaudit.reports.verdict.verdict import Decision, Status, worst
 
 SEED = "SEED"
 

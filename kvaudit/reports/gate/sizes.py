@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
-from kvaudit.reports.gate.chance import (
+from kvaudit.reports.verdict.chance import (
     AUDITS,
     Differences,
     Pool,
@@ -24,7 +24,7 @@ from kvaudit.reports.gate.chance import (
     pass_rate,
     pool_of,
 )
-from kvaudit.reports.gate.rules import margin_of
+from kvaudit.reports.verdict.rules import margin_of
 from kvaudit.reports.stats import power as kernels
 from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.rule import blind_spot, clusters_required

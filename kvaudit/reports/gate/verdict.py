@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvaudit.reports.drift.comparison import Reason
-from kvaudit.reports.drift.results import CellName, Rates, SeedDrift
-from kvaudit.reports.gate.controls import Control
-from kvaudit.reports.gate.ratios import Ratio
-from kvaudit.reports.gate.rules import WARN, Rules
-from kvaudit.reports.gate.waivers import Waiver
+from kvaudit.reports.verdict.comparison import Reason
+from kvaudit.reports.verdict.contrast import CellName, Rates, SeedDrift
+from kvaudit.reports.verdict.controls import Control
+from kvaudit.reports.verdict.ratios import Ratio
+from kvaudit.reports.verdict.rules import WARN, Rules
+from kvaudit.reports.verdict.waivers import Waiver
 from kvaudit.reports.stats.effect import Effect
 
 

@@ -24,7 +24,7 @@ from kvaudit.core.estimands import FORMER, GATED
 from kvaudit.core.files import YamlFile, known_keys, read_yaml
 from kvaudit.core.policy_names import match_policies
 from kvaudit.core.text import clipped, shown
-from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.verdict.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
 WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvaudit.core.errors import DataError
-from kvaudit.reports.drift.results import CellPlace
-from kvaudit.reports.labels.pairs import Indices, PairedAnswers, digest, pairs_to_see, texts_of
-from kvaudit.reports.labels.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
-from kvaudit.reports.labels.sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
+from kvaudit.reports.verdict.contrast import CellPlace
+from kvaudit.reports.verdict.label_pairs import Indices, PairedAnswers, digest, pairs_to_see, texts_of
+from kvaudit.reports.verdict.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
+from kvaudit.reports.verdict.label_sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace
 

@@ -20,10 +20,10 @@ import pandas as pd
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.estimands import FORMER
 from kvaudit.core.policy_names import match_policies
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import seed_pairs, two_sides, weights_of
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.labels.sheet import Shown, shown_answer
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.label_sheet import Shown, shown_answer
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey, RecordPlace
 from kvaudit.reports.stats.adjudication import round_robin

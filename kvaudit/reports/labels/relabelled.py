@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import one_line
-from kvaudit.reports.drift.results import CellName, ClusterSums, Contrast, Drift, People
-from kvaudit.reports.labels.pairs import Indices, PairedAnswers, digest, pairs_of, pairs_to_see, places, texts_of
-from kvaudit.reports.labels.sheet import text_hash, typed
+from kvaudit.reports.verdict.contrast import CellName, ClusterSums, Contrast, Drift, LabelSummary
+from kvaudit.reports.verdict.label_pairs import Indices, PairedAnswers, digest, pairs_of, pairs_to_see, places, texts_of
+from kvaudit.reports.verdict.label_sheet import text_hash, typed
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
@@ -205,7 +205,7 @@ def _corrected(h: HumanLabels, alpha: float) -> Effect:
     return replace(found, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
 
 
-def _people(h: HumanLabels, x: Labelled) -> People:
+def _people(h: HumanLabels, x: Labelled) -> LabelSummary:
     weights = label_weights(h.pairs.discordant, h.difference, h.pairs.clusters)
     seen = weights > 0
     errors = {
@@ -214,7 +214,7 @@ def _people(h: HumanLabels, x: Labelled) -> People:
     }
     rate = float(np.average(h.reference[seen], weights=weights[seen]))
     gap = differential_bias(errors["reference"], errors["candidate"], rate)
-    return People(
+    return LabelSummary(
         pairs=len(h.pairs.items),
         discordant=int(h.pairs.discordant.sum()),
         concordant=int(x.looked.sum()),

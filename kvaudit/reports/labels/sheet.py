@@ -23,7 +23,7 @@ import numpy as np
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip, one_line, some, visible
-from kvaudit.reports.drift.results import CellName
+from kvaudit.reports.verdict.contrast import CellName
 
 KEY_FORMAT = 2
 _SIMPLE_KEY = 1  # keys of before the pairs were spread over templates

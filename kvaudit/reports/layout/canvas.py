@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.layout.words import shortened
+from kvaudit.reports.sections.shared.words import shortened
 
 if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
     import matplotlib as mpl

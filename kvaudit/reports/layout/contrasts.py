@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvaudit.core.text import length_label
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, points
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, points
 
 
 def contrasts_of(decided: Decided, name: str, *, gated_only: bool = False) -> list[Contrast]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.facets import WELL_FORMED, Facet
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.layout.words import from_to, interval, points
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.sections.shared.words import from_to, interval, points
 
 WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"

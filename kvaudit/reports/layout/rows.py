@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import Decision
 
 _POINTS = 100.0  # scores are shares; tables speak of percentage points
 CONTRASTS = "contrasts.csv"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.analysis.examples import Example
+from kvaudit.reports.sections.shared.examples import Example
 
 
 @dataclass(frozen=True)

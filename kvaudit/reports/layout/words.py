@@ -8,11 +8,11 @@ from math import isclose, isinf, log, log1p
 from kvaudit.core.estimands import PARITY, SELECTIVITY
 from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.text import length_label
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import CellName, Contrast, SeedDrift
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.error_rates import ErrorRates
-from kvaudit.reports.gate.verdict import Decision, Larger, Status
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import CellName, Contrast, SeedDrift
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.error_rates import ErrorRates
+from kvaudit.reports.verdict.verdict import Decision, Larger, Status
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.ratio import Times

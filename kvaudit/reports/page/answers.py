@@ -18,10 +18,10 @@ from math import isinf
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import at_length, inline, length_label, some
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
-from kvaudit.reports.layout.words import counted, facet_counted, happens, shortened
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
+from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 

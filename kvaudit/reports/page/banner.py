@@ -7,11 +7,11 @@ from operator import itemgetter
 
 from kvaudit.core.estimands import DEPLOYED, SERVING
 from kvaudit.core.text import at_length, inline, some
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.seeds import SEED
-from kvaudit.reports.gate.verdict import Decision, Status, Verdict, worst_recipe
-from kvaudit.reports.layout.words import (
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.seeds import SEED
+from kvaudit.reports.verdict.verdict import Decision, Status, Verdict, worst_recipe
+from kvaudit.reports.sections.shared.words import (
     beyond,
     counted,
     drift,

@@ -17,12 +17,12 @@ from kvaudit.core.recipe import SECTIONS, digests
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
-from kvaudit.reports.analysis.cache_use import Use, cache_use
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import PRECEDENCE, Decision
-from kvaudit.reports.layout.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.layout.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
+from kvaudit.reports.sections.shared.cache_use import Use, cache_use
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page

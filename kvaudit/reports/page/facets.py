@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import CellPlace
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.layout.events import (
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import CellPlace
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import Decision, Status
+from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
     NO_NUMBER,
@@ -26,8 +26,8 @@ from kvaudit.reports.layout.events import (
     event_cells,
     how_to_read,
 )
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import against, counted, drift, marked, place_name, points, with_length
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import against, counted, drift, marked, place_name, points, with_length
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
 

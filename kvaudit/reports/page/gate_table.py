@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decide import suite_of
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.tables import Table, footnoted
-from kvaudit.reports.layout.words import (
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.decide import suite_of
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import Decision
+from kvaudit.reports.sections.shared.tables import Table, footnoted
+from kvaudit.reports.sections.shared.words import (
     against,
     between,
     drift,

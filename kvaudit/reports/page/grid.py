@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvaudit.core.estimands import SERVING
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status
-from kvaudit.reports.layout.tables import Table, table_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status
+from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvaudit.core.estimands import PARITY
 from kvaudit.core.text import inline
-from kvaudit.reports.analysis.cache_use import lacks_live
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.rules import CONTRASTED
-from kvaudit.reports.gate.verdict import TEMPLATES, Decision, Status
-from kvaudit.reports.layout.words import counted, drift, error_rates, named, percent, unsampled
+from kvaudit.reports.sections.shared.cache_use import lacks_live
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.rules import CONTRASTED
+from kvaudit.reports.verdict.verdict import TEMPLATES, Decision, Status
+from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE
 from kvaudit.reports.stats.rule import blind_spot

@@ -7,10 +7,10 @@ from urllib.parse import urlencode
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import visible
-from kvaudit.reports.analysis.examples import Example
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.verdict import Decision
+from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decision
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.view.flips import flip_key, kinds_of
 from kvaudit.reports.records.load import RunData

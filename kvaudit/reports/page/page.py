@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvaudit.reports.gate.verdict import Status
-from kvaudit.reports.layout.tables import Passage
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.screen import Screen
 

@@ -27,9 +27,9 @@ from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
 from kvaudit.core.thoughts import holds_thought
-from kvaudit.reports.analysis.slopes import slope
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, percent
+from kvaudit.reports.sections.shared.slopes import slope
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, percent
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of

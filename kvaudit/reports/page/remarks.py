@@ -8,13 +8,13 @@ from typing import Any
 
 from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
 from kvaudit.core.text import at_length, length_label, some
-from kvaudit.reports.drift.comparison import Comparison, Reason, some_of
-from kvaudit.reports.gate.decide import is_apart, suite_of
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.family import gated_cells
-from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN, WARN, Rules, defaults_said
-from kvaudit.reports.gate.verdict import JUDGE_DIFF, TRAINED, Decision, Status
-from kvaudit.reports.layout.words import counted, spelled
+from kvaudit.reports.verdict.comparison import Comparison, Reason, some_of
+from kvaudit.reports.verdict.decide import is_apart, suite_of
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.family import gated_cells
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
+from kvaudit.reports.verdict.verdict import JUDGE_DIFF, TRAINED, Decision, Status
+from kvaudit.reports.sections.shared.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
 
@@ -48,7 +48,7 @@ def _by_which_rules(findings: Decided) -> Iterator[str]:
     if rules.sha256 is not None:
         yield _gate(rules)
     if rules.defaults:
-        yield defaults_said(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
+        yield default_margins_line(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
     if rules.profile:
         yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
     if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:

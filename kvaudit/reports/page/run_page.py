@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from kvaudit.core.text import inline
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.rules import DECLARED_AFTER_RUN
-from kvaudit.reports.gate.verdict import PASSED, PRECEDENCE, Decision, Status
-from kvaudit.reports.layout.contrasts import contrasts_of, lowest
-from kvaudit.reports.layout.tables import Passage, Table
-from kvaudit.reports.layout.words import counted, plain_words
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
+from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decision, Status
+from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
+from kvaudit.reports.sections.shared.tables import Passage, Table
+from kvaudit.reports.sections.shared.words import counted, plain_words
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.banner import about, asides, number, verdict_sentence
 from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding

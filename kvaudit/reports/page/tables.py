@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvaudit.core.text import at_length
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.rules import Rules
-from kvaudit.reports.gate.verdict import PRECEDENCE, Decision, Status, worst
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, marked, named, plain_words
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status, worst
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, marked, named, plain_words
 from kvaudit.reports.page.findings import Findings
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.analysis.examples import Example
-from kvaudit.reports.analysis.floor import floor_at
-from kvaudit.reports.gate.verdict import Decision, Status
-from kvaudit.reports.layout.words import counted
+from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.floor import floor_at
+from kvaudit.reports.verdict.verdict import Decision, Status
+from kvaudit.reports.sections.shared.words import counted
 from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS

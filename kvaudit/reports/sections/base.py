@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.registry import Registry
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.contrasts import contrasts_table, lowest
-from kvaudit.reports.layout.tables import Passage, Table
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import Decision
+from kvaudit.reports.sections.shared.contrasts import contrasts_table, lowest
+from kvaudit.reports.sections.shared.tables import Passage, Table
 from kvaudit.reports.records.load import RunData
 
 if TYPE_CHECKING:
-    from kvaudit.reports.layout.canvas import Drawing
+    from kvaudit.reports.sections.shared.canvas import Drawing
 
 V = TypeVar("V")
 

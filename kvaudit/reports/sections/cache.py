@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvaudit.reports.analysis.cache_use import Use, cache_use
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.canvas import GAIN, INK, UNDECIDED, Drawing, blank, named_rows, save
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import NOT_SHOWN, counted, percent, size, times
+from kvaudit.reports.sections.shared.cache_use import Use, cache_use
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.canvas import GAIN, INK, UNDECIDED, Drawing, blank, named_rows, save
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, counted, percent, size, times
 from kvaudit.reports.sections.base import Inputs, Section
 
 

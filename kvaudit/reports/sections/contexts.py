@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from kvaudit.core.facets import FACETS
 from kvaudit.core.text import inline
-from kvaudit.reports.drift.answers import Answers
-from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import percent, points
+from kvaudit.reports.verdict.reference_answers import Answers
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import percent, points
 from kvaudit.reports.sections.base import Inputs, Section
 
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvaudit.reports.drift.results import Contrast
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.contrasts import contrasts_of
-from kvaudit.reports.layout.tables import Passage
-from kvaudit.reports.layout.words import plain_words
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.contrasts import contrasts_of
+from kvaudit.reports.sections.shared.tables import Passage
+from kvaudit.reports.sections.shared.words import plain_words
 from kvaudit.reports.sections.base import ContrastsSection, Inputs
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from kvaudit.core.errors import DataError
 from kvaudit.core.provenance import JUDGED
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.drift.comparison import PROGRAMMATIC, Comparison
-from kvaudit.reports.drift.results import Drift
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import marked
+from kvaudit.reports.verdict.comparison import PROGRAMMATIC, Comparison
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import marked
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.judges import Kappa, kappa
 

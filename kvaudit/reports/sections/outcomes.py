@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from kvaudit.core.records import Outcome
 from kvaudit.core.text import length_label
-from kvaudit.reports.drift.results import Cell
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import percent
+from kvaudit.reports.verdict.contrast import Cell
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import percent
 from kvaudit.reports.sections.base import Inputs, Section
 
 

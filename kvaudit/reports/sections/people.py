@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvaudit.core.text import length_label, some
-from kvaudit.reports.drift.results import Drift, People, judge_may_pass
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.gate.verdict import JUDGE_DIFF, PASSED, Decision, Status
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import drift, percent, points
+from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.verdict.verdict import JUDGE_DIFF, PASSED, Decision, Status
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, percent, points
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
@@ -22,7 +22,7 @@ class LabelledCell(NamedTuple):
     name: str
     decision: Decision
     margin: float
-    people: People
+    people: LabelSummary
     raw: Effect  # by the judge's labels
     corrected: Effect
     judged: Status

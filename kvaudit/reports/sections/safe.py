@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from kvaudit.core.text import length_of
-from kvaudit.reports.analysis.safe import SafeBudget, families, safe_budgets
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.tables import Passage, Table, table_of
+from kvaudit.reports.sections.shared.safe import SafeBudget, families, safe_budgets
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
 from kvaudit.reports.sections.base import Inputs, Section
 
 CLEARED_SHOWN = 3  # sentences; the table has all

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.reports.drift.results import CellName
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout import words
-from kvaudit.reports.layout.canvas import INK, UNDECIDED, Drawing, blank, colour, line, named_rows, quiet, save
-from kvaudit.reports.layout.tables import Passage, Table, table_of
-from kvaudit.reports.layout.words import place_name, points, worst_seed
+from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared import words
+from kvaudit.reports.sections.shared.canvas import INK, UNDECIDED, Drawing, blank, colour, line, named_rows, quiet, save
+from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
+from kvaudit.reports.sections.shared.words import place_name, points, worst_seed
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.seeds import seed_spread
 

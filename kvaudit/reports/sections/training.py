@@ -12,10 +12,10 @@ import numpy as np
 
 from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
-from kvaudit.reports.gate.decided import Decided
-from kvaudit.reports.layout.canvas import Drawing, blank, colour, line, quiet, save
-from kvaudit.reports.layout.tables import Table, table_of
-from kvaudit.reports.layout.words import counted, percent, scientific
+from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.canvas import Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import counted, percent, scientific
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.stats.effect import Array
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.gather import gather_entries
+from kvaudit.audit.cache.tensors import gather_entries
 from kvaudit.audit.policies import Quantiser
-from kvaudit.audit.policies.quantiser import working
+from kvaudit.audit.policies.quantiser import working_dtype
 
 _INF = float("inf")
 _VIEWS = 8  # shapes of a scratch room that are kept
@@ -91,7 +91,7 @@ def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> 
     if scales is not None:
         parameters = spread_scales(scales.to(x), x)
         return encode_as(x, parameters, codec), parameters
-    parts = split(x.to(working(x.dtype)), codec.channels(x.shape[-1]))
+    parts = split(x.to(working_dtype(x.dtype)), codec.channels(x.shape[-1]))
     # rounded to the type they are stored in first: codes are made under the parameters that decode them
     parameters = codec.fit(*parts.aminmax(dim=-1)).to(x.dtype)
     return encode_as(x, parameters, codec), parameters
@@ -104,20 +104,20 @@ def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
     """Codes uint8 [..., D] of ``x`` under given parameters [..., n, P], each for D / n channels in a row."""
-    parts = split(x.to(working(x.dtype)), x.shape[-1] // parameters.shape[-2])
+    parts = split(x.to(working_dtype(x.dtype)), x.shape[-1] // parameters.shape[-2])
     return codec.encode(parts, parameters.to(parts.dtype)[..., None, :]).flatten(-2)
 
 
 def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
     """What ``encode_tokens`` stored: [..., D]."""
     parts = split(codes, codes.shape[-1] // parameters.shape[-2])
-    wide = parameters.to(working(parameters.dtype))[..., None, :]
+    wide = parameters.to(working_dtype(parameters.dtype))[..., None, :]
     return codec.decode(parts, wide).flatten(-2).to(parameters.dtype)
 
 
 def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
     """Parameters [B, H, groups, D, P] per channel of keys [B, H, K, D] in groups [B, H, K]; -1 belongs to none."""
-    wide = keys.to(working(keys.dtype))
+    wide = keys.to(working_dtype(keys.dtype))
     # what is in no group goes to one more, which is dropped
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
     shape = (*keys.shape[:2], groups + 1, keys.shape[3])
@@ -129,7 +129,7 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
 
 def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
     """Keys [B, H, K, D] of codes under per-channel parameters [B, H, K, D, P], in the dtype of the parameters."""
-    return codec.decode(codes, parameters.to(working(parameters.dtype))).to(parameters.dtype)
+    return codec.decode(codes, parameters.to(working_dtype(parameters.dtype))).to(parameters.dtype)
 
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
 
 def code_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [B, H, K, D] in runs of ``key_group``: codes, group numbers [K] and parameters [B, H, G, D, P]."""
-    runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working(keys.dtype))  # [B, H, G, g, D]
+    runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(working_dtype(keys.dtype))  # [B, H, G, g, D]
     parameters = codec.fit(*runs.aminmax(dim=3)).to(keys.dtype)
     codes = codec.encode(runs, parameters.to(runs.dtype)[:, :, :, None]).flatten(2, 3)
     return codes, torch.arange(keys.shape[2], device=keys.device) // codec.key_group, parameters

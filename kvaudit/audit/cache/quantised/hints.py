@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.quantised.codes import encode_as
-from kvaudit.audit.cache.upload import uploaded
+from kvaudit.audit.cache.codes import encode_as
+from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Quantiser
 
 BAND, REACH = 1e-5, 1e-4  # what is recorded, and what a replay may be off by before a hint is forged
@@ -96,7 +96,7 @@ class _Waiting(NamedTuple):
         if isinstance(self.at, Tensor):
             return self.at
         numbers = torch.arange(self.at, self.at + self.x.shape[2], dtype=torch.int32)
-        return uploaded(numbers, self.x.device).expand(*self.x.shape[:2], -1)
+        return upload(numbers, self.x.device).expand(*self.x.shape[:2], -1)
 
 
 class HintRecorder:
@@ -130,7 +130,7 @@ class HintRecorder:
             return
         if places is not None:
             assert not isinstance(at, int), "positions in a row have no places left out"
-            there = uploaded(places, x.device)
+            there = upload(places, x.device)
             x, codes, parameters, at = (tensor.index_select(2, there) for tensor in (x, codes, parameters, at))
             leaving, own = None if leaving is None else leaving.index_select(2, there), True
         waiting = _Waiting(part, x, codes, parameters, at, leaving)
@@ -206,7 +206,7 @@ def _positions(waiting: Sequence[_Waiting]) -> Tensor:
     # of the steps of decoding by one upload
     numbers = [one.at + n for one in waiting if isinstance(one.at, int) for n in range(one.x.shape[2])]
     first = waiting[0].x
-    return uploaded(torch.tensor(numbers, dtype=torch.int32), first.device).expand(*first.shape[:2], -1)
+    return upload(torch.tensor(numbers, dtype=torch.int32), first.device).expand(*first.shape[:2], -1)
 
 
 def _leaving(waiting: Sequence[_Waiting]) -> Tensor:

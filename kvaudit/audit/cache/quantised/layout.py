@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.schedule import Counts
+from kvaudit.audit.cache.rows import Counts
 
 
 class Span(NamedTuple):

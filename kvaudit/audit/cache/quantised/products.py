@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.quantised.codes import Scratch, split, unpack
+from kvaudit.audit.cache.codes import Scratch, split_last, unpack
 from kvaudit.audit.policies import Quantiser
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 21, 1 << 28  # bytes of numbers at once; on a processor, of each of its threads
@@ -102,7 +102,7 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
         by_group = products.logits((query[:, None] * own).flatten(1, 2), codes)  # [N, n * X, C]
         logits = (by_group.view(len(query), groups, -1, codes.shape[2]) * scale[:, :, None]).sum(1)
     for zero in zeros:  # the zero of a key is added in every channel
-        logits += torch.bmm(split(query, size).sum(-1), zero)
+        logits += torch.bmm(split_last(query, size).sum(-1), zero)
     return logits
 
 

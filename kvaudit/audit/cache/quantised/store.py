@@ -13,26 +13,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.gather import gather_entries
-from kvaudit.audit.cache.live import EntryBytes
-from kvaudit.audit.cache.quantised.codes import (
+from kvaudit.audit.cache.tensors import gather_entries
+from kvaudit.audit.cache.store import EntryBytes
+from kvaudit.audit.cache.codes import (
     Scratch,
-    code_groups,
-    code_runs,
+    encode_groups,
+    encode_runs,
     decode_keys,
     decode_tokens,
     encode_tokens,
     pack,
     parameters_of,
-    split,
+    split_last,
     spread_scales,
     unpack,
-    without_empty,
+    drop_empty_groups,
 )
-from kvaudit.audit.cache.quantised.hints import KEYS, VALUES, WAIT, HintRecorder
-from kvaudit.audit.cache.quantised.layout import Layout, span_of
-from kvaudit.audit.cache.quantised.products import CodeProducts, token_logits, token_mix
-from kvaudit.audit.cache.schedule import Counts
+from kvaudit.audit.cache.hints import KEYS, VALUES, HINT_BATCH, HintRecorder
+from kvaudit.audit.cache.rows import Layout, span_of
+from kvaudit.audit.cache.codes import CodeProducts, token_logits, token_mix
+from kvaudit.audit.cache.rows import Counts
 from kvaudit.audit.cache.store import SLACK, Entries, Store
 from kvaudit.audit.policies import Quantiser, softmax
 
@@ -228,14 +228,14 @@ class QuantisedStore(Store):
 
     def _of_channels(self, table: Tensor) -> Tensor:
         """Rows of the table [..., P * D] as parameters [..., D, P]."""
-        return split(table, self._tail[0].shape[3]).transpose(-1, -2)
+        return split_last(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
         """Parameters [b, H, length, n, P] of entries coded one by one."""
         scales = self._fixed[part]
         if scales is not None:
             return spread_scales(scales, self._used(f"{PARTS[part]}_codes", rows, until))
-        return split(self._used(f"{PARTS[part]}_parameters", rows, until), self._numbers)
+        return split_last(self._used(f"{PARTS[part]}_parameters", rows, until), self._numbers)
 
     def _is_exact(self, part: int, rows: Tensor | slice) -> Tensor:
         """Which entries of the tail are no codes yet: bool [b, H, tail]."""
@@ -346,7 +346,7 @@ class QuantisedStore(Store):
         """Whether keys and values leave of the same entries, few of them, and are coded alike: by one coding then."""
         pairs = ((keys_until, values_until), (self._done[KEYS], self._done[VALUES]))
         same = all(one.numbers == other.numbers for one, other in pairs)
-        few = leaving.slots.stop - leaving.slots.start < WAIT  # of a prompt it would be a copy of all
+        few = leaving.slots.stop - leaving.slots.start < HINT_BATCH  # of a prompt it would be a copy of all
         by_token = self._table is None and self._fixed[KEYS] is None
         return same and few and by_token and self._tail[KEYS].shape == self._tail[VALUES].shape
 
@@ -367,7 +367,7 @@ class QuantisedStore(Store):
     def _store_runs(self, table: Tensor, leaving: LeavingEntries) -> None:
         """The next keys of every row, where slots and positions are the same."""
         exact = self._exact(KEYS, leaving.slots)
-        codes, group, parameters = code_runs(exact, self._codec)
+        codes, group, parameters = encode_runs(exact, self._codec)
         self._note(KEYS, exact, codes, parameters.repeat_interleave(self._codec.key_group, 2), leaving)
         self._add_groups(table, parameters)
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
@@ -377,14 +377,14 @@ class QuantisedStore(Store):
         """The leaving keys, by position and per head."""
         exact = self._exact(KEYS, leaving.slots)
         new, every = leaving.groups or (None, None)
-        codes, group, parameters = code_groups(exact, which, self._codec, new)
+        codes, group, parameters = encode_groups(exact, which, self._codec, new)
         self._note(KEYS, exact, codes, parameters_of(group, parameters), leaving)
         self._add_groups(table, parameters)
         self._write("key_codes", pack(codes, self._codec.bits), leaving)
         self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
         assert self._table is not None
         used = self._slots["key_group"][:, :, : self.length]
-        group, self._table = without_empty(used.long(), self._table, every)
+        group, self._table = drop_empty_groups(used.long(), self._table, every)
         used.copy_(group)
 
     def _note(self, part: int, exact: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:

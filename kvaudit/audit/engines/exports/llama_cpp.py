@@ -17,7 +17,7 @@ from torch import Tensor
 from kvaudit.core.errors import SpecError
 from kvaudit.core.text import install_line
 
-WRITTEN = "float32, gguf 1"  # by which conversions are told apart; another number for another way
+GGUF_METHOD = "float32, gguf 1"  # by which conversions are told apart; another number for another way
 GGUF_FILE = "model.gguf"
 
 

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from kvaudit.core.errors import SpecError
 
-TRACED = "float32, traced 1"  # by which conversions are told apart; another number for another way
+OPENVINO_METHOD = "float32, traced 1"  # by which conversions are told apart; another number for another way
 _NAMED = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 _ROWS, _SEEN, _NEW = 2, 3, 4  # of the example that is traced: no two alike, and none of them 1
 

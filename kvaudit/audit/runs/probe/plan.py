@@ -16,7 +16,7 @@ from kvaudit.core.spec import RunSpec, expand
 from kvaudit.core.spec_evaluate import ProbeSpec
 from kvaudit.core.text import at_length
 from kvaudit.suites.base import CountTokens, Suite
-from kvaudit.suites.sources import files_read
+from kvaudit.suites.sources import collect_file_hashes
 
 LEAST_ITEMS, LEAST_CLUSTERS = 300, 99  # 99 templates miss a failure of 3 % of them with probability 5 %
 _CHARACTERS = 4  # of a token, where no tokenizer is named
@@ -107,7 +107,7 @@ class Plan:
 def make_plan(spec: RunSpec) -> Plan:
     """Make every item; raises SpecError and DataError for what cannot be asked, before an endpoint is."""
     count, counted = counter(spec)
-    with files_read() as rows:
+    with collect_file_hashes() as rows:
         units = [
             ProbeUnit(suite, context, tuple(evaluation_items(spec, suite, context, count)))
             for suite in (suite_as_asked(spec, name) for name in spec.evaluate.suites)

@@ -28,7 +28,7 @@ from kvaudit.audit.runs.folder import RunFolder, utc_now
 from kvaudit.audit.runs.probe.calls import Calls, call_key, request
 from kvaudit.audit.runs.probe.plan import Plan, ProbeUnit
 from kvaudit.audit.runs.progress import Meter, print_line
-from kvaudit.audit.sampling.chat_calls import Answer, Readings, Sent, answer
+from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
 from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
@@ -203,14 +203,14 @@ class Probe:
             try:
                 said = self._answer(unit, exchange.transcript, row_seed(self._spec.evaluate.seed, item, sample), sample)
             except Unanswered as error:
-                exchange.break_off(str(error))
+                exchange.abort(str(error))
                 if error.scope is not Scope.TRY:
                     self._lasting.add(exchange.unanswered)
                 break
             found.append(said)
-            exchange.go_on(exchange.hear(said.text, said.finish, said.thought))
+            exchange.add(exchange.step(said.text, said.finish, said.thought))
         if not found:
-            exchange.go_on((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
+            exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript has an answer, if only the lack of one
         with self._lock:
             self._over += 1
             self._models.update(said.model for said in found if said.model)
@@ -230,7 +230,7 @@ class Probe:
         if self._is_ending:
             raise Unanswered("it was not asked")
         tokens = sum(self._plan.count(row["content"]) for row in rows)
-        sent = Sent(rows, tokens, self._part.tokenizer is not None, unit.suite.max_new_tokens)
+        sent = SentRequest(rows, tokens, self._part.tokenizer is not None, unit.suite.max_new_tokens)
         started = time.perf_counter()
         try:
             completion = self._client.ask(body)

@@ -24,7 +24,7 @@ from kvaudit.core.provenance import ANYWAY, FOUND, PILOT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.text import at_length
-from kvaudit.reports.gate.rules import WARN
+from kvaudit.reports.verdict.rules import WARN
 
 _SAFETY_SUITES = ("harm", "benign")  # without these a check says too little
 

@@ -33,11 +33,11 @@ from kvaudit.core.files import mutex, read_json, write_json, write_output
 from kvaudit.core.provenance import ENDED, FOUND, LOOKS, PILOT, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
-from kvaudit.reports.drift.drift import drift_of
-from kvaudit.reports.gate.decide import decide
-from kvaudit.reports.gate.family import gated_facets
-from kvaudit.reports.gate.rules import Asked, declared
-from kvaudit.reports.gate.verdict import Status
+from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.rules import GateOverrides, declared
+from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 
@@ -276,7 +276,7 @@ def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
 def gate_statuses(run: Path) -> dict[str, str]:
     """Return the gate's status of each gated metric after the rows that were asked so far."""
     data = load_run(run)
-    comparison, rules = declared(data, Asked())
+    comparison, rules = declared(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     words: dict[str, str] = {}
     order = [Status.FAIL.value, *OPEN]

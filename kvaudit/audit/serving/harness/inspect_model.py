@@ -22,12 +22,12 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from kvaudit.audit.sampling.checkpoints import load_named
-from kvaudit.audit.serving.engine import OwnEngine
+from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
+from kvaudit.audit.serving.engine import SamplingEngine
 from kvaudit.audit.serving.wire import ChatRequest
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
-from kvaudit.suites.inspect_plan import unserved
+from kvaudit.suites.inspect_plan import unsupported_settings
 
 _TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
 _NAME = "served"
@@ -48,8 +48,8 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         if strange := sorted(set(options) - {"dtype", "device"}):
             raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
-        loaded = load_named(checkpoint, **{"dtype": "float32", **options})
-        self._engine = OwnEngine({_NAME: loaded})
+        loaded = load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})
+        self._engine = SamplingEngine({_NAME: loaded})
         policy = policy.replace(";", ",")  # Inspect takes what follows a comma as another model
         self._served = f"{_NAME}@{policy or 'none'}"
         self._engine.served(self._served)  # a policy that is none is said now
@@ -93,7 +93,7 @@ def kvaudit() -> type[ModelAPI]:
 
 def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
     """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
-    if wrong := unserved(config):
+    if wrong := unsupported_settings(config):
         raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
     return ChatRequest(
         model=model,

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from kvaudit import __version__
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.chat import Rendered
-from kvaudit.audit.sampling.checkpoints import load_named
+from kvaudit.audit.sampling.chat import ChatTokens
+from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
 from kvaudit.audit.sampling.model import EMBEDDED
-from kvaudit.audit.sampling.packed import packed
-from kvaudit.audit.sampling.sampler import AnyEpisode, Arrivals, Completion, Decoding, Sampler
+from kvaudit.audit.sampling.packing import pack_weights
+from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Completion, Decoding, Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 
@@ -36,7 +36,7 @@ _OF_DRAWS_ALONE = {"top_k", "min_p", "typical_p"}  # settings without effect on 
 @dataclass(frozen=True)
 class _Wanted:
     context: str
-    prompt: Rendered
+    prompt: ChatTokens
     until: tuple[str, ...]
     longest: int
     sampling: tuple[float, float]  # temperature and top-p
@@ -69,10 +69,10 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         chosen = parse_policy("none" if policy is None else policy.replace(";", ","))  # the harness reads none as None
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"  # the harness names cuda:0 where nobody did
-        self._loaded = packed(load_named(pretrained, dtype=dtype, device=device))  # type: ignore[arg-type]
+        self._loaded = pack_weights(load_model_or_adapter(pretrained, dtype=dtype, device=device))  # type: ignore[arg-type]
         self._sampler, self._rows, self._seed = Sampler(self._loaded, chosen), int(batch_size), seed
         self.tokenizer = self._loaded.chat.tokenizer
-        self._rendered: dict[str, Rendered] = {}  # prompts made from a chat, whose tokens have roles
+        self._rendered: dict[str, ChatTokens] = {}  # prompts made from a chat, whose tokens have roles
 
     @property
     def eot_token_id(self) -> int:
@@ -105,9 +105,9 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         messages = [Message(Role(row["role"]), row["content"]) for row in chat_history]
         begun = "" if add_generation_prompt else messages.pop().content
         chat = self._loaded.chat
-        prompt, ids = chat.opening(messages), chat.encode(begun)
-        text = chat.opening_text(messages) + begun
-        self._rendered[text] = Rendered(prompt.ids + ids, (*prompt.roles, *[str(Role.ASSISTANT)] * len(ids)))
+        prompt, ids = chat.prompt(messages), chat.encode(begun)
+        text = chat.prompt_text(messages) + begun
+        self._rendered[text] = ChatTokens(prompt.ids + ids, (*prompt.roles, *[str(Role.ASSISTANT)] * len(ids)))
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -198,24 +198,24 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         temperature, top_p = wanted[0].sampling
         decoding = Decoding(max(one.longest for one in wanted), temperature, top_p)
         completions: dict[int, Completion] = {}
-        arrivals = Arrivals(opened, len(wanted), self._rows)
+        arrivals = ContinuousBatch(opened, len(wanted), self._rows)
         for episode in arrivals:
             # rows that are over draw no more
             limits = [0 if n in completions else wanted[n].longest for n in range(episode.rows)]
-            episode.decode(decoding, limits, ended, heard, arrivals.pause)
+            episode.decode(decoding, limits, ended, heard, arrivals.should_pause)
         for n, one in enumerate(wanted):
             ids = completions[n].ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             yield postprocess_generated_text(text, list(one.until), None)
 
-    def _prompt(self, context: str, ids: tuple[int, ...]) -> Rendered:
+    def _prompt(self, context: str, ids: tuple[int, ...]) -> ChatTokens:
         """Tokens with the roles they have in the chat that the context was made from; plain text is the user's."""
         known = self._rendered.get(context)
         if known is not None and known.ids[: len(ids)] == ids:  # a score's context ends before its last white space
-            return Rendered(ids, known.roles[: len(ids)])
+            return ChatTokens(ids, known.roles[: len(ids)])
         if self._sampler.policy.pinned_roles:
             raise SpecError("the policy pins roles, which plain text has not; add --apply_chat_template")
-        return Rendered(ids, (str(Role.USER),) * len(ids))
+        return ChatTokens(ids, (str(Role.USER),) * len(ids))
 
     def _check_fits(self, prompt: int, answer: int, *, shortest: int = 1) -> None:
         if shortest == 0:

@@ -49,9 +49,9 @@ class Classified(Reward):
         return sha256_of(self._model.identity, bool(self.pays))
 
     def rewards(self, played: Played) -> Scores:
-        from kvaudit.audit.sampling.exchange import said_nothing
+        from kvaudit.audit.sampling.exchange import grade_degenerate
 
-        broken = [said_nothing(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
+        broken = [grade_degenerate(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
         asked = [row for row, fault in zip(played, broken, strict=True) if fault is None]
         # by answer, a probability for each window of it
         windows = iter(self._model.chances([row.transcript[-1].content for row in asked]))

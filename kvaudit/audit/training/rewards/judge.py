@@ -11,7 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.constitution import read_constitution, rubric_of, score_of
+from kvaudit.audit.judges.rubric import read_constitution, constitution_rubric, parse_score
 from kvaudit.audit.judges.rubric import RubricJudge
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Played, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
@@ -70,7 +70,7 @@ class Judged(Reward):
     @property
     def identity(self) -> str:
         if isinstance(self.judge, RubricJudge) and self.constitution is not None:
-            return self.judge.identity_under(rubric_of(self.constitution))
+            return self.judge.identity_under(constitution_rubric(self.constitution))
         return self.judge.identity
 
     @property
@@ -118,12 +118,12 @@ class Judged(Reward):
 
     def _question(self, row: GradedRow) -> Question | None:
         """What the judge is asked of a rollout; None where the suite's grade stands."""
-        from kvaudit.audit.sampling.exchange import question_of, said_nothing
+        from kvaudit.audit.sampling.exchange import judge_question, grade_degenerate
 
         suite = SUITES.get(row.item.suite)()
         answered = (suite, row.item, row.transcript, row.finish_reason)
-        question = question_of(*answered)
-        if question is not None or not self.constitution_file or said_nothing(*answered):
+        question = judge_question(*answered)
+        if question is not None or not self.constitution_file or grade_degenerate(*answered):
             return question
         # the last thing that a user asked
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
@@ -131,12 +131,12 @@ class Judged(Reward):
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
     def _score(self, row: GradedRow, word: JudgeWord) -> float | None:
-        from kvaudit.audit.sampling.exchange import settled
+        from kvaudit.audit.sampling.exchange import grade_by_judge
 
         if self.constitution_file or word is None:
             return word
         suite = SUITES.get(row.item.suite)()
-        return settled(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
+        return grade_by_judge(suite, row.item, row.transcript, refused=bool(word), judge=self.label).score
 
     def _words(self, questions: Sequence[Question]) -> Sequence[JudgeWord]:
         said: Sequence[JudgeWord]
@@ -144,8 +144,8 @@ class Judged(Reward):
             said = self.judge.refused(questions)
         else:
             assert isinstance(self.judge, RubricJudge)
-            replies = self.judge.replies(rubric_of(self.constitution), questions)
-            said = [None if reply is None else score_of(reply) for reply in replies]
+            replies = self.judge.replies(constitution_rubric(self.constitution), questions)
+            said = [None if reply is None else parse_score(reply) for reply in replies]
         failed = sum(word is None for word in said)
         if len(said) >= _FEW and failed > len(said) / 2:
             raise RunError(

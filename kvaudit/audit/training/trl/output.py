@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from kvaudit.audit.cache.attention import unwrapped
+from kvaudit.audit.cache.attention import inner_model
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
@@ -137,7 +137,7 @@ def base_sha256(model: Any) -> str:
     """The sha256 of the weights that training begins from: of the files that they were loaded from, as every command
     names a model, or of the tensors where those are of another format or nowhere.
     """
-    whole = unwrapped(model)
+    whole = inner_model(model)
     folder = _loaded_from(whole.config)
     if folder is not None and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weights_sha256(folder)

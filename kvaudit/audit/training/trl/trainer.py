@@ -28,9 +28,9 @@ from transformers import ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from kvaudit.audit.cache.attention import unwrapped
-from kvaudit.audit.cache.ledger import Rollout, joined_ledger
-from kvaudit.audit.cache.stock import prepare
+from kvaudit.audit.cache.attention import inner_model
+from kvaudit.audit.cache.ledger import Rollout, batch_ledger
+from kvaudit.audit.cache.stock import prepare_model
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -103,7 +103,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.add_callback(_AtTheBeginning(self._begin))
         if outside is None:
             self._check_host()
-            prepare(unwrapped(self.accelerator.unwrap_model(self.model)))
+            prepare_model(inner_model(self.accelerator.unwrap_model(self.model)))
 
     def _check_host(self) -> None:
         """Raise SpecError for hosts that our cache cannot sample in."""
@@ -146,7 +146,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * len(prompts)
         split = "rollout" if self.model.training else "rollout-evaluation"
         seeds = [derive_seed(split, self.args.seed, *self._drawn, first + n) for n in range(len(prompts))]
-        model, chat = unwrapped(self.accelerator.unwrap_model(self.model)), SimpleNamespace()
+        model, chat = inner_model(self.accelerator.unwrap_model(self.model)), SimpleNamespace()
         chat.stop_ids = frozenset(map(int, self.eos_token_ids))
         was_training, text = model.training, model.config.get_text_config(decoder=True)
         served = _Served(model, model.device, text.max_position_embeddings, chat)
@@ -238,7 +238,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         size, parts = batch_size or len(input_ids), []
         for start in range(0, len(input_ids), size):
             some = slice(start, start + size)
-            with shadow(self.accelerator.unwrap_model(model), joined_ledger(self._seen[some])):
+            with shadow(self.accelerator.unwrap_model(model), batch_ledger(self._seen[some])):
                 own = super()._get_per_token_logps_and_entropies(
                     model, input_ids[some], attention_mask[some], logits_to_keep, **more
                 )
@@ -296,7 +296,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._numbers = StepNumbers()
         if not self.is_world_process_zero():
             return
-        model = unwrapped(self.accelerator.unwrap_model(self.model))
+        model = inner_model(self.accelerator.unwrap_model(self.model))
         settings = output.settings_of(self.args) | {"seed": self.args.seed, "processes": self.accelerator.num_processes}
         if model is not self.accelerator.unwrap_model(self.model):
             adapter = self.accelerator.unwrap_model(self.model).active_peft_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvaudit.reports.layout.canvas import Drawing, style
+from kvaudit.reports.sections.shared.canvas import Drawing, style
 from kvaudit.reports.page.figures import forest, heatmap, quadrant
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in

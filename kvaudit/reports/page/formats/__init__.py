@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import write_output
-from kvaudit.reports.layout.rows import CONTRASTS, contrasts_csv
+from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 from kvaudit.reports.page.page import Page
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvaudit.reports.layout.facts import NOT_APPLICABLE, Fact, known
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, known
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of, findings_of_arm
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.page.grid import grid_table

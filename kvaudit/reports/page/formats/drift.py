@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.reports.layout.json_text import dumped
+from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
 

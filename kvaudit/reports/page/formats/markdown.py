@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.layout.tables import Passage, Table
+from kvaudit.reports.sections.shared.tables import Passage, Table
 from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.gate.verdict import PASSED, Status
-from kvaudit.reports.layout.json_text import dumped
+from kvaudit.reports.verdict.verdict import PASSED, Status
+from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvaudit.reports.gate.verdict import PASSED
+from kvaudit.reports.verdict.verdict import PASSED
 from kvaudit.reports.page.formats.markdown import escape, screen_parts
 from kvaudit.reports.page.page import Page
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvaudit.reports.gate.ratios import Ratio
-from kvaudit.reports.gate.verdict import Decision
-from kvaudit.reports.layout.json_text import dumped
-from kvaudit.reports.layout.words import facet_counted, happens
+from kvaudit.reports.verdict.ratios import Ratio
+from kvaudit.reports.verdict.verdict import Decision
+from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.words import facet_counted, happens
 from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page

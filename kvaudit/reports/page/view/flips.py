@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.drift.comparison import Comparison
-from kvaudit.reports.drift.drift import seed_pairs, sides, two_sides, weights_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, wanted_of
 

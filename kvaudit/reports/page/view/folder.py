@@ -19,7 +19,7 @@ from kvaudit.core.files import PARTIAL, write_output
 from kvaudit.core.provenance import JUDGED
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
-from kvaudit.reports.drift.comparison import Comparison
+from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
 from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
 from kvaudit.reports.page.view.texts import ItemKey, Texts, script
