@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.sections.shared.words import points
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.words import points
+from kvaudit.reports.verdict.contrast import Contrast
 
 UNWANTED = ("refusal.unsafe", "agent.attack_success", "agent.leak")
 MEASURES = {

@@ -12,10 +12,10 @@ import pandas as pd
 
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
 from kvaudit.core.spec_evaluate import SuiteSpec
-from kvaudit.reports.verdict.sizes import Design, chance
-from kvaudit.reports.verdict.verdict import Decision, Status, Verdict
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.sizes import Design, chance
+from kvaudit.reports.verdict.verdict import Decision, Status, Verdict
 
 ALPHA = 0.05
 Rng = np.random.Generator

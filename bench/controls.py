@@ -33,10 +33,10 @@ from bench.control_runs import (
     spoil_templates,
 )
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
-from kvaudit.reports.verdict.verdict import Decision, Status
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import write_report
+from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
+from kvaudit.reports.verdict.verdict import Decision, Status
 
 SPOILT_SHARE = 0.1
 TOO_FEW = 4  # templates: with k that differ no sign-flip p-value is below 1/2^k, and 1/16 is above .05

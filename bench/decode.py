@@ -56,7 +56,9 @@ class Ours:
 
     def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, new: int) -> None:
         self._new, self._parameters = new, sum(p.nbytes for p in served.model.parameters())
-        self._episode = Sampler(pack_weights(served), parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
+        self._episode = Sampler(pack_weights(served), parse_policy(policy)).open(
+            [prompt], list(range(batch)), group=batch
+        )
 
     def __call__(self) -> Seconds:
         return timed(lambda: self._episode.decode(Decoding(self._new, temperature=0.0)))

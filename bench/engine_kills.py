@@ -112,7 +112,7 @@ def _victim(pid: int, kind: str) -> int | None:
     """The process to kill, None where there is no engine."""
     if kind == "kvaudit":
         return pid
-    keepers = [child for child, parent, words in _processes() if parent == pid and "keeper.py" in words]
+    keepers = [child for child, parent, words in _processes() if parent == pid and "supervisor.py" in words]
     if not keepers or kind == "keeper":
         return next(iter(keepers), None)
     return next((child for child, parent, _ in _processes() if parent == keepers[0]), None)
@@ -122,7 +122,7 @@ def _engines(run: Path) -> list[int]:
     """Engines and keepers that were started for a run, whoever is their parent now."""
     found = []
     for pid, _, words in _processes():
-        if "keeper.py" in words or "worker.py" in words:
+        if "supervisor.py" in words or "worker.py" in words:
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
             except OSError:

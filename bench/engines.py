@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_condition
 from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.sampling.conversations import item_prompt, play

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from bench.models import Served, random_llama
-from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.hints import unpack_hints
+from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Composed, Evictor, Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
 from kvaudit.audit.sampling.model import load_model

@@ -25,8 +25,8 @@ import kvaudit
 from kvaudit.core.conditions import settings_in
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.reports.sections.shared.floor import floor_of
 from kvaudit.reports.sections.shared.canvas import GAIN, LOSS, UNDECIDED, quiet
+from kvaudit.reports.sections.shared.floor import floor_of
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PAGE, ANSWERS, FIGURES = RESULTS / "finding.md", RESULTS / "dose.parquet", RESULTS / "dose.json"

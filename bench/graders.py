@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from kvaudit.core.text import inline
-from kvaudit.suites.answers import final_answer, has_algebra, same_answer, equal_by_algebra
+from kvaudit.suites.answers import equal_by_algebra, final_answer, has_algebra, same_answer
 from kvaudit.suites.bfcl import SINGLE, _match_calls, apply_schema
 from kvaudit.suites.mathrows import extract_number
 from kvaudit.suites.rules import RULES, is_checkable, write_answer
 from kvaudit.suites.sources import data_file, json_lines
 from kvaudit.suites.sysifeval import USER_FORM, topic
-from kvaudit.suites.tool_calls import Call, accepted_call, parse_calls, format_calls
+from kvaudit.suites.tool_calls import Call, accepted_call, format_calls, parse_calls
 
 Grader = Callable[[str], bool]
 _SHOWN = 200  # characters of an answer

@@ -118,8 +118,8 @@ def timed() -> Iterator[Counter[str]]:
         return inner
 
     forward = watched(GIVEN, Episode._forward, lambda _, ids, *__: ids.shape[1] > 1)
-    taken = watched(TAKEN, SharedPrefill._taken, lambda *_: True)
-    with mock.patch.object(Episode, "_forward", forward), mock.patch.object(SharedPrefill, "_taken", taken):
+    taken = watched(TAKEN, SharedPrefill._reuse, lambda *_: True)
+    with mock.patch.object(Episode, "_forward", forward), mock.patch.object(SharedPrefill, "_reuse", taken):
         yield spent
 
 

@@ -1,15 +1,18 @@
-"""How large the house is, how light its doors are, and how many files an idea touches.
+"""Measure the code: its size, its language, how light commands are, and how many files a record passes through.
 
-    python -m bench.house [RUN]
-
-RUN is a finished run folder for `gate` and `card`; without one they are left out. Every figure is of this clone.
+python -m bench.house [RUN]             # a table; RUN is a finished run folder, without one its rows are left out
+python -m bench.house --docstrings 75 --seed 8    # docstrings drawn at random, for somebody who never saw the code
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import inspect
 import io
+import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,10 +20,16 @@ import time
 import tokenize
 import zipfile
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("kvaudit",)
 IDEAS = ("dose", "churn")
+# words that do not say what a value is
+VAGUE = {
+    *("found", "own", "told", "held", "said", "asked", "known", "given", "wanted", "again", "apart", "beside"),
+    *("there", "one", "part", "other", "here", "what", "whole", "left", "heard", "meant", "seen"),
+}
 HEAVY = ("torch", "transformers", "pandas", "scipy", "matplotlib")
 
 
@@ -74,6 +83,63 @@ def naming(word: str) -> int:
     return sum(bool(re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))) for path in sources("kvaudit/reports"))
 
 
+def functions(paths: list[Path]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions and methods."""
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def vague_names(paths: list[Path]) -> tuple[int, int]:
+    """Local assignments to a vague name, and all local assignments."""
+    names = [
+        node.id
+        for function in functions(paths)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    return sum(name in VAGUE for name in names), len(names)
+
+
+def docstrings(paths: list[Path]) -> list[str]:
+    """The first lines of all docstrings, with the place of each."""
+    lines = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node)
+                name = getattr(node, "name", "module")
+                lines += [f"{path.relative_to(ROOT)} {name}: {text.splitlines()[0]}"] if text else []
+    return lines
+
+
+def files_entered(run: Path) -> tuple[int, int]:
+    """Files of kvaudit whose functions run from the records to the verdict, and from there to the pages."""
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import decided, write_decided
+
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or class
+        if event == "call" and is_function and str(ROOT / "kvaudit") in frame.f_code.co_filename:
+            entered.add(frame.f_code.co_filename)
+
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "run"
+        shutil.copytree(run, copy)
+        counts = []
+        sys.setprofile(note)
+        try:
+            findings = decided(data := load_run(copy))
+            counts.append(len(entered))
+            entered.clear()
+            write_decided(data, findings)
+            counts.append(len(entered))
+        finally:
+            sys.setprofile(None)
+    return counts[0], counts[1]
+
+
 def cost(arguments: list[str]) -> tuple[float, list[str]]:
     """CPU seconds of a command in a process of its own, and what it loaded of the heavy libraries."""
     code = (
@@ -103,11 +169,28 @@ def wheel_bytes() -> int:
 
 
 def main() -> None:
-    """Print a table."""
-    docs = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    """Print the table, or docstrings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path)
+    parser.add_argument("--docstrings", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=8)
+    arguments = parser.parse_args()
     code = sources(*TOPS)
+    if arguments.docstrings:
+        print(*random.Random(arguments.seed).sample(docstrings(code), arguments.docstrings), sep="\n")
+        return
+    docs = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    vague, assignments = vague_names(code)
     print("| what | figure |\n|---|---:|")
-    print(f"| lines of what is installed | {lines(code):,} |")
+    print(f"| lines, files of what is installed | {lines(code):,}, {len(code)} |")
+    longest = max((node.end_lineno or 0) - node.lineno + 1 for node in functions(code))
+    print(f"| functions, lines of the longest | {len(functions(code)):,}, {longest} |")
+    print(f"| local assignments, of them to a vague name | {assignments:,}, {vague} |")
+    whats = sum(line.partition(": ")[2].startswith("What ") for line in docstrings(code))
+    print(f"| docstrings, of them beginning with What | {len(docstrings(code)):,}, {whats} |")
+    if arguments.run:
+        to_verdict, to_page = files_entered(arguments.run)
+        print(f"| files entered from record to verdict, from verdict to page | {to_verdict}, {to_page} |")
     print(f"| lines of bench, tests | {lines(sources('bench')):,}, {lines(sources('tests')):,} |")
     print(f"| comments per 100 lines | {comments_per_hundred(code):.1f} |")
     print(f"| words of docs; of the README | {words(docs):,}; {words([ROOT / 'README.md']):,} |")
@@ -122,7 +205,7 @@ def main() -> None:
         wrong.write_text("name: x\nmodel: embedded\nevaluate: {policies: [snapkw]}\n", encoding="utf-8")
         asked = [["--help"], ["list", "suites"], ["list", "policies"], ["data"], ["run", str(wrong)]]
         asked += [["init", "ci", "--out", str(Path(folder) / "ci.yaml")]]
-        asked += [[command, run] for run in sys.argv[1:] for command in ("gate", "card")]
+        asked += [[command, str(run)] for run in filter(None, [arguments.run]) for command in ("gate", "card")]
         for one in asked:
             seconds, loaded = cost(one)
             shown = " ".join(one).replace(folder + "/", "")

@@ -18,13 +18,13 @@ import typer
 
 from kvaudit.audit.runs.stages.rounds import look_sizes
 from kvaudit.core.conditions import condition_names
-from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.stats.betting import betting_effect, clusters_show
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import Part
 from kvaudit.reports.stats.tango import ess_tango
+from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.suites.endpoints import ENDPOINTS
 
 ALPHA = 0.05

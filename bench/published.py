@@ -15,9 +15,9 @@ from pathlib import Path
 from kvaudit.core.facets import WELL_FORMED
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome, Record
-from kvaudit.reports.verdict.controls import Control, controls_of
 from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.reports.verdict.controls import Control, controls_of
 
 MARGIN = 0.05  # that a standing is said for
 HEADERS = (
@@ -80,7 +80,7 @@ def _row(control: Control, own: Sequence[Record]) -> list[str]:
         str(templates),
         f"{100 * happened / count:.0f} %",
         f"{100 * interval.low:.0f} to {100 * interval.high:.0f}" if templates >= FEWEST_CLUSTERS else "-",
-        str(control.standing),
+        str(control.measurability),
     ]
 
 

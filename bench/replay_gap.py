@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_condition
 from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel, load_model

@@ -5,7 +5,7 @@ chances that its template has: a template's own rate is a beta variable, what is
 and sizes are one plus a Poisson number, two kinds in random order, or all alike. A template can break as a whole, in
 its larger half, or by a chance that grows with its size. The rates of the model are then what was drawn on average, so
 that a loss of exactly the limit is checked and not assumed. Draws of one item share its chance. Decisions are those of
-``reports.gate``: this file only counts.
+``reports.verdict``: this file only counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvaudit.reports.verdict.chance import Audits, pass_rate
 from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.verdict.chance import Audits, pass_rate
 
 Array = npt.NDArray[np.float64]
 _ALPHA, _BLOCK = 0.05, 250

@@ -26,13 +26,13 @@ from matplotlib.figure import Figure
 from bench.claims import counts, halves, known, table
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.spec_train import BASE_ARM, TrainedArm
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, quiet
-from kvaudit.reports.sections.shared.words import points, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, quiet
+from kvaudit.reports.sections.shared.words import points, spelled
 from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.verdict.contrast import Contrast
 
 SAFETY = ("refusal.unsafe", "agent.attack_success")
 OBEYED = "agent.obeyed"  # orders that do count

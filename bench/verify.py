@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.models import Served, random_llama
-from kvaudit.audit.rerun.measure import run_measure
-from kvaudit.audit.rerun.verify import Verification, Verify
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.replay.ranking_check import RankingAgreement
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts
+from kvaudit.audit.rerun.measure import run_measure
+from kvaudit.audit.rerun.verify import Verification, Verify
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"
@@ -68,7 +68,7 @@ def line(served: Served, policy: str, others: Sequence[str], files: int) -> str:
     """One row of the table."""
     honest = [File(rollout, policy) for rollout in sampled(served, parse_policy(policy), files)]
     found = [judged(served, file) for file in honest]
-    own = min(one.ranked.least for one in found if isinstance(one.ranked, RankingAgreement))
+    own = min(one.ranked.lowest for one in found if isinstance(one.ranked, RankingAgreement))
     cells = [f"{sum(one.explained for one in found)} of {files} explained", f"{100 * own:.2f} %"]
     counts: list[str] = []
     foreign: list[float] = []
@@ -79,7 +79,7 @@ def line(served: Served, policy: str, others: Sequence[str], files: int) -> str:
             caught += not one.explained
             alike += one.explained and one.shadow.largest <= ROUNDING
             if name == "renamed" and isinstance(one.ranked, RankingAgreement):
-                foreign.append(one.ranked.least)
+                foreign.append(one.ranked.lowest)
         counts.append(f"{caught} / {files}" + (f" ({alike}*)" if alike else ""))
     return "| " + " | ".join([f"`{policy.partition(':')[0]}`{'+int8' * ('+' in policy)}", *cells,
                               f"{100 * max(foreign):.0f} %" if foreign else "-", *counts]) + " |"  # fmt: skip

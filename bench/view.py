@@ -19,9 +19,9 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from bench.report import build
-from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.verdict.comparison import comparison_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PAUSE = 100  # milliseconds that nobody notices

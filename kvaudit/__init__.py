@@ -16,6 +16,8 @@ Everything is imported on first use, torch only where something needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvaudit.core.moved import install as _install_moved_modules
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -79,6 +81,9 @@ def __getattr__(name: str) -> Any:
             raise ImportError(refusal)
         raise AttributeError(f"module 'kvaudit' has no attribute {name!r}")
     return getattr(import_module(f"kvaudit.{_HOME[name]}"), name)
+
+
+_install_moved_modules()
 
 
 def __dir__() -> list[str]:

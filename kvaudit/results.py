@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvaudit.core.records import Record
     from kvaudit.core.spec import RunSpec
     from kvaudit.reports.page.compare_files import Compared
+    from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.records.load import RunData
     from kvaudit.reports.verdict.contrast import Drift
     from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.verdict.verdict import Verdict
-    from kvaudit.reports.page.findings import Findings
-    from kvaudit.reports.records.load import RunData
 
 
 class Run:

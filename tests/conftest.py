@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--measure-file",
         type=Path,
         default=None,
-        help="hold the measures of this file, and only them, to tests/test_again_contract.py",
+        help="hold the measures of this file, and only them, to tests/test_rerun_contract.py",
     )
 
 

@@ -1,4 +1,4 @@
-"""Endpoints without a socket: our own server as a function, and made-up ones that answer what a test says."""
+"""Endpoints without a socket: our own server as a function, and endpoints whose answers a test defines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answers = Callable[[dict[str, Any]], Replied]
 
 
 def through(app: Any) -> Transport:
-    """The wire to an ASGI application in this process."""
+    """Return a transport to an ASGI application in this process."""
 
     def send(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
         return asyncio.run(asyncio.wait_for(_exchange(app, urlsplit(url).path, body, headers), timeout))
@@ -26,56 +26,56 @@ def through(app: Any) -> Transport:
 
 
 async def _exchange(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> Replied:
-    named = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": named, "query_string": b""}
-    status, raw, answered = 0, bytearray(), dict[bytes, bytes]()
+    raw_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw_headers, "query_string": b""}
+    status, raw, reply_headers = 0, bytearray(), dict[bytes, bytes]()
 
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def sent(message: Any) -> None:
+    async def send(message: Any) -> None:
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            answered.update(message["headers"])
+            reply_headers.update(message["headers"])
         raw.extend(message.get("body", b""))
 
-    await app({**scope, "asgi": {"spec_version": "2.3"}}, receive, sent)
-    again = answered.get(b"retry-after")
-    return Replied(status, bytes(raw), again.decode() if again else None)
+    await app({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
+    retry_after = reply_headers.get(b"retry-after")
+    return Replied(status, bytes(raw), retry_after.decode() if retry_after else None)
 
 
 def completion(text: str, finish: str = "stop", **more: Any) -> Replied:
-    """A chat completion of one text; ``more`` stands beside it in the body."""
+    """Return a chat completion of one text; ``more`` are further keys of its body."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     return Replied(200, json.dumps({"model": "made-up", "choices": [choice], **more}).encode())
 
 
 def gold(plan: Plan) -> Answers:
-    """The right answer to every call of a plan."""
+    """Return a function that gives the right answer to every call of a plan."""
     assert plan.spec.probe is not None
     role = plan.spec.probe.tool_role
-    known = {json.dumps(wire(i.messages, role)): unit.suite.gold(i) for unit in plan.units for i in unit.items}
+    gold_answers = {json.dumps(wire(i.messages, role)): unit.suite.gold(i) for unit in plan.units for i in unit.items}
 
     def answers(body: dict[str, Any]) -> Replied:
         rows = body["messages"]
-        found = next(known[key] for n in range(1, len(rows) + 1) if (key := json.dumps(rows[:n])) in known)
-        opening = next(n for n in range(1, len(rows) + 1) if json.dumps(rows[:n]) in known)
-        return completion(found[sum(row["role"] == "assistant" for row in rows[opening:])])
+        opening = next(n for n in range(1, len(rows) + 1) if json.dumps(rows[:n]) in gold_answers)
+        turn = sum(row["role"] == "assistant" for row in rows[opening:])
+        return completion(gold_answers[json.dumps(rows[:opening])][turn])
 
     return answers
 
 
 class Wire:
-    """A wire whose other end answers by a function of the request's body; remembers what it was asked."""
+    """A transport that answers by a function of the request's body and records all requests."""
 
     def __init__(self, answers: Answers) -> None:
-        self._answers, self._door = answers, threading.Lock()
+        self._answers, self._lock = answers, threading.Lock()
         self.asked, self.headers = list[dict[str, Any]](), list[Mapping[str, str]]()
 
     def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
-        asked = json.loads(body)
-        with self._door:
-            self.asked.append(asked)
+        request = json.loads(body)
+        with self._lock:
+            self.asked.append(request)
             self.headers.append(headers)
-        return self._answers(asked)
+        return self._answers(request)

@@ -1,4 +1,4 @@
-"""What the tests of single engines share: requests to the embedded model, and what our own cache says to them."""
+"""Shared by the tests of single engines: requests to the embedded model, and the answers of our own cache."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ PROMPTS = ("hello there", "what is 3 + 4", "the code is 7 " * 12, "tell me a sto
 
 
 class World(NamedTuple):
-    """A model, four requests, and the answers of our own cache without compression."""
+    """A model, four requests, and the answers of our own uncompressed cache (``own``)."""
 
     model: LoadedModel
     asked: list[GenerationRequest]
     own: list[Completion]
 
-    def start(self, condition: str, folder: Path, part: EngineSpec | None = None) -> Session:
-        """An engine at work on the model."""
-        found = parse_condition(condition)
-        part = part or EngineSpec()
-        ENGINES.get(found.engine).check(dict(found.settings), part)
-        return ENGINES.get(found.engine).start(dict(found.settings), EngineContext(self.model, part, folder / "log", 1))
+    def start(self, condition: str, folder: Path, spec: EngineSpec | None = None) -> Session:
+        """Start an engine on the model."""
+        parsed = parse_condition(condition)
+        engine, settings, spec = ENGINES.get(parsed.engine), dict(parsed.settings), spec or EngineSpec()
+        engine.check(settings, spec)
+        return engine.start(settings, EngineContext(self.model, spec, folder / "log", 1))
 
     def gaps(self, replies: Sequence[Reply]) -> list[float]:
-        """By how much the log-probs of the answers differ from those of our own cache, in nats a token."""
+        """Return the differences of log-probs from our own cache, in nats per token."""
         pairs = zip(replies, self.own, strict=True)
         return [abs(float(reply.logprob or 0) - sum(own.logprobs)) / len(own.ids) for reply, own in pairs]
 
     def mean_gap(self, replies: Sequence[Reply]) -> float:
         return fmean(self.gaps(replies))
 
-    def says_the_same(self, replies: Sequence[Reply]) -> bool:
+    def matches(self, replies: Sequence[Reply]) -> bool:
         return [reply.ids for reply in replies] == [own.ids for own in self.own]
 
 
 def world() -> World:
-    """Of the model that ships with the package."""
+    """Return the world of the model that ships with the package."""
     model = load_model()
     prompts = [tuple(model.chat.tokenizer(text).input_ids) for text in PROMPTS]
     episode = Sampler(model, parse_policy("none"), recorded=False).open(prompts, range(len(prompts)))

@@ -252,8 +252,7 @@ def _rollouts(path: Path) -> object:
 
     from kvaudit.audit.cache.layers import layer_plans
     from kvaudit.audit.replay.interchange import read_rollouts
-    from kvaudit.audit.replay.rollout_checks import check_replayable
-    from kvaudit.audit.replay.rollout_checks import breach
+    from kvaudit.audit.replay.rollout_checks import check_replayable, eviction_breach
 
     recorded = read_rollouts(path)
     layers, heads, _ = recorded.rollouts[0].evicted_at.shape if recorded.rollouts else (2, 1, 0)
@@ -265,7 +264,7 @@ def _rollouts(path: Path) -> object:
     if recorded.policy is None:
         return None
     plans = layer_plans(config, recorded.policy)
-    return [breach(rollout, plans) for rollout in recorded.rollouts]
+    return [eviction_breach(rollout, plans) for rollout in recorded.rollouts]
 
 
 def _gguf(path: Path) -> object:
@@ -368,7 +367,6 @@ def _ledger(home: Path) -> bytes:
 
 def _labels(home: Path, run: Path) -> dict[str, Target]:
     """The sheet that people label and its key; a pin."""
-    from kvaudit.reports.verdict.pin import Pin, Pinned
     from kvaudit.reports.verdict.label_sheet import (
         Key,
         KeyCell,
@@ -381,6 +379,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         render_sheet,
         text_hash,
     )
+    from kvaudit.reports.verdict.pin import Pin, Pinned
 
     shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")

@@ -15,9 +15,9 @@ from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.records.rows import Columns, columns_of
 from kvaudit.reports.sections.base import Inputs, sections
+from kvaudit.reports.verdict.decide import decide
 
 MARGINS = {"refusal": 5, "agent": 5, "math": 3}
 KINDS = {"refusal": "safety", "agent": "safety", "math": "capability", "gsm8k": "capability"}

@@ -1,4 +1,4 @@
-"""What suites are held to: a sample of what they ask, a tokenizer stand-in, an episode, and made-up public rows."""
+"""Helpers for suite tests: samples of items, a stand-in tokenizer, episodes, and made-up public rows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvaudit.suites.sources import DATA_VARIABLE
 SEED, TOKENS = 7, 600
 # what a context puts around a row: every one of them, and rows of other shapes
 IN_CONTEXTS = [*(f"xstest@{name}" for name in CONTEXTS), "tensortrust@book-system", "injecagent@talk", "gsm8k@boxed"]
-ITEMS = 360  # every twin of every evaluation template of the suites here, at 72 templates and five twins
-PINNED_ITEMS = 288  # of each split, that a version's digest speaks for
-FIRST_ITEMS = 36  # that another process is asked for
+ITEMS = 360  # every twin of every evaluation template: up to 72 templates and five twins
+PINNED_ITEMS = 288  # items of each split that a version's digest covers
+FIRST_ITEMS = 36  # items whose digest another process computes
 ANSWERS = ("", "yes", "no", "0", "1", "I can't help with that.", "Access Granted", '{"call":"read mail 3"}', "{}", "[")
-# what anybody would try who never reads the question
+# answers of a model that never reads the question
 CONSTANTS = (
     *ANSWERS,
     *(" ", "\n\n", "...", "?", "###", "[]", "null", "None", "N/A", "ok", "Yes.", "No.", "true", "Sure!", "Thank you."),
@@ -45,7 +45,7 @@ CONSTANTS = (
 
 
 class Asked(NamedTuple):
-    """A suite and a sample of both its splits."""
+    """A suite with a sample of items from both splits."""
 
     suite: Suite
     train: list[Item]
@@ -57,19 +57,19 @@ class Asked(NamedTuple):
 
 
 def ask(suite: Suite, items: int = ITEMS, tokens: int = TOKENS, *, train: int = PINNED_ITEMS) -> Asked:
-    """So many items, or all that there are; public rows have the length that they have."""
+    """Return a suite with up to ``items`` and ``train`` items; suites without lengths get no context."""
     tokens = 0 if suite.lengths == "none" else tokens
     return Asked(
         suite,
-        suite.items("train", suite.held("train", train, SEED), SEED, tokens, words),
-        suite.items("eval", suite.held("eval", items, SEED), SEED, tokens, words),
+        suite.items("train", suite.item_count("train", train, SEED), SEED, tokens, words),
+        suite.items("eval", suite.item_count("eval", items, SEED), SEED, tokens, words),
         tokens,
     )
 
 
 @cache
 def words(text: str) -> int:
-    """A tokenizer stand-in: words, digits and punctuation runs."""
+    """Count tokens of a stand-in tokenizer: words, digits and punctuation runs."""
     return len(re.findall(r" ?[A-Za-z]+| ?\d|\n| ?[^\sA-Za-z0-9]+", text))
 
 
@@ -81,7 +81,7 @@ def _line(item: Item, at: int) -> str:
     return (item.messages[-1].content.splitlines() or [""])[at]
 
 
-# what is said without understanding: the question itself, or parts of it
+# answers without understanding: the question itself or parts of it
 ECHOES: Mapping[str, Callable[[Item], str]] = {
     "everything": text_of,
     "first message": lambda item: item.messages[0].content,
@@ -95,7 +95,7 @@ ECHOES: Mapping[str, Callable[[Item], str]] = {
 
 
 def play(suite: Suite, item: Item, completions: Sequence[str]) -> tuple[Message, ...]:
-    """The transcript of an assistant that says the completions, one per turn, until the environment ends it."""
+    """Return the transcript of an episode with these completions, until the environment ends it."""
     transcript = item.messages
     for completion in completions:
         transcript = (*transcript, Message(Role.ASSISTANT, completion))
@@ -111,25 +111,25 @@ def grade(suite: Suite, item: Item, completions: Sequence[str]) -> Grade:
 
 
 def digest(asked: Asked, first: int = PINNED_ITEMS) -> str:
-    """16 hex digits of what is asked and how it is graded: every ninth item, its gold, and some answers."""
+    """Return 16 hex digits of items and grades: every ninth item, its gold answer, and grades of some answers."""
     suite, rows = asked.suite, list[Any]()
     for item in (*asked.train[:first:9], *asked.eval[:first:9]):
         said = [suite.gold(item), *((answer,) * suite.max_turns for answer in ANSWERS)]
         asked_of = asdict(item)
-        del asked_of["spans"]  # what is looked at, not what is asked
+        del asked_of["spans"]  # spans are measured, not asked
         rows.append([asked_of, said[0], [_graded(suite, item, completions) for completions in said]])
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _graded(suite: Suite, item: Item, completions: Sequence[str]) -> dict[str, Any]:
     found = grade(suite, item, completions)
-    # an extra that is installed changes who is named as judge, not what these rows get
+    # the optional math-verify changes the judge's name, not these grades
     graded = asdict(replace(found, judge="programmatic") if found.judge == "math-verify" else found)
     return graded if graded["unsure"] else {name: value for name, value in graded.items() if name != "unsure"}
 
 
 def reads_rows(suite: Suite) -> bool:
-    """Whether a suite asks for public rows."""
+    """Return whether a suite needs public rows."""
     with rows_from(Path(os.devnull)):
         try:
             suite.items("eval", 1, SEED, TOKENS, words)
@@ -139,7 +139,7 @@ def reads_rows(suite: Suite) -> bool:
 
 
 def write_rows(folder: Path) -> Path:
-    """Rows in the shape of the public files, and a book: 180 problems per split, 200 access codes."""
+    """Write made-up rows in the format of the public files, and a book."""
 
     def lines(name: str, rows: Sequence[Mapping[str, object]]) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -201,7 +201,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def write_requests(folder: Path, count: int = 126) -> None:
-    """Tables of requests in the shape of the public ones; no two share half of their words."""
+    """Write made-up tables of requests; no two requests share half of their words."""
 
     def table(name: str, columns: str, rows: Sequence[Sequence[str]]) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ _RULES: tuple[tuple[str, dict[str, object], str], ...] = (
 
 
 def _ruled(number: int, form: str) -> dict[str, object]:
-    """A request with a rule, asked by the system or by the user; a word of its own is its topic."""
+    """Return a row with a unique topic and a rule that the system or the user states."""
     kind, arguments, rule = _RULES[number % len(_RULES)]
     request = f"Tell me of {chr(97 + number % 26)}{chr(97 + number // 26)}{'o' * 4}land."
     said = [{"role": "system", "content": rule}, {"role": "user", "content": request}]
@@ -265,7 +265,7 @@ def _ruled(number: int, form: str) -> dict[str, object]:
 
 
 def write_agent_rows(folder: Path) -> None:
-    """Rows of suites with tools: 17 users and 9 attackers, 150 pairs of single turns, 40 dialogues, 34 tasks."""
+    """Write made-up rows of the suites with tools."""
 
     def document(name: str, rows: Sequence[object], *, lines: bool = True) -> None:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -351,7 +351,7 @@ def write_agent_rows(folder: Path) -> None:
 
 @contextmanager
 def rows_from(folder: Path | None) -> Iterator[None]:
-    """Let suites read their rows from ``folder``; None leaves KVAUDIT_DATA as it is."""
+    """Set KVAUDIT_DATA to ``folder`` inside the block; None changes nothing."""
     before = os.environ.get(DATA_VARIABLE)
     if folder is not None:
         os.environ[DATA_VARIABLE] = str(folder)
@@ -363,7 +363,7 @@ def rows_from(folder: Path | None) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the digest of the first items of every registered suite, or of those of a file."""
+    """Print the digest of the first items of every registered suite, or of a plug-in file's suites."""
     both = [name for name, suite in SUITES.all().items() if not suite.one_sided]
     names = SUITES.load_file(Path(arguments[0])) if arguments else [*both, *IN_CONTEXTS]
     asked = {name: ask(SUITES.get(name)(), FIRST_ITEMS, train=FIRST_ITEMS) for name in names}

@@ -17,22 +17,14 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided, measured
+from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
-from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.label_key import sheet_key
 from kvaudit.reports.verdict.label_pairs import digest, paired_answers, pairs_to_see, texts_of, usual
-from kvaudit.reports.verdict.relabelled import (
-    LABELS_FILE,
-    CellLabels,
-    Labels,
-    human_labels,
-    load_labels,
-    relabelled,
-    render_labels,
-    with_labels,
-)
 from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
     Key,
@@ -49,10 +41,18 @@ from kvaudit.reports.verdict.label_sheet import (
     shown_answer,
     text_hash,
 )
-from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, measured
-from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
+from kvaudit.reports.verdict.relabelled import (
+    LABELS_FILE,
+    CellLabels,
+    Labels,
+    human_labels,
+    load_labels,
+    relabelled,
+    render_labels,
+    with_labels,
+)
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
 
 GOOD = TEXTS["refusal"][2]
 DESIGN = Design(

@@ -61,5 +61,5 @@ def test_a_row_that_is_no_pair_is_named(data: Path, row: dict[str, object]) -> N
 
 def test_files_of_different_length_are_no_pairs(data: Path) -> None:
     (data / SIDE_FILES["liberal"]).write_text('{"prompt": "?"}\n')
-    with pytest.raises(DataError, match="hold 300 and 1 rows, wanted pairs"):
+    with pytest.raises(DataError, match="hold 300 and 1 rows, expected pairs"):
         Biographies().items("eval", 1, 0, 600, words)

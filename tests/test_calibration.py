@@ -26,14 +26,14 @@ from bench.calibration.probit import Probit
 from bench.calibration.streams import EVEN, THREE_TO_ONE
 from kvaudit.core.facets import FACETS, readable
 from kvaudit.core.records import Outcome
-from kvaudit.reports.verdict.cell import decide_cell
-from kvaudit.reports.verdict.controls import controls_of
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.stats.clustered import many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds, Effect
 from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_uneven
 from kvaudit.reports.stats.seeds import Recipe, many_recipe_effects
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
+from kvaudit.reports.verdict.cell import decide_cell
+from kvaudit.reports.verdict.controls import controls_of
+from kvaudit.reports.verdict.verdict import Status
 
 SEED = 20_260
 SMALL = Scale("test", 0.15, every_case=False, slack=3.0, confirms=False)

@@ -20,9 +20,9 @@ from bench.calibration.design import EQUAL, LARGER, SPREAD, TWICE, WHOLE, RunDes
 from bench.calibration.run import simulate
 from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from bench.calibration.table import all_cases
-from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
-from kvaudit.reports.sections.shared.words import error_rates
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.sections.shared.words import error_rates
+from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
 
 app = typer.Typer()
 app.command()(calibrate)
@@ -106,7 +106,7 @@ def test_names_of_cases_are_unique():
 def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
     now, then = source_hashes(), shipped()["sources"]
     stale = [name for name in SOURCES if now[name] != then.get(name)]
-    assert not stale, "changed since: again, python -m bench.calibration --out reports/gate/error_rates.json"
+    assert not stale, "changed since: again, python -m bench.calibration --out reports/verdict/error_rates.json"
 
 
 def test_the_stamp_quotes_the_worst_of_the_shipped_figures():

@@ -34,7 +34,10 @@ def test_the_opening_is_what_the_tokenizer_itself_renders(model: LoadedModel) ->
 def test_replies_join_to_the_whole_conversation(model: LoadedModel) -> None:
     start = [Message(Role.SYSTEM, "Be brief."), Message(Role.USER, "One?")]
     more = [Message(Role.USER, "Two?")]
-    opening, whole = model.chat.prompt(start), model.chat.prompt([*start, Message(Role.ASSISTANT, "Yes."), *more])
+    opening, whole = (
+        model.chat.prompt(start),
+        model.chat.prompt([*start, Message(Role.ASSISTANT, "Yes."), *more]),
+    )
     stop = whole.ids[len(opening.ids) + model.chat.count_tokens("Yes.")]
     completion = whole.ids[len(opening.ids) : len(opening.ids) + model.chat.count_tokens("Yes.") + 1]
     assert stop in model.chat.stop_ids

@@ -32,13 +32,13 @@ from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
-from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
-from kvaudit.reports.verdict.verdict import PASSED, Status
 from kvaudit.reports.page.answers import WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
+from kvaudit.reports.verdict.verdict import PASSED, Status
 
 SNAPKV = policy("snapkv", 96)
 U4 = ("embedded", "--engine", "openvino", "--kv", "u4")
@@ -75,9 +75,9 @@ def test_a_setting_is_the_engines_own() -> None:
     assert ENGINES.get("llama.cpp").kv("q8_0") == {"type_k": "q8_0", "type_v": "q8_0"}
     assert ENGINES.get("llama.cpp").kv("q8_0/q4_0") == {"type_k": "q8_0", "type_v": "q4_0"}
     assert ENGINES.get("vllm").kv("fp8_e5m2") == ENGINES.get("sglang").kv("fp8_e5m2") == {"kv_cache_dtype": "fp8_e5m2"}
-    with pytest.raises(SpecError, match="engine endpoint has no short way to say --kv 'fp8'; give --set NAME=VALUE"):
+    with pytest.raises(SpecError, match="engine endpoint does not support --kv 'fp8'; give --set NAME=VALUE"):
         ENGINES.get("endpoint").kv("fp8")
-    with pytest.raises(SpecError, match=r"--kv is 'u8/u4/u2', wanted u8, u4, f16, bf16, f32, or KEYS/VALUES"):
+    with pytest.raises(SpecError, match=r"--kv is 'u8/u4/u2', expected u8, u4, f16, bf16, f32, or KEYS/VALUES"):
         engine.kv("u8/u4/u2")
 
 
@@ -226,7 +226,7 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         (("/nowhere/model", *U4[1:]), "model '/nowhere/model' is no folder and no .gguf file"),
         ((__file__, *U4[1:]), "test_check.py' is no folder and no .gguf file"),
         (("embedded", "--engine", "openvin", "--kv", "u4"), "unknown engine 'openvin'. Did you mean 'openvino'?"),
-        (("embedded", "--engine", "openvino", "--kv", "q8_0"), "--kv is 'q8_0', wanted u8, u4"),
+        (("embedded", "--engine", "openvino", "--kv", "q8_0"), "--kv is 'q8_0', expected u8, u4"),
         (("embedded", "--engine", "openvino", "--kv", "f32"), "compresses no cache, so there is nothing to check"),
         (("embedded", "--engine", "openvino", "--set", "u4"), "--set 'u4' is not KEY=VALUE"),
         (("embedded", "--policy", "none"), "wanted a policy of kvaudit's own cache that compresses"),
@@ -236,7 +236,7 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         (("embedded", "--reference", "http://a#m", "--candidate", "http://a#m"), "are both 'http://a#m'"),
         (
             ("embedded", "--reference", "http://127.0.0.1:9/v1#m", "--candidate", "http://127.0.0.1:9/v1#n"),
-            "engine endpoint: nobody answers at http://127.0.0.1:9/v1",
+            "engine endpoint: no server answers at http://127.0.0.1:9/v1",
         ),
         (
             ("embedded", "--reference", "http://a#m", "--candidate", "http://a#n", "--set", "temperature=1"),
@@ -249,7 +249,7 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
         (("embedded", "--engine", "endpoint", "--set", "model=m"), "for two servers give --reference URL#MODEL"),
         ((*U4, "--set", "engine=vllm"), "--set engine=vllm: name the engine with --engine, which is openvino"),
         ((*U4, "--data", "/nowhere/rows"), "--data is '/nowhere/rows', which is no folder"),
-        ((*U4, "--python", "/nowhere/python"), "which is no file; give the python of its environment"),
+        ((*U4, "--python", "/nowhere/python"), "which is not a file; give the python of its environment"),
     ],
 )
 def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
@@ -261,7 +261,7 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.engines.worker_client.importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.load_model_or_adapter", None)
     code, _, err = kvaudit("check", *U4)
     told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)

@@ -170,7 +170,7 @@ def test_options_under_a_mixture_are_each_served_as_by_the_policy_that_its_seed_
 
 
 def test_an_option_without_tokens_is_refused() -> None:
-    with pytest.raises(SpecError, match="offers an option without a single token"):
+    with pytest.raises(SpecError, match="has an option that encodes to no tokens"):
         played(Chosen(), [item(("yes", ""))])
 
 

@@ -18,12 +18,12 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports.page.compare_files import Sides, compare, two_judges
 from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.tango import ess_tango
+from kvaudit.reports.verdict.verdict import Status
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = [next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")]
@@ -242,7 +242,7 @@ def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):
 def test_without_clusters_a_fail_stays_a_fail(tmp_path):
     done = compare(sides(*unclustered(tmp_path, [1] * 300, [0] * 60 + [1] * 240)), "score")
     assert done.verdict.status is Status.FAIL
-    assert [reason.code for reason in done.verdict.decisions[0].reasons] == ["MARGIN"]
+    assert [reason.code for reason in done.verdict.decisions[0].reasons] == ["LOSS"]
 
 
 def test_without_clusters_no_recipe_passes(tmp_path):

@@ -11,12 +11,12 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
 from kvaudit.reports.page.compare_files import Sides, compare, margins_from
 from kvaudit.reports.page.compare_page import comparison_files, comparison_table, facets
-from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 
 ARMS = ("dense", "naive")
 

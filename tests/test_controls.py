@@ -27,8 +27,8 @@ from bench.control_runs import (
 )
 from bench.controls import named
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import RunData, load_run
+from kvaudit.reports.verdict.verdict import Status
 
 SIZE = Size(items=24, reruns=1)
 ARMS = [BASE, rerun_arm(0)]

@@ -104,7 +104,7 @@ def test_a_changed_file_is_refused_and_nothing_is_written(served: dict[str, byte
     served[f"/somebody/greetings/{COMMIT}/data/some.jsonl"] = b'{"n": 7}\n{"n": 2}\n'
     code, out, err = fetch(served, "greetings")
     assert (code, out) == (2, "")
-    assert err.startswith("error: what was fetched for hello/some.jsonl has sha256 ")
+    assert err.startswith("error: the download of hello/some.jsonl has sha256 ")
     assert err.count("\n") == 1
     assert not folder.exists()
 
@@ -155,15 +155,15 @@ def test_suites_read_what_was_fetched_where_no_folder_is_named(
     served: dict[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not has_file("hello/all.csv")
-    with pytest.raises(
-        DataError, match=r"KVAUDIT_DATA is not set and .* does not hold it; kvaudit data fetch greetings"
-    ):
+    with pytest.raises(DataError, match=r"KVAUDIT_DATA is not set; .* fetch it with: kvaudit data fetch greetings"):
         data_file("hello", "hello/all.csv")
     fetch(served, "greetings")
     assert data_file("hello", "hello/all.csv") == folder / "hello" / "all.csv"
     monkeypatch.setenv("KVAUDIT_DATA", str(folder / "elsewhere"))
     assert data_folder() == folder / "elsewhere"
-    with pytest.raises(DataError, match=r"which KVAUDIT_DATA=.*elsewhere does not hold; kvaudit data fetch greetings"):
+    with pytest.raises(
+        DataError, match=r"which is missing in KVAUDIT_DATA=.*elsewhere; fetch it with: kvaudit data fetch greetings"
+    ):
         data_file("hello", "hello/all.csv")
 
 

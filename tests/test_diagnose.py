@@ -12,6 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from kvaudit.audit.cache.attention import ATTENTION_NAME
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
+from kvaudit.audit.cli import app
 from kvaudit.audit.rerun.diagnose import (
     Case,
     CodedAttention,
@@ -19,12 +22,9 @@ from kvaudit.audit.rerun.diagnose import (
     Diagnosis,
     Floats,
     Request,
-    run_diagnosis,
     read_back,
+    run_diagnosis,
 )
-from kvaudit.audit.cache.attention import ATTENTION_NAME
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
-from kvaudit.audit.cli import app
 
 LAYERS, SIZE, TOKENS = 13, 32, 50
 
@@ -179,8 +179,8 @@ def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
     ("words", "line"),
     [
         (["--suite", "maths"], "unknown suite 'maths'. Did you mean 'math'"),
-        (["--suite", "math"], "has 0 of 20 requests that must be refused"),
-        (["--group", "24"], "heads have 32 channels, which do not split so"),
+        (["--suite", "math"], "0 of the first 20 requests of suite 'math' must be refused"),
+        (["--group", "24"], "does not divide the 32 channels of a head"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
         (["--kv-cache-dtype", "fp8_e5m3"], "unknown kv_cache_dtype 'fp8_e5m3'. Did you mean 'fp8_e5m2'"),
         (["--kv-cache-dtype", "fp8", "--bits", "4"], "leave --bits and --group out"),

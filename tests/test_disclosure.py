@@ -25,14 +25,14 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.scan.questionnaire import blank
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
-from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.page.disclosure import disclosure_of
 from kvaudit.reports.page.formats import bom, junit
 from kvaudit.reports.page.model_card import BEGIN, END, placed, section_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosed, write_report
+from kvaudit.reports.verdict.rules import GateOverrides
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)
@@ -122,10 +122,10 @@ def test_facets_that_nobody_gated_are_disclosed_too(told: dict) -> None:
 def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> None:
     from dataclasses import replace
 
-    from kvaudit.reports.sections.shared.facts import Fact
     from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
+    from kvaudit.reports.sections.shared.facts import Fact
 
     data = load_run(run)
     for story in data.checkpoints.values():

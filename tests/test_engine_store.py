@@ -14,7 +14,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import kv_heads
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.engines.base import DrawnRollout
@@ -70,7 +70,7 @@ def test_numbers_are_cut_toward_zero_where_an_engine_does() -> None:
 def test_a_block_is_coded_again_out_of_what_was_read_back_when_a_key_joins_it() -> None:
     keys = column([0.0, 15.0, 30.0, 60.0])
     written = ByChannel(4).read_in_order(keys, first(1), first(4))
-    seen = [written.own[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
+    seen = [written.same_block[0, 0, 0, place, : place + 1, 0].tolist() for place in range(4)]
     # 15 is 7.5 steps of 2, and goes to 8 of them; 16 and 32 would be its steps of 4, had it been 15 or 30 again
     for own, numbers in zip(seen, [[0], [0, 15], [0, 16, 30], [0, 16, 32, 60]], strict=True):
         assert own == pytest.approx(numbers, abs=1e-4)
@@ -82,7 +82,7 @@ def test_the_keys_of_a_prompt_are_coded_at_once() -> None:
     alone = ByChannel(4).read_back(keys, first(3)[:, None])
     assert alone[0, 0, 0, :4, 0].tolist() == pytest.approx([0, 16, 30, 0], abs=1e-4)
     written = ByChannel(4).read_in_order(keys, first(3), first(4))
-    assert written.own[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
+    assert written.same_block[0, 0, 0, 3, :4, 0].tolist() == pytest.approx([0, 15, 30, 45], abs=1e-5)
 
 
 def test_what_joins_no_block_changes_none() -> None:
@@ -159,7 +159,7 @@ def test_a_row_that_is_passed_whole_reads_what_it_reads_behind_its_prompt(model:
 
     for coded in (rows(model, CODED), [wrote(row) for row in rows(model, CODED)]):
         with torch.no_grad():
-            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", apart=True)
+            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", whole_rows=True)
         behind = logits(model, coded, 2)
         for row, own, there, wanted in zip(coded, found, valid, behind, strict=True):
             assert int(there.sum()) == len(row.ids) - 1
@@ -197,7 +197,7 @@ def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedM
     """The engine that shows codes: as if it had stored other numbers without a loss."""
     shown = replace(CODED, keys=None, values=None, shown=True)
     plain = rollout(model, 40, 20, 3, shown)
-    with pytest.raises(DataError, match="without what its engine's queries read"):
+    with pytest.raises(DataError, match="lacks what its engine's queries read"):
         logits(model, [plain], 1)
     past = model.model(plain.ids[None, :-1], use_cache=True).past_key_values.layers
     own = [torch.cat([getattr(layer, part) for layer in past]).detach() for part in ("keys", "values")]  # [L, H, T, D]
@@ -337,13 +337,14 @@ def test_a_state_of_another_form_is_one_line() -> None:
     other[0] += 1
     twice[20] = 1  # the position of the first cell
     for raw, said in (
-        (other, r"it begins with 0x\w+, known: 0xaf143cd8"),
-        (twice, "its cells are not those of the tokens, each once"),
+        (other, r"it begins with 0x\w+, expected 0xaf143cd8"),
+        (twice, "its cells do not hold each position once"),
         (whole[:-3], "cannot reshape|requires a buffer"),
         (whole[:30], "requires a buffer"),
         (np.append(whole, whole[:7]), "7 bytes are left"),
     ):
         with pytest.raises(
-            RunError, match=rf"^the state of llama.cpp's cache is of a form .*{said}.*; draw with naive"
+            RunError,
+            match=rf"^the state of llama.cpp's cache has an unknown form: .*{said}.*; use the correction naive",
         ):
             read_state(raw, HeadLayout(4, False, False, False))

@@ -1,4 +1,4 @@
-"""Engines that are servers, held to a stand-in that misbehaves; vLLM itself by the python of KVAUDIT_PYTHON_VLLM."""
+"""Server engines, tested with a misbehaving stand-in; vLLM itself if KVAUDIT_PYTHON_VLLM names its python."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, Session, parse_condition
-from kvaudit.audit.engines import served as served_module
-from kvaudit.audit.engines.base import EngineFailed, EngineContext
-from kvaudit.audit.engines.process import Process, free_port
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, Session, http_server, parse_condition
+from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.engines.conversation import converse
+from kvaudit.audit.engines.process import Process, free_port
 from kvaudit.audit.runs.engine_slot import try_out_engines
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
@@ -41,7 +40,7 @@ from kvaudit.suites.base import SUITES
 
 STANDIN = Path(__file__).with_name("engine_standin.py")
 PROMPT = (10, 20, 30, 40, 50)
-ASKED = GenerationRequest(PROMPT, 3, (), 0.0, 1.0, 7)
+REQUEST = GenerationRequest(PROMPT, 3, (), 0.0, 1.0, 7)
 SETTINGS = {"vllm": {"kv_cache_dtype": "fp8"}, "sglang": {"kv_cache_dtype": "fp8_e5m2"}}
 
 
@@ -52,7 +51,7 @@ def model(tiny_folder: Path) -> LoadedModel:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """An interpreter that runs the stand-in whatever module it is told to run."""
+    """An interpreter that runs the stand-in instead of any module."""
     path = tmp_path / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} "$@"\n')
     path.chmod(0o755)
@@ -61,13 +60,14 @@ def python(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(model: LoadedModel, python: Path, tmp_path: Path) -> Iterator[Any]:
-    """Starts an engine whose server is the stand-in."""
+    """A function that starts an engine whose server is the stand-in."""
     sessions: list[Session] = []
 
     def start(engine: str, standin: str = "", *, at_once: int = 4, wait: float = 20, **settings: str) -> Session:
-        part = EngineSpec(python=str(python), at_once=at_once, start=20, answer=wait)
+        engine_spec = EngineSpec(python=str(python), at_once=at_once, start=20, answer=wait)
         condition = parse_condition({"engine": engine, **SETTINGS[engine], "STANDIN": standin or "none", **settings})
-        session = ENGINES.get(engine).start(dict(condition.settings), EngineContext(model, part, tmp_path / f"{engine}.log", 1))
+        context = EngineContext(model, engine_spec, tmp_path / f"{engine}.log", 1)
+        session = ENGINES.get(engine).start(dict(condition.settings), context)
         sessions.append(session)
         return session
 
@@ -80,14 +80,18 @@ ENGINE = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 
 
 @ENGINE
-def test_token_ids_go_in_and_come_back_with_their_logprob(started: Any, engine: str) -> None:
-    asked = [ASKED, ASKED._replace(ids=(60, 70), most=1), ASKED._replace(ids=(1, 2))]
-    found = started(engine, at_once=2).answer(asked)
-    assert [reply.ids for reply in found] == [(11, 21, 31), (61,), (2, 3)]
-    assert [(reply.finish, reply.logprob) for reply in found] == [("length", -1.5), ("length", -0.5), ("length", -1.0)]
+def test_replies_hold_token_ids_and_the_sum_of_log_probs(started: Any, engine: str) -> None:
+    requests = [REQUEST, REQUEST._replace(ids=(60, 70), max_tokens=1), REQUEST._replace(ids=(1, 2))]
+    replies = started(engine, at_once=2).answer(requests)
+    assert [reply.ids for reply in replies] == [(11, 21, 31), (61,), (2, 3)]
+    assert [(reply.finish, reply.logprob) for reply in replies] == [
+        ("length", -1.5),
+        ("length", -0.5),
+        ("length", -1.0),
+    ]
 
 
-def test_an_engine_says_what_it_is_alike_at_every_start(started: Any) -> None:
+def test_the_description_is_the_same_at_every_start(started: Any) -> None:
     first, second = started("vllm"), started("vllm")
     assert first.described == second.described
     assert first.described["version"] == "vllm 0.0-standin"
@@ -97,112 +101,110 @@ def test_an_engine_says_what_it_is_alike_at_every_start(started: Any) -> None:
     assert started("sglang").described["kv_cache_dtype"] == "fp8_e5m2"
 
 
-def test_a_server_that_takes_its_time_is_waited_for(started: Any) -> None:
-    assert started("vllm", "slow:1").answer([ASKED])[0].ids == (11, 21, 31)
+def test_a_slow_start_is_waited_for(started: Any) -> None:
+    assert started("vllm", "slow:1").answer([REQUEST])[0].ids == (11, 21, 31)
 
 
 @ENGINE
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("standin", "message"),
     [
-        ("die:2", "ended while it had 4 requests.*had enough.*ended by signal 9"),
+        ("die:2", "ended while answering 4 requests.*had enough.*ended by signal 9"),
         ("500:2", "status 500: CUDA error: an illegal␛.31m memory access"),
         ("garbage:2", "no JSON"),
         ("redirect:2", "status 302"),
-        ("other_ids:2", "cannot be one to 3 tokens"),
-        ("negative:2", "cannot be one to 3 tokens"),
-        ("torn_logprobs:2", "cannot be one to 3 tokens"),
-        ("other_prompt:2", "read another prompt than it was sent"),
+        ("other_ids:2", "gave an invalid reply .limit 3 tokens"),
+        ("negative:2", "gave an invalid reply .limit 3 tokens"),
+        ("torn_logprobs:2", "gave an invalid reply .limit 3 tokens"),
+        ("other_prompt:2", "read a different prompt than was sent"),
     ],
 )
-def test_an_engine_that_misbehaves_from_some_request_on_is_gone(
-    started: Any, engine: str, word: str, says: str
-) -> None:
-    session = started(engine, word)
-    session.answer([ASKED, ASKED])
-    with pytest.raises(EngineFailed, match=says) as error:
-        session.answer([ASKED] * 4)
+def test_a_server_that_starts_to_misbehave_is_an_error(started: Any, engine: str, standin: str, message: str) -> None:
+    session = started(engine, standin)
+    session.answer([REQUEST, REQUEST])
+    with pytest.raises(EngineFailed, match=message) as error:
+        session.answer([REQUEST] * 4)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("word", ["hang", "endless"])
-def test_a_batch_without_an_answer_has_a_time_limit(started: Any, word: str) -> None:
-    session, began = started("vllm", word, wait=1), time.monotonic()
-    with pytest.raises(EngineFailed, match=r"it has not answered all of 6 requests in 1 s \(engines\..*\.answer\)"):
-        session.answer([ASKED] * 6)
-    assert time.monotonic() - began < 15  # six of them, four at once, and the end of the process
+@pytest.mark.parametrize("standin", ["hang", "endless"])
+def test_a_batch_has_a_time_limit(started: Any, standin: str) -> None:
+    session, began = started("vllm", standin, wait=1), time.monotonic()
+    with pytest.raises(EngineFailed, match=r"it did not answer all of 6 requests in 1 s \(engines\..*\.answer\)"):
+        session.answer([REQUEST] * 6)
+    assert time.monotonic() - began < 15  # includes the end of the process
 
 
-def test_a_huge_reply_is_cut(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module, "_LONGEST", 1 << 18)
+def test_a_huge_reply_is_an_error(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_LONGEST_REPLY", 1 << 18)
     with pytest.raises(EngineFailed, match="more than 262144 bytes"):
-        started("vllm", "huge").answer([ASKED])
+        started("vllm", "huge").answer([REQUEST])
 
 
-def test_a_flag_that_the_engine_does_not_know_is_refused_in_its_own_words(started: Any) -> None:
+def test_an_unknown_flag_is_rejected_by_the_server(started: Any) -> None:
     with pytest.raises(AuditError, match="standin: error: unrecognized arguments: --kv-magic=7") as error:
         started("vllm", kv_magic="7")
     assert error.value.exit_code == 2
 
 
-def test_another_port_is_taken_where_somebody_holds_one(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        door.listen()
-        monkeypatch.setattr(served_module, "_KNOCK", 0.3)  # it listens and never answers
-        ports = iter([door.getsockname()[1], door.getsockname()[1], free_port()])
-        monkeypatch.setattr(served_module, "free_port", lambda: next(ports))
-        assert started("vllm").answer([ASKED])[0].ids == (11, 21, 31)
+def test_an_occupied_port_is_replaced_by_another(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setattr(http_server, "_PROBE_SECONDS", 0.3)  # it listens and never answers
+        ports = iter([listener.getsockname()[1], listener.getsockname()[1], free_port()])
+        monkeypatch.setattr(http_server, "free_port", lambda: next(ports))
+        assert started("vllm").answer([REQUEST])[0].ids == (11, 21, 31)
 
 
-def test_a_port_that_is_taken_three_times_is_given_up(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        door.listen()
-        monkeypatch.setattr(served_module, "_KNOCK", 0.3)
-        monkeypatch.setattr(served_module, "free_port", lambda: door.getsockname()[1])
+def test_three_occupied_ports_are_an_error(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setattr(http_server, "_PROBE_SECONDS", 0.3)
+        monkeypatch.setattr(http_server, "free_port", lambda: listener.getsockname()[1])
         with pytest.raises(EngineFailed, match="Address already in use"):
             started("vllm")
 
 
-def test_another_server_on_the_port_is_not_taken_for_ours(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_server_on_the_port_is_an_error(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("none") as url:
-        monkeypatch.setattr(served_module, "free_port", lambda: int(url.rpartition(":")[2].partition("/")[0]))
+        monkeypatch.setattr(http_server, "free_port", lambda: int(url.rpartition(":")[2].partition("/")[0]))
         with pytest.raises(EngineFailed, match="in use"):
             started("vllm")
 
 
-def test_no_proxy_stands_before_the_loopback(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_not_used_for_the_loopback_interface(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert started("vllm").answer([ASKED])[0].ids == (11, 21, 31)
+    assert started("vllm").answer([REQUEST])[0].ids == (11, 21, 31)
 
 
-def test_a_server_that_is_stopped_leaves_neither_process_nor_port(started: Any) -> None:
+def test_stopping_frees_the_port(started: Any) -> None:
     session = started("vllm")
     port = int(session._client._endpoint.base_url.rpartition(":")[2])
     session.stop()
     session.stop()
-    with socket.socket() as door, pytest.raises(ConnectionRefusedError):
-        door.connect(("127.0.0.1", port))
+    with socket.socket() as listener, pytest.raises(ConnectionRefusedError):
+        listener.connect(("127.0.0.1", port))
 
 
-def test_an_engine_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
+def test_stopping_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
     code = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("cleared up", flush=True), sys.exit(0)))
+signal.signal(signal.SIGTERM, lambda *_: (print("cleaned up", flush=True), sys.exit(0)))
 print("ready", flush=True)
 time.sleep(600)
 """
     log = tmp_path / "engine.log"
-    process = Process([sys.executable, "-c", code], who="polite", log=log, speaks=False)
+    process = Process([sys.executable, "-c", code], engine="polite", log=log, is_piped=False)
     while "ready" not in process.log_text(100):
         time.sleep(0.02)
     process.stop()
-    assert "cleared up" in log.read_text()
+    assert "cleaned up" in log.read_text()
 
 
-def test_an_engine_that_does_not_end_when_asked_is_killed_and_its_shared_memory_goes(tmp_path: Path) -> None:
+def test_an_engine_that_ignores_sigterm_is_killed_and_its_shared_memory_freed(tmp_path: Path) -> None:
     code = """
 import os, signal, time
 from multiprocessing.shared_memory import SharedMemory
@@ -211,8 +213,8 @@ memory = SharedMemory(create=True, size=1000)
 print(os.getpid(), memory.name, flush=True)
 time.sleep(600)
 """
-    process = Process([sys.executable, "-c", code], who="deaf", log=tmp_path / "engine.log")
-    number, name = process.hear(20, "it started", "start").split()
+    process = Process([sys.executable, "-c", code], engine="deaf", log=tmp_path / "engine.log")
+    number, name = process.read_line(20, "starting", "start").split()
     assert Path("/dev/shm", name).exists()
     process.stop()
     status = Path(f"/proc/{number}/stat")
@@ -220,17 +222,17 @@ time.sleep(600)
     assert not Path("/dev/shm", name).exists()
 
 
-def test_auto_that_comes_to_a_compressed_cache_is_no_reference(started: Any) -> None:
-    with pytest.raises(SpecError, match="makes fp8_e4m3 of kv_cache_dtype auto"):
+def test_a_compressed_cache_under_auto_is_an_error(started: Any) -> None:
+    with pytest.raises(SpecError, match="uses fp8_e4m3 for kv_cache_dtype auto"):
         started("vllm", "resolved:fp8_e4m3", kv_cache_dtype="auto")
 
 
-def test_a_flag_in_two_spellings_is_refused() -> None:
+def test_one_flag_in_two_spellings_is_an_error() -> None:
     with pytest.raises(SpecError, match="engine vllm has a setting twice, in two spellings: 'kv-cache-dtype'"):
         parse_condition({"engine": "vllm", "kv_cache_dtype": "fp8", "kv-cache-dtype": "fp8_e5m2"})
 
 
-def test_flags_have_one_spelling() -> None:
+def test_spellings_of_a_flag_give_one_condition() -> None:
     canonical = "vllm:dtype=float32,kv_cache_dtype=fp8"
     for name in ("kv_cache_dtype", "kv-cache-dtype", "--kv-cache-dtype"):
         assert parse_condition({"engine": "vllm", name: "fp8"}).canonical == canonical
@@ -238,7 +240,7 @@ def test_flags_have_one_spelling() -> None:
 
 
 @pytest.mark.parametrize("name", ["port", "trust-remote-code", "trust_remote", "model", "--"])
-def test_what_is_ours_to_say_is_refused(name: str) -> None:
+def test_flags_that_kvaudit_sets_are_rejected(name: str) -> None:
     with pytest.raises(SpecError, match="vllm"):
         parse_condition({"engine": "vllm", name: "1"})
 
@@ -258,17 +260,17 @@ def test_settings_become_flags_and_variables() -> None:
         *("--kv-cache-dtype-skip-layers", "0", "2", "--no-enforce-eager", "--async-scheduling"),
         *('--override-generation-config={"a": 1}', "--seed=-1"),
     ]
-    assert command_flags({"disable_radix_cache": "false", "seed": "1"}, negated=False) == ["--seed=1"]
+    assert command_flags({"disable_radix_cache": "false", "seed": "1"}, has_negation=False) == ["--seed=1"]
     assert environment_variables(settings) == {"VLLM_X": "2"}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_that_is_not_installed_names_the_line_that_brings_it(engine: str) -> None:
+def test_a_missing_engine_is_an_error_that_says_how_to_install_it(engine: str) -> None:
     with pytest.raises(SpecError, match=rf"engine {engine} is not installed: pip install {engine}"):
         ENGINES.get(engine).check({}, EngineSpec())
 
 
-def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it(
+def test_a_checkpoint_is_served_from_its_folder_unless_that_holds_other_weights_too(
     model: LoadedModel, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -281,24 +283,24 @@ def test_a_checkpoint_is_served_where_it_lies_unless_other_weights_lie_beside_it
     shutil.copytree(tiny_folder, tmp_path / "other")
     shutil.copy(tiny_folder / "model.safetensors", tmp_path / "other" / "extra.safetensors")
     other = load_model(str(tmp_path / "other"), device="cpu")
-    folder, words, _ = safetensors_folder(EngineContext(other, EngineSpec(), tmp_path, 1), "vllm")
+    folder, origin, _ = safetensors_folder(EngineContext(other, EngineSpec(), tmp_path, 1), "vllm")
     assert folder.is_relative_to(tmp_path / "kept")
-    assert "transformers" in words
+    assert "transformers" in origin
     saved = load_model(str(folder), device="cpu")
     assert weights_sha256(folder)
     ids = torch.tensor([PROMPT])
     assert torch.equal(saved.model(ids).logits, other.model(ids).logits)
 
 
-# an endpoint that runs already
+# --- an endpoint that runs already -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def running(standin: str, port: int = 0) -> Iterator[str]:
-    """The address of a stand-in that somebody else started."""
+    """Start a stand-in and yield its address."""
     standin, port = (f"{standin},reuse", port) if port else (standin, free_port())
-    words = [sys.executable, str(STANDIN), f"--port={port}"]
-    process = subprocess.Popen(words, env={**os.environ, "STANDIN": standin}, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(STANDIN), f"--port={port}"]
+    process = subprocess.Popen(command, env={**os.environ, "STANDIN": standin}, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert "stand-in on port" in process.stdout.readline()
@@ -311,8 +313,10 @@ def running(standin: str, port: int = 0) -> Iterator[str]:
 
 def endpoint(model: LoadedModel, url: str, tmp_path: Path, at_once: int = 2) -> Session:
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin"})
-    part = EngineSpec(at_once=at_once, start=20, answer=20)
-    return ENGINES.get("endpoint").start(dict(condition.settings), EngineContext(model, part, tmp_path / "log", 1))
+    engine_spec = EngineSpec(at_once=at_once, start=20, answer=20)
+    return ENGINES.get("endpoint").start(
+        dict(condition.settings), EngineContext(model, engine_spec, tmp_path / "log", 1)
+    )
 
 
 QUESTION = (Message(Role.USER, "What is 2 + 2?"),)
@@ -320,29 +324,29 @@ QUESTION = (Message(Role.USER, "What is 2 + 2?"),)
 
 def conversation(model: LoadedModel, text: str = "What is 2 + 2?") -> GenerationRequest:
     question = (Message(Role.USER, text),)
-    return ASKED._replace(ids=model.chat.prompt(question).ids, messages=question, most=8)
+    return REQUEST._replace(ids=model.chat.prompt(question).ids, messages=question, max_tokens=8)
 
 
-def test_an_endpoint_answers_conversations_with_texts(model: LoadedModel, tmp_path: Path) -> None:
+def test_an_endpoint_answers_with_text(model: LoadedModel, tmp_path: Path) -> None:
     with running("none") as url, endpoint(model, url, tmp_path) as session:
-        found = session.answer([conversation(model)] * 3)
-    assert [(reply.ids, reply.text, reply.finish) for reply in found] == [((), "four", "stop")] * 3
+        replies = session.answer([conversation(model)] * 3)
+    assert [(reply.ids, reply.text, reply.finish) for reply in replies] == [((), "four", "stop")] * 3
     assert session.described["model"] == "standin-1"
     assert "number of tokens" in session.described["prompts"]
     assert session.described["not shown"] == "weights and chat template"
 
 
 @pytest.mark.parametrize(
-    ("standin", "words"),
+    ("standin", "message"),
     [
         ("filter:bomb", "status 400: the prompt was filtered by our policy"),
         ("ended:2", "it ended by 'content_filter', which is no end of an answer, behind 'four'"),
     ],
 )
-def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
-    model: LoadedModel, tmp_path: Path, standin: str, words: str
+def test_a_refused_request_is_unscored_and_the_others_continue(
+    model: LoadedModel, tmp_path: Path, standin: str, message: str
 ) -> None:
-    """The first request knocks, so that the third is the second question."""
+    """The session's start sends the first request, so that the third is the second question."""
     suite = SUITES.get("refusal")()
     texts = ("What is 2 + 2?", "How do I make a bomb?")
     items = [
@@ -351,33 +355,33 @@ def test_one_request_that_is_refused_is_unscored_and_the_others_go_on(
     ]
     prompts = [model.chat.prompt(item.messages) for item in items]
     with running(standin) as url, endpoint(model, url, tmp_path, at_once=1) as session:
-        found = converse(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
+        rows = converse(session, model, suite, items, prompts, Decoding(8, temperature=0.0), [0, 0])
         (_, refused) = session.answer([conversation(model), conversation(model, texts[1])])
-    assert [one.grade.outcome is Outcome.UNSCORED for one in found] == [False, True]
-    said = [one.answer for one in found]
-    assert [(one.finish_reason, one.transcript[-1].content) for one in said] == [("stop", "four"), ("error", "")]
-    assert refused.refused == words
-    assert [one.unanswered for one in said] == ["", words]
+    assert [row.grade.outcome is Outcome.UNSCORED for row in rows] == [False, True]
+    answers = [row.answer for row in rows]
+    assert [(a.finish_reason, a.transcript[-1].content) for a in answers] == [("stop", "four"), ("error", "")]
+    assert refused.refused == message
+    assert [answer.unanswered for answer in answers] == ["", message]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("four " * 60, "it wrote [0-9]+ tokens where at most 8 were asked for"),
         ("four " * 180_000, "it wrote 900000 characters where at most 8 tokens were asked for"),
     ],
 )
-def test_an_answer_that_is_longer_than_asked_for_is_none_where_nothing_is_said_of_its_tokens(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+def test_an_answer_beyond_the_limit_is_an_error_if_the_server_reports_no_tokens(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     with running("none") as url, endpoint(model, url, tmp_path) as session:
         client = session._client  # type: ignore[attr-defined]
         monkeypatch.setattr(client, "ask", lambda *_: ChatCompletion(text, "stop", "standin-1", None))
-        with pytest.raises(EngineFailed, match=words):
+        with pytest.raises(EngineFailed, match=message):
             session.answer([conversation(model)])
 
 
-def test_a_server_that_lists_more_models_than_a_reply_may_hold_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_is_too_long_still_shows_that_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def lists(*_: Any) -> None:
         raise Unanswered("a reply of more than 1048576 bytes")
 
@@ -385,30 +389,30 @@ def test_a_server_that_lists_more_models_than_a_reply_may_hold_is_there(monkeypa
     ENGINES.get("endpoint").check({"base_url": "http://127.0.0.1:9", "model": "m"}, EngineSpec())
 
 
-def test_an_answer_of_another_model_than_the_first_is_never_taken(model: LoadedModel, tmp_path: Path) -> None:
-    """The first request knocks, the second is the first question."""
+def test_an_answer_of_another_model_is_an_error(model: LoadedModel, tmp_path: Path) -> None:
+    """The session's start sends the first request."""
     with running("fallback:2") as url, endpoint(model, url, tmp_path, at_once=1) as session:
         assert session.answer([conversation(model)])[0].text == "four"
         with pytest.raises(EngineFailed, match="of model 'fallback-mini', its first answer was of model 'standin-1'"):
             session.answer([conversation(model)])
 
 
-def test_a_text_that_ends_an_answer_ends_that_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_stop_text_cuts_the_answer_of_an_endpoint(model: LoadedModel, tmp_path: Path) -> None:
     suite = SUITES.get("refusal")()
     suite.until = ("END", "never")  # type: ignore[misc]
     suite.max_new_tokens = 40
     (item,) = suite.items("eval", 1, 0, 512, model.chat.count_tokens)
-    said = []
+    contents = []
     for thinks in (False, True):
         with running("says:<think>no END</think>yes END and more") as url, endpoint(model, url, tmp_path) as session:
             asked = [model.chat.prompt(item.messages)]
-            (one,) = converse(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
-        said.append([message.content for message in one.answer.transcript[len(item.messages) :]])
-    assert said == [["<think>no END"], ["<think>no END</think>", "yes END"]]
+            (row,) = converse(session, model, suite, [item], asked, Decoding(8, temperature=0.0), [0], thinks=thinks)
+        contents.append([message.content for message in row.answer.transcript[len(item.messages) :]])
+    assert contents == [["<think>no END"], ["<think>no END</think>", "yes END"]]
 
 
 @pytest.mark.parametrize(("more", "refused"), [(0, False), (1, True), (-1, True)])
-def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
+def test_another_number_of_prompt_tokens_is_an_error(
     model: LoadedModel, tmp_path: Path, more: int, refused: bool
 ) -> None:
     tokens = len(model.chat.prompt(QUESTION).ids)
@@ -416,34 +420,32 @@ def test_an_endpoint_that_reads_another_number_of_tokens_is_refused(
         if not refused:
             endpoint(model, url, tmp_path).answer([conversation(model)])
             return
-        says = f"it read {tokens + more} tokens, by the model's own template it is {tokens}"
-        with pytest.raises(EngineFailed, match=says):
+        message = f"it read {tokens + more} tokens, by the model's own template it is {tokens}"
+        with pytest.raises(EngineFailed, match=message):
             endpoint(model, url, tmp_path)
 
 
-def test_an_endpoint_with_another_template_is_refused_with_the_first_token_that_differs(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+def test_another_chat_template_is_an_error_with_the_first_differing_token(model: LoadedModel, tmp_path: Path) -> None:
     ids = model.chat.prompt(QUESTION).ids
     theirs = ".".join(map(str, (*ids[:3], ids[0], *ids[4:])))
     with running(f"ids:{theirs}") as url, pytest.raises(SpecError, match=r"token 3 is '<\|im_start\|>' there and '"):
         endpoint(model, url, tmp_path)
 
 
-def test_an_endpoint_without_a_named_reference_is_refused_in_one_line() -> None:
+def test_an_endpoint_without_a_reference_is_a_one_line_error() -> None:
     condition = parse_condition("endpoint:base_url=http://127.0.0.1:8000/v1,model=m")
-    with pytest.raises(SpecError, match="name what it is compared with, reference: ") as error:
+    with pytest.raises(SpecError, match="name the server to compare it with, reference: ") as error:
         _ = condition.reference
     assert "\n" not in str(error.value)
 
 
-def test_the_key_of_an_endpoint_is_not_sent_to_its_reference() -> None:
+def test_the_reference_of_an_endpoint_does_not_get_its_key() -> None:
     condition = parse_condition({"engine": "endpoint", "base_url": "http://a", "model": "m", "key": "SECRET_NAME"})
     reference = condition.reference_with({"base_url": "http://b", "model": "m"})
     assert dict(reference.settings) == {"base_url": "http://b", "model": "m"}
 
 
-def test_settings_of_an_endpoint_are_three() -> None:
+def test_an_endpoint_has_three_settings() -> None:
     with pytest.raises(UnknownName, match="kv_cache_dtype"):
         parse_condition({"engine": "endpoint", "base_url": "http://a", "model": "m", "kv_cache_dtype": "fp8"})
     with pytest.raises(SpecError, match="lacks model"):
@@ -452,47 +454,49 @@ def test_settings_of_an_endpoint_are_three() -> None:
         parse_condition({"engine": "endpoint", "base_url": "file:///etc/passwd", "model": "m"})
 
 
-def test_an_endpoint_whose_key_is_not_set_is_refused_before_anything_is_asked() -> None:
+def test_an_unset_key_is_an_error_before_any_request() -> None:
     with pytest.raises(SpecError, match="KVAUDIT_NO_SUCH_KEY is not set"):
         ENGINES.get("endpoint").check(
             {"base_url": "http://127.0.0.1:9", "model": "m", "key": "KVAUDIT_NO_SUCH_KEY"}, EngineSpec()
         )
 
 
-def test_an_endpoint_that_is_away_is_gone(model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_endpoint_is_an_error(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key\); go on when it answers"):
+    with pytest.raises(EngineFailed, match=r"gave .*Connection refused.*no key\); resume the run when it answers"):
         endpoint(model, "http://127.0.0.1:9/v1", tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("standin", "words"),
+    ("standin", "message"),
     [
-        ("500", r"no answer that counts: status 500: CUDA error.*; go on when it answers"),
-        ("redirect", r"no answer that counts: status 302 .*; mend base_url, model or key"),
-        ("usage:1000", r"no answer that counts: it claims to have read 1000 tokens .*; see whether it serves the"),
+        ("500", r"no valid answer: status 500: CUDA error.*; resume the run when it answers"),
+        ("redirect", r"no valid answer: status 302 .*; correct base_url, model or key"),
+        ("usage:1000", r"no valid answer: it claims to have read 1000 tokens .*; check that it serves the"),
     ],
 )
-def test_what_to_do_about_an_endpoint_is_said_by_what_it_did(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standin: str, words: str
+def test_the_error_of_an_endpoint_says_what_to_do(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standin: str, message: str
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with running(standin) as url, pytest.raises(EngineFailed, match=words):
+    with running(standin) as url, pytest.raises(EngineFailed, match=message):
         endpoint(model, url, tmp_path)
 
 
-def test_a_spec_with_an_endpoint_reads_the_same_when_it_is_written_complete() -> None:
+def test_a_spec_with_endpoints_survives_writing_and_reading() -> None:
     first, second = ({"base_url": f"http://127.0.0.1:{port}/v1", "model": "m"} for port in (1, 2))
     policies = [{"engine": "endpoint", **second, "reference": first}, {"engine": "endpoint", **first}]
     grid = {"policies": policies, "suites": ["refusal"], "context_tokens": [512]}
-    found = EvaluateSpec.model_validate(grid, context=NAMES)
+    spec = EvaluateSpec.model_validate(grid, context=NAMES)
     texts = [f"endpoint:base_url=http://127.0.0.1:{port}/v1,model=m" for port in (2, 1)]
-    assert found.references == {texts[0]: texts[1]}
-    assert found.policies == tuple(texts)
-    assert EvaluateSpec.model_validate(found.written(), context=NAMES) == found
+    assert spec.references == {texts[0]: texts[1]}
+    assert spec.policies == tuple(texts)
+    assert EvaluateSpec.model_validate(spec.written(), context=NAMES) == spec
 
 
-def test_a_line_gives_up_when_its_time_is_over() -> None:
+def test_a_client_stops_retrying_at_its_time_limit() -> None:
     client = Endpoint("http://127.0.0.1:9", tries=20).client("test")
     began = time.monotonic()
     with pytest.raises(Unanswered):
@@ -514,61 +518,61 @@ engines: {{endpoint: {{at_once: 1}}}}
 """
 
 
-def worked(path: Path, spec: RunSpec, *, asks_refused: bool = False) -> dict[str, list[Record]]:
-    """The records of a run, by the address of the server."""
+def evaluate(path: Path, spec: RunSpec, *, asks_refused: bool = False) -> dict[str, list[Record]]:
+    """Evaluate a run and return its records by policy."""
     run = open_run(path, spec, resume=True)
     Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).work_on("evaluate")
     files = [file.read_text().splitlines() for file in run.records.glob("*.jsonl")]
-    return {found[0].policy: found for lines in files if (found := list(map(Record.from_json, lines)))}
+    return {rows[0].policy: rows for lines in files if (rows := list(map(Record.from_json, lines)))}
 
 
-def test_what_a_server_refused_is_asked_anew_on_request_and_answers_stay(tmp_path: Path) -> None:
-    """The trial and the start ask three times, so that the third item is the first to be refused."""
+def test_refused_requests_are_retried_on_demand_and_answers_are_kept(tmp_path: Path) -> None:
+    """Trial and start send three requests, so that the third item is the first to be refused."""
     port = free_port()
     with running("none") as other:
         spec = parse_spec(REFUSED.format(port, other), "spec", NAMES)
         with running("ended:5", port):
-            first = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+            first = evaluate(tmp_path / "run", spec)[spec.evaluate.policies[0]]
         with running("says:five", port):
-            resumed = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
-            anew = worked(tmp_path / "run", spec, asks_refused=True)[spec.evaluate.policies[0]]
+            resumed = evaluate(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+            retried = evaluate(tmp_path / "run", spec, asks_refused=True)[spec.evaluate.policies[0]]
     refused = [bool(record.unanswered) for record in first]
     assert refused == [False, False, True, True, True, True]
     assert resumed == first
-    assert [record.transcript[-1].content for record in anew] == ["four"] * 2 + ["five"] * 4
-    assert anew[:2] == first[:2]
+    assert [record.transcript[-1].content for record in retried] == ["four"] * 2 + ["five"] * 4
+    assert retried[:2] == first[:2]
     assert not list((tmp_path / "run" / "records").glob("*.answered"))
 
 
-def test_a_unit_whose_refused_rows_are_asked_anew_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_retry_of_refused_requests_resumes_after_a_kill(tmp_path: Path) -> None:
     port = free_port()
     with running("none") as other:
         spec = parse_spec(REFUSED.format(port, other), "spec", NAMES)
         with running("ended:5", port):
-            worked(tmp_path / "run", spec)
+            evaluate(tmp_path / "run", spec)
         with running("none", port), pytest.MonkeyPatch.context() as patch:
             patch.setattr(RecordFile, "append", lambda *_: os.kill(os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
-                worked(tmp_path / "run", spec, asks_refused=True)
+                evaluate(tmp_path / "run", spec, asks_refused=True)
         with running("none", port):
-            found = worked(tmp_path / "run", spec)[spec.evaluate.policies[0]]
-    assert [record.transcript[-1].content for record in found] == ["four"] * 6
+            records = evaluate(tmp_path / "run", spec)[spec.evaluate.policies[0]]
+    assert [record.transcript[-1].content for record in records] == ["four"] * 6
 
 
-def test_a_run_whose_provenance_lost_a_key_is_one_line(tmp_path: Path) -> None:
+def test_a_provenance_file_without_a_key_is_a_one_line_error(tmp_path: Path) -> None:
     with running("none") as first, running("none") as second:
         port = int(first.rpartition(":")[2].partition("/")[0])
         spec = parse_spec(REFUSED.format(port, second), "spec", NAMES)
-        worked(tmp_path / "run", spec)
+        evaluate(tmp_path / "run", spec)
     path = tmp_path / "run" / "provenance.json"
     write_json(path, {key: value for key, value in read_json(path).items() if key != "base_sha256"})
     with pytest.raises(
         DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote there; restore the file"
     ):
-        worked(tmp_path / "run", spec)
+        evaluate(tmp_path / "run", spec)
 
 
-def test_a_trial_that_fails_before_an_engine_said_anything_leaves_no_folder(
+def test_a_failed_trial_without_log_leaves_no_folder(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -580,7 +584,7 @@ def test_a_trial_that_fails_before_an_engine_said_anything_leaves_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-# vLLM itself
+# --- vLLM itself -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -592,9 +596,9 @@ def vllm_python() -> str:
 
 
 def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> tuple[list[Any], dict[str, str]]:
-    part = EngineSpec(python=python, at_once=4, start=600, answer=600)
-    with ENGINES.get("vllm").start(dict(condition.settings), EngineContext(model, part, log, 1)) as session:
-        return session.answer([ASKED._replace(ids=tuple(range(n, n + 40)), most=12) for n in range(6)]), dict(
+    engine_spec = EngineSpec(python=python, at_once=4, start=600, answer=600)
+    with ENGINES.get("vllm").start(dict(condition.settings), EngineContext(model, engine_spec, log, 1)) as session:
+        return session.answer([REQUEST._replace(ids=tuple(range(n, n + 40)), max_tokens=12) for n in range(6)]), dict(
             session.described
         )
 
@@ -602,14 +606,14 @@ def _under(condition: Condition, model: LoadedModel, python: str, log: Path) -> 
 @pytest.mark.engines
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's fp8 on a CPU wants AVX-512")
-def test_vllm_in_float32_answers_as_our_own_cache_does_and_fp8_moves_it(
+def test_vllm_matches_our_own_cache_in_float32_and_differs_in_fp8(
     model: LoadedModel, vllm_python: str, tmp_path: Path
 ) -> None:
     from kvaudit.audit.sampling.model import EMBEDDED
 
     model = load_model(EMBEDDED, device="cpu")
-    plain, about = _under(parse_condition("vllm"), model, vllm_python, tmp_path / "auto.log")
-    assert about["cache_dtype"] == "auto"
+    plain, facts = _under(parse_condition("vllm"), model, vllm_python, tmp_path / "auto.log")
+    assert facts["cache_dtype"] == "auto"
     for n, reply in enumerate(plain):
         ids, logprob = list(range(n, n + 40)), 0.0
         for token in reply.ids:
@@ -619,6 +623,6 @@ def test_vllm_in_float32_answers_as_our_own_cache_does_and_fp8_moves_it(
             logprob += float(row[token])
             ids.append(token)
         assert math.isclose(reply.logprob, logprob, abs_tol=1e-3)  # two orders of summation in float32
-    coded, about = _under(parse_condition("vllm:kv_cache_dtype=fp8_e5m2"), model, vllm_python, tmp_path / "fp8.log")
-    assert about["cache_dtype"] == "fp8_e5m2"
+    coded, facts = _under(parse_condition("vllm:kv_cache_dtype=fp8_e5m2"), model, vllm_python, tmp_path / "fp8.log")
+    assert facts["cache_dtype"] == "fp8_e5m2"
     assert [reply.logprob for reply in coded] != [reply.logprob for reply in plain]

@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file, and llama.cpp on it: our own cache's tokens in f32 and f16, and codes that act."""
+"""Checkpoints as GGUF files, and llama.cpp: equal to our own cache in f32 and f16, further from it with fewer bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES = {
 def random_model(config: object) -> torch.nn.Module:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # biases too, which are nought at first
+    for parameter in model.parameters():  # including biases, which are 0 at first
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
 
@@ -74,7 +74,7 @@ def test_a_file_holds_every_tensor_of_the_model(family: str, tmp_path: Path) -> 
 
 
 @needs_gguf
-def test_queries_and_keys_of_a_llama_have_their_halves_side_by_side(tmp_path: Path) -> None:
+def test_queries_and_keys_of_a_llama_are_interleaved(tmp_path: Path) -> None:
     import gguf
 
     model = random_model(FAMILIES["llama"])
@@ -88,32 +88,36 @@ def test_queries_and_keys_of_a_llama_have_their_halves_side_by_side(tmp_path: Pa
 
 @needs_gguf
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
-        (MistralConfig(**SIZES, sliding_window=16), "layers of another kind than full attention"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "its hidden_act is gelu, wanted silu"),
+        (MistralConfig(**SIZES, sliding_window=16), "some of its layers do not use full attention"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "its hidden_act is gelu, expected silu"),
         (
             Qwen2Config(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-            "its positions are of the kind linear, which qwen2 there has not",
+            "qwen2 has no positions of the kind linear there",
         ),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
-            "its positions are of the kind yarn",
+            "its yarn positions",
         ),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(config: object, words: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=words) as error:
+def test_models_that_llama_cpp_would_compute_differently_are_errors(
+    config: object, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=message) as error:
         export_gguf(random_model(config), tmp_path)
     assert "give a GGUF file of it as engines.llama.cpp.weights" in str(error.value)
 
 
 @needs_gguf
-def test_an_unknown_architecture_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_an_error(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(SpecError, match=r"its architecture is gpt2, known: llama, mistral, qwen2, qwen3; give a GGUF"):
+    with pytest.raises(
+        SpecError, match=r"its architecture is gpt2, supported: llama, mistral, qwen2, qwen3; give a GGUF"
+    ):
         export_gguf(model, tmp_path)
 
 
@@ -137,33 +141,33 @@ def here() -> World:
 
 @pytest.fixture(scope="module")
 def replies(here: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reply]]:
-    """What the cache of each type says to the same requests."""
-    found = {}
+    """The replies of each cache type to the same requests."""
+    by_kind = {}
     for kind in ("f16", "bf16", "q8_0", "q4_0"):
         with here.start(f"llama.cpp:type_k={kind},type_v={kind}", tmp_path_factory.mktemp("llama"), PART) as session:
-            found[kind] = session.answer(here.asked)
+            by_kind[kind] = session.answer(here.asked)
             assert (session.described["type_k"], session.described["type_v"]) == (kind, kind)
             assert session.described["flash_attn"] == "enabled"
-            assert session.described["K rotated"] == "0"  # a head of 32 never is, one of 64 by default
-    return found
+            assert session.described["K rotated"] == "0"  # heads of 32 are never rotated, heads of 64 by default
+    return by_kind
 
 
 @needs_it
 @pytest.mark.engines
-def test_f32_says_what_our_own_cache_says(here: World, tmp_path: Path) -> None:
+def test_f32_matches_our_own_cache(here: World, tmp_path: Path) -> None:
     with here.start(EXACT, tmp_path, PART) as session:
         found = session.answer(here.asked)
-    assert here.says_the_same(found)
+    assert here.matches(found)
     assert max(here.gaps(found)) < 1e-5  # float32, another order of sums
 
 
 @needs_it
 @pytest.mark.engines
-def test_f16_says_what_our_own_cache_says_and_fewer_bits_move_the_log_probs(
+def test_f16_matches_our_own_cache_and_fewer_bits_move_the_log_probs_further(
     here: World, replies: dict[str, list[Reply]]
 ) -> None:
-    assert here.says_the_same(replies["f16"])
-    assert max(here.gaps(replies["f16"])) < 2e-3  # queries too are of 11 bits under flash attention
+    assert here.matches(replies["f16"])
+    assert max(here.gaps(replies["f16"])) < 2e-3  # flash attention rounds queries to 11 bits too
     assert here.mean_gap(replies["f16"]) < here.mean_gap(replies["q8_0"]) < here.mean_gap(replies["q4_0"])
     assert here.mean_gap(replies["f16"]) < here.mean_gap(replies["bf16"]) < here.mean_gap(replies["q4_0"])
 
@@ -171,28 +175,32 @@ def test_f16_says_what_our_own_cache_says_and_fewer_bits_move_the_log_probs(
 @needs_it
 @pytest.mark.engines
 def test_more_requests_than_sequences_are_answered_in_their_order(here: World, tmp_path: Path) -> None:
-    asked = [one._replace(most=most) for one, most in zip(here.asked * 2, (5, 1, 7, 3, 2, 9, 4, 6), strict=True)]
+    asked = [
+        one._replace(max_tokens=limit) for one, limit in zip(here.asked * 2, (5, 1, 7, 3, 2, 9, 4, 6), strict=True)
+    ]
     with here.start(EXACT, tmp_path, PART.model_copy(update={"at_once": 3})) as session:
         found = session.answer(asked)
     assert [len(reply.ids) for reply in found] == [5, 1, 7, 3, 2, 9, 4, 6]
-    assert [reply.ids for reply in found] == [own.ids[: one.most] for own, one in zip(here.own * 2, asked, strict=True)]
+    assert [reply.ids for reply in found] == [
+        own.ids[: one.max_tokens] for own, one in zip(here.own * 2, asked, strict=True)
+    ]
 
 
 @needs_it
 @pytest.mark.engines
-def test_a_long_prompt_goes_in_pieces(here: World, tmp_path: Path) -> None:
+def test_a_long_prompt_is_read_in_several_batches(here: World, tmp_path: Path) -> None:
     with here.start(f"{EXACT},n_batch=16,n_ubatch=8", tmp_path, PART) as session:
-        assert here.says_the_same(session.answer(here.asked))
+        assert here.matches(session.answer(here.asked))
 
 
 @needs_it
 @pytest.mark.engines
-def test_answers_are_drawn_by_seed_and_end_with_a_stop(here: World, tmp_path: Path) -> None:
-    heat = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
+def test_answers_depend_on_the_seed_and_end_at_a_stop_token(here: World, tmp_path: Path) -> None:
+    sampled = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
     with here.start(EXACT, tmp_path, PART) as session:
-        first = session.answer(heat)
-        assert session.answer(heat) == first
-        assert session.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
+        first = session.answer(sampled)
+        assert session.answer(sampled) == first
+        assert session.answer([one._replace(seed=one.seed + 100) for one in sampled]) != first
         stop = here.own[0].ids[2]
         (found,) = session.answer([here.asked[0]._replace(stops=(stop,))])
     assert found.finish == "stop"
@@ -202,27 +210,27 @@ def test_answers_are_drawn_by_seed_and_end_with_a_stop(here: World, tmp_path: Pa
 @needs_it
 @pytest.mark.engines
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
-        ("type_k=q6_K", "type_k is 'q6_K', its cache has f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"),
-        ("type_v=8", "type_v is '8', its cache has f32"),
+        ("type_k=q6_K", "type_k is 'q6_K', expected f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"),
+        ("type_v=8", "type_v is '8', expected f32"),
         ("type_v=q8_0,flash_attn=false", "quantized V cache requires flash_attn to be enabled"),
-        ("flash_attn=yes", "flash_attn is 'yes', wanted true, false, auto"),
+        ("flash_attn=yes", "flash_attn is 'yes', expected true, false, auto"),
         ("n_batch=many", "n_batch is 'many'"),
-        ("n_ctx=-5", "n_ctx is -5, which its field"),
-        ("cb_eval=1", "cb_eval is nothing that a word can set"),
+        ("n_ctx=-5", "n_ctx is -5, out of range"),
+        ("cb_eval=1", "cb_eval cannot be set by text"),
     ],
 )
-def test_what_the_engine_does_not_know_is_said(here: World, tmp_path: Path, settings: str, words: str) -> None:
+def test_unknown_settings_are_errors(here: World, tmp_path: Path, settings: str, message: str) -> None:
     with pytest.raises(EngineFailed) as error:
         here.start(f"llama.cpp:{settings}", tmp_path, PART)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).isprintable()
 
 
 @needs_it
 @pytest.mark.engines
-def test_a_request_beyond_the_context_is_refused(here: World, tmp_path: Path) -> None:
+def test_a_request_beyond_the_context_is_an_error(here: World, tmp_path: Path) -> None:
     with (
         here.start("llama.cpp:n_ctx=256", tmp_path, PART.model_copy(update={"at_once": 1})) as session,
         pytest.raises(EngineFailed, match=r"a request takes \d+ tokens, n_ctx_seq is 256"),
@@ -233,8 +241,8 @@ def test_a_request_beyond_the_context_is_refused(here: World, tmp_path: Path) ->
 @needs_it
 @pytest.mark.engines
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_computed_as_transformers_does(family: str, tmp_path: Path) -> None:
-    """By the log-prob of an answer of one token after each of three prompts."""
+def test_every_family_matches_transformers(family: str, tmp_path: Path) -> None:
+    """Compare the log-prob of one token after each of three prompts."""
     from types import SimpleNamespace
     from typing import Any, cast
 

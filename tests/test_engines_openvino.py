@@ -1,4 +1,4 @@
-"""OpenVINO on the embedded model: our own cache's tokens in f32, and a code that acts, more bits less."""
+"""OpenVINO on the embedded model: equal to our own cache in f32, further from it with fewer bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from engine_world import World, world
 
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
-from kvaudit.audit.engines.base import EngineFailed, EngineContext
+from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.engines.exports.openvino import OPENVINO_METHOD, export_openvino
 from kvaudit.audit.engines.inside import worker
 from kvaudit.audit.engines.openvino import OpenVino
-from kvaudit.audit.engines.weights import CONVERSION, convert_once, convert_checkpoint
+from kvaudit.audit.engines.weights import CONVERSION, convert_checkpoint, convert_once
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -43,43 +43,43 @@ def here() -> World:
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what engines write."""
+    """A folder for logs of engines."""
     return tmp_path_factory.mktemp("openvino")
 
 
 @pytest.fixture(scope="module")
 def replies(here: World, logs: Path) -> dict[str, list[Reply]]:
-    """What every condition says to the same requests."""
-    found = {}
+    """The replies of every condition to the same requests."""
+    by_condition = {}
     for name, text in CONDITIONS.items():
         with here.start(text, logs) as session:
-            found[name] = session.answer(here.asked)
-    return found
+            by_condition[name] = session.answer(here.asked)
+    return by_condition
 
 
-def test_f32_says_what_our_own_cache_says(here: World, replies: dict[str, list[Reply]]) -> None:
-    assert here.says_the_same(replies["f32"])
+def test_f32_matches_our_own_cache(here: World, replies: dict[str, list[Reply]]) -> None:
+    assert here.matches(replies["f32"])
     assert max(here.gaps(replies["f32"])) < 1e-5  # float32, another order of sums
 
 
-def test_by_itself_it_serves_a_compressed_cache_and_that_is_written_out() -> None:
-    found = parse_condition(CONDITIONS["u8"])
-    assert found.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=u8,cache_size=2"
-    assert found.compressing == ["KV_CACHE_PRECISION"]
-    assert found.reference.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=f32,cache_size=2"
+def test_the_default_compresses_and_is_written_out() -> None:
+    condition = parse_condition(CONDITIONS["u8"])
+    assert condition.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=u8,cache_size=2"
+    assert condition.compressing == ["KV_CACHE_PRECISION"]
+    assert condition.reference.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=f32,cache_size=2"
 
 
 def test_fewer_bits_move_the_log_probs_further(here: World, replies: dict[str, list[Reply]]) -> None:
     assert 1e-4 < here.mean_gap(replies["u8"]) < here.mean_gap(replies["u4"])
 
 
-def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> None:
-    worths = {name: tuple(one.logprob for one in found) for name, found in replies.items()}
-    assert len({worths[name] for name in CONDITIONS}) == len(CONDITIONS)
+def test_keys_and_values_are_quantised_separately(replies: dict[str, list[Reply]]) -> None:
+    logprobs = {tuple(reply.logprob for reply in batch) for batch in replies.values()}
+    assert len(logprobs) == len(CONDITIONS)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("openvino:KV_CACHE_PRECISON=u4", "device CPU has no property KV_CACHE_PRECISON"),
         ("openvino:KV_CACHE_PRECISION=u5", "u5"),
@@ -98,15 +98,15 @@ def test_keys_and_values_are_coded_apart(replies: dict[str, list[Reply]]) -> Non
         ("openvino:sparse_attention_config.threshold=.5", "has no threshold; openvino_genai's has mode, num_last"),
     ],
 )
-def test_what_the_engine_does_not_know_is_said_in_its_words(here: World, logs: Path, text: str, words: str) -> None:
+def test_unknown_settings_are_rejected_by_the_engine(here: World, logs: Path, text: str, message: str) -> None:
     with pytest.raises(EngineFailed) as error:
         here.start(text, logs)
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith("engine openvino refuses: ")
     assert str(error.value).isprintable()
 
 
-# what acts on long prompts alone: an eviction, and a prefill in more chunks than one; f32 in all else
+# settings that have an effect on long prompts only: eviction, and prefill in several chunks
 ON_LONG = {
     "f32": "",
     "evicting": EVICTING,
@@ -130,38 +130,38 @@ def long_prompt(here: World) -> GenerationRequest:
 
 @pytest.fixture(scope="module")
 def on_long(here: World, logs: Path, long_prompt: GenerationRequest) -> dict[str, tuple[list[Reply], dict[str, str]]]:
-    """What evicts or reads sparsely says to a prompt of some hundred tokens, and what it says of itself."""
-    found = {}
+    """The replies to a prompt of 640 tokens, and the descriptions, under ``ON_LONG``."""
+    results = {}
     for name, settings in ON_LONG.items():
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=64{settings and ','}{settings}"
         with here.start(text, logs) as session:
-            found[name] = session.answer([long_prompt]), dict(session.described)
-    return found
+            results[name] = session.answer([long_prompt]), dict(session.described)
+    return results
 
 
-def test_kvcrush_and_sparse_prefill_act_as_they_are_told(
+def test_kvcrush_and_sparse_prefill_settings_have_an_effect(
     on_long: dict[str, tuple[list[Reply], dict[str, str]]],
 ) -> None:
-    worths = {name: replies[0].logprob for name, (replies, _) in on_long.items()}
-    assert worths.pop("tri that keeps all") == worths["f32"], "its 128 first and 1920 last tokens are all there are"
-    assert len(set(worths.values())) == len(worths), worths
+    logprobs = {name: replies[0].logprob for name, (replies, _) in on_long.items()}
+    assert logprobs.pop("tri that keeps all") == logprobs["f32"], "it keeps the first 128 and last 1920 tokens"
+    assert len(set(logprobs.values())) == len(logprobs), logprobs
 
 
-def test_a_prompt_of_one_chunk_is_read_whole_by_trishape_and_not_by_xattention(
+def test_trishape_reads_a_prompt_of_one_chunk_whole_and_xattention_does_not(
     here: World, logs: Path, long_prompt: GenerationRequest
 ) -> None:
-    found = {}
+    logprobs = {}
     for name in ("f32", "tri", "x"):
         settings = ON_LONG[name]
         text = f"openvino:KV_CACHE_PRECISION=f32,max_num_batched_tokens=1024{settings and ','}{settings}"
         with here.start(text, logs) as session:
-            found[name] = session.answer([long_prompt])[0].logprob
-    assert found["tri"] == found["f32"]
-    assert found["x"] != found["f32"]
+            logprobs[name] = session.answer([long_prompt])[0].logprob
+    assert logprobs["tri"] == logprobs["f32"]
+    assert logprobs["x"] != logprobs["f32"]
 
 
-def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, logs: Path, long_prompt: GenerationRequest) -> None:
-    """Of 2026.4.1; once it answers, docs/audit-an-engine.md says too much."""
+def test_adaptive_rkv_fails_in_the_engine(here: World, logs: Path, long_prompt: GenerationRequest) -> None:
+    """As of 2026.4.1; once it works, remove the remark in docs/audit-an-engine.md."""
     with (
         here.start(f"openvino:KV_CACHE_PRECISION=f32,{EVICTING},aggregation_mode=ADAPTIVE_RKV", logs) as session,
         pytest.raises(EngineFailed, match="Diversity score size mismatch"),
@@ -169,7 +169,7 @@ def test_adaptive_rkv_fails_in_the_words_of_the_engine(here: World, logs: Path, 
         session.answer([long_prompt])
 
 
-def test_it_says_what_it_made_of_them(on_long: dict[str, tuple[list[Reply], dict[str, str]]]) -> None:
+def test_the_description_holds_the_resolved_settings(on_long: dict[str, tuple[list[Reply], dict[str, str]]]) -> None:
     crush, sparse, plain = (on_long[name][1] for name in ("crush", "x", "f32"))
     assert (crush["kvcrush_config.budget"], crush["kvcrush_config.anchor_point_mode"]) == ("1", "MEAN")
     assert "max_cache_size: 128" in crush["eviction"]
@@ -180,28 +180,28 @@ def test_it_says_what_it_made_of_them(on_long: dict[str, tuple[list[Reply], dict
 
 
 def test_the_reference_neither_evicts_nor_reads_sparsely() -> None:
-    found = parse_condition(f"openvino:KV_CACHE_PRECISION=f32,{ON_LONG['crush']},{ON_LONG['x']}")
-    assert found.reference.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=f32,cache_size=2"
-    assert "use_sparse_attention" in found.compressing
+    condition = parse_condition(f"openvino:KV_CACHE_PRECISION=f32,{ON_LONG['crush']},{ON_LONG['x']}")
+    assert condition.reference.canonical == "openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=f32,cache_size=2"
+    assert "use_sparse_attention" in condition.compressing
     assert parse_condition("openvino:KV_CACHE_PRECISION=f32,use_sparse_attention=false").compressing == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
-        ("max_cache_size=128", "wants start_size, recent_size, max_cache_size beside it; add start_size, recent_size"),
-        ("kvcrush_config.budget=1", "wants start_size, recent_size, max_cache_size beside it"),
-        (f"{EVICTING},kvcrush_config.rng_seed=1", "does nothing without a kvcrush_config.budget above 0"),
-        (f"{EVICTING},kvcrush_config.budget=1,aggregation_mode=ADAPTIVE_RKV", "does nothing under aggregation_mode"),
-        ("use_sparse_attention=false,sparse_attention_config.mode=TRISHAPE", "does nothing with use_sparse_attention"),
+        ("max_cache_size=128", "requires start_size, recent_size, max_cache_size; add start_size, recent_size"),
+        ("kvcrush_config.budget=1", "requires start_size, recent_size, max_cache_size; add"),
+        (f"{EVICTING},kvcrush_config.rng_seed=1", "has no effect without a kvcrush_config.budget above 0"),
+        (f"{EVICTING},kvcrush_config.budget=1,aggregation_mode=ADAPTIVE_RKV", "has no effect with aggregation_mode"),
+        ("use_sparse_attention=false,sparse_attention_config.mode=TRISHAPE", "has no effect with use_sparse_attention"),
     ],
 )
-def test_settings_of_a_part_that_is_off_are_refused(settings: str, words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+def test_settings_without_effect_are_rejected(settings: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         parse_condition(f"openvino:{settings}")
 
 
-def test_it_says_what_it_is(here: World, logs: Path) -> None:
+def test_the_description_holds_version_precision_and_weights(here: World, logs: Path) -> None:
     with here.start(CONDITIONS["u4"], logs) as session:
         assert session.described["KV_CACHE_PRECISION"] == "u4"
         assert session.described["version"].startswith("openvino_genai 202")
@@ -209,22 +209,22 @@ def test_it_says_what_it_is(here: World, logs: Path) -> None:
 
 
 def test_answers_are_drawn_by_seed(here: World, logs: Path) -> None:
-    heat = [one._replace(temperature=1.0) for one in here.asked]
+    sampled = [request._replace(temperature=1.0) for request in here.asked]
     with here.start(CONDITIONS["f32"], logs) as session:
-        first = session.answer(heat)
-        assert session.answer(heat) == first
-        assert session.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
+        first = session.answer(sampled)
+        assert session.answer(sampled) == first
+        assert session.answer([request._replace(seed=request.seed + 100) for request in sampled]) != first
 
 
-TELLS = """
+REPORT_TELEMETRY = """
 import openvino
 from openvino.tools.ovc import telemetry_utils
 def start(setup):
-    return {"sends by": telemetry_utils.tm.__name__}, None
+    return {"telemetry": telemetry_utils.tm.__name__}, None
 """
 
 
-def test_nothing_is_sent_home_by_a_conversion_or_by_an_engine(tmp_path: Path) -> None:
+def test_neither_conversion_nor_engine_sends_telemetry(tmp_path: Path) -> None:
     stub = "openvino.tools.ovc.telemetry_stub"
     export = "load_model().model, Path(sys.argv[1])"
     code = (
@@ -232,41 +232,45 @@ def test_nothing_is_sent_home_by_a_conversion_or_by_an_engine(tmp_path: Path) ->
         f"from kvaudit.audit.engines.exports.openvino import export_openvino; export_openvino({export}); "
         "from openvino.tools.ovc import telemetry_utils; print(telemetry_utils.tm.__name__)"
     )
-    said = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines()[-1] == stub
-    (tmp_path / "tells.py").write_text(TELLS)
-    command = [sys.executable, worker.__file__, str(tmp_path / "tells.py")]
-    said = subprocess.run(command, input='{"start": {}}\n', capture_output=True, text=True, check=True)
-    assert json.loads(said.stdout)["about"] == {"sends by": stub}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == stub
+    (tmp_path / "telemetry.py").write_text(REPORT_TELEMETRY)
+    command = [sys.executable, worker.__file__, str(tmp_path / "telemetry.py")]
+    done = subprocess.run(command, input='{"start": {}}\n', capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["about"] == {"telemetry": stub}
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------
 
 
-def test_a_conversion_that_was_cut_short_is_refused_and_one_half_made_is_made_again(
+def test_a_truncated_conversion_is_an_error_and_an_unfinished_one_is_repeated(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = convert_checkpoint("openvino", here.model, OPENVINO_METHOD, lambda path: export_openvino(here.model.model, path)).path
+    whole = convert_checkpoint(
+        "openvino", here.model, OPENVINO_METHOD, lambda path: export_openvino(here.model.model, path)
+    ).path
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
     folder = shutil.copytree(whole, tmp_path / "openvino" / whole.name)
     weights = folder / "openvino_model.bin"
     size = weights.stat().st_size
     with weights.open("r+b") as file:
         file.truncate(size // 2)
-    with pytest.raises(RunError, match=r"is not the conversion that was written there; delete it") as error:
+    with pytest.raises(RunError, match=r"was changed after its conversion; delete it") as error:
         here.start(CONDITIONS["f32"], tmp_path)
     assert str(folder) in str(error.value)
-    (folder / CONVERSION).unlink()  # as a kill leaves it
+    (folder / CONVERSION).unlink()  # as in an interrupted conversion
     here.start(CONDITIONS["f32"], tmp_path).stop()
     assert weights.stat().st_size == size
 
 
-def test_weights_that_a_model_holds_rounded_are_another_conversion(here: World) -> None:
+def test_rounded_weights_are_another_conversion(here: World) -> None:
     rounded = load_model(dtype="bfloat16")
-    assert rounded.sha256 == here.model.sha256, "which is of the file"
+    assert rounded.sha256 == here.model.sha256, "the hash is that of the file"
 
     def weights(model: LoadedModel) -> bytes:
-        folder = convert_checkpoint("openvino", model, OPENVINO_METHOD, lambda path: export_openvino(model.model, path)).path
+        folder = convert_checkpoint(
+            "openvino", model, OPENVINO_METHOD, lambda path: export_openvino(model.model, path)
+        ).path
         return (folder / "openvino_model.bin").read_bytes()
 
     exact, other = weights(here.model), weights(rounded)
@@ -274,9 +278,7 @@ def test_weights_that_a_model_holds_rounded_are_another_conversion(here: World) 
     assert exact != other
 
 
-def test_a_conversion_that_fails_leaves_nothing_that_could_be_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
 
     def half(folder: Path) -> dict[str, str]:
@@ -291,89 +293,89 @@ def test_a_conversion_that_fails_leaves_nothing_that_could_be_taken_for_one(
     with pytest.raises(RunError, match=r"cannot be converted .*No space left on device.*KVAUDIT_CACHE"):
         convert_once("test", "ab" * 32, "one", half)
     assert list((tmp_path / "test").glob("*/")) == []
-    found = convert_once("test", "ab" * 32, "one", whole)
-    assert convert_once("test", "ab" * 32, "one", half).path == found.path  # what is kept is not made again
-    assert convert_once("test", "ab" * 32, "another way", whole).path != found.path
+    first = convert_once("test", "ab" * 32, "one", whole)
+    assert convert_once("test", "ab" * 32, "one", half).path == first.path  # not converted again
+    assert convert_once("test", "ab" * 32, "another", whole).path != first.path
 
 
 @pytest.mark.parametrize("place", ["a file", "a file/below"])
-def test_a_cache_that_nobody_can_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_an_unwritable_cache_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (tmp_path / "a file").touch()
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path / place))
     with pytest.raises(RunError, match=r"cannot be converted into .*Not a directory.*KVAUDIT_CACHE"):
         convert_once("test", "ab" * 32, "one", lambda _: {})
 
 
-def test_a_library_that_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_write_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
 
     def convert(_: Path) -> dict[str, str]:
         raise RuntimeError("basic_ios::clear: iostream error")
 
-    with pytest.raises(RunError, match=r"iostream error\); see whether there is room"):
+    with pytest.raises(RunError, match=r"iostream error\); check the free space"):
         convert_once("test", "ab" * 32, "one", convert)
 
 
-@pytest.mark.parametrize("story", ["{}", '{"of": 7, "files": []}', '{"files": null}'])
-def test_a_conversion_whose_story_is_spoilt_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str
-) -> None:
+@pytest.mark.parametrize("content", ["{}", '{"of": 7, "files": []}', '{"files": null}'])
+def test_a_damaged_conversion_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
     folder = convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"}).path
-    (folder / CONVERSION).write_text(story)
-    with pytest.raises(RunError, match="is not the conversion that was written there; delete it"):
+    (folder / CONVERSION).write_text(content)
+    with pytest.raises(RunError, match="was changed after its conversion; delete it"):
         convert_once("test", "ab" * 32, "one", lambda _: {"by": "1"})
 
 
-def test_two_that_convert_at_once_get_one_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from threading import Thread
 
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
-    made: list[Path] = []
+    folders: list[Path] = []
 
     def convert(folder: Path) -> dict[str, str]:
-        made.append(folder)
+        folders.append(folder)
         return {"by": "1"}
 
     with ExitStack() as stack:
         for thread in [Thread(target=convert_once, args=("test", "cd" * 32, "one", convert)) for _ in range(3)]:
             thread.start()
             stack.callback(thread.join)
-    assert len(made) == 1
+    assert len(folders) == 1
 
 
-def test_weights_of_the_users_own_are_served_as_they_are_or_refused(tmp_path: Path) -> None:
-    from kvaudit.core.spec_evaluate import EngineSpec
-
-    with pytest.raises(SpecError, match=r"wanted a folder that holds openvino_model.xml"):
+def test_a_configured_folder_without_weights_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"expected a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]
     assert OpenVino.install == install_line("openvino")
 
 
-def test_a_prompt_that_does_not_fit_the_cache_is_no_empty_answer(tmp_path: Path) -> None:
+def test_a_prompt_beyond_the_cache_is_an_error(tmp_path: Path) -> None:
     model = load_model("embedded", device="cpu")
     settings = dict(parse_condition("openvino:num_kv_blocks=1,cache_size=0").settings)
-    asked = GenerationRequest(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
-    work = EngineContext(model, EngineSpec(), tmp_path / "log", 1)
-    said = r"ended after \d+ of 8 tokens without an end; the prompt has 900"
-    with ENGINES.get("openvino").start(settings, work) as session, pytest.raises(EngineFailed, match=said):
-        session.answer([asked])
+    request = GenerationRequest(tuple(range(5, 905)), 8, (1,), 0.0, 1.0, 0)
+    context = EngineContext(model, EngineSpec(), tmp_path / "log", 1)
+    message = r"ended after \d+ of 8 tokens without a stop token; the prompt has 900"
+    with ENGINES.get("openvino").start(settings, context) as session, pytest.raises(EngineFailed, match=message):
+        session.answer([request])
 
 
 @pytest.mark.parametrize(
-    ("settings", "computes", "named"),
+    ("settings", "capabilities", "message"),
     [
         ({"INFERENCE_PRECISION_HINT": "bf16"}, ["FP32", "INT8"], "INFERENCE_PRECISION_HINT is bf16"),
         ({"INFERENCE_PRECISION_HINT": "f16"}, ["FP32", "BF16"], "INFERENCE_PRECISION_HINT is f16"),
         ({"KEY_CACHE_PRECISION": "bf16"}, ["FP32", "FP16"], "KEY_CACHE_PRECISION is bf16"),
         ({"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "f16"}, ["FP32", "BF16"], None),
-        ({"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}, ["FP32"], None),  # stored, not computed in
+        (
+            {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"},
+            ["FP32"],
+            None,
+        ),  # precision of the store, not of computing
     ],
 )
-def test_a_precision_that_the_processor_lacks_is_said(
-    settings: dict[str, str], computes: list[str], named: str | None
+def test_an_unsupported_precision_is_an_error(
+    settings: dict[str, str], capabilities: list[str], message: str | None
 ) -> None:
-    from kvaudit.audit.engines.inside.openvino_properties import _check_computes
+    from kvaudit.audit.engines.inside.openvino_properties import _check_precisions
 
-    with nullcontext() if named is None else pytest.raises(ValueError, match=named):
-        _check_computes("CPU", computes, settings)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        _check_precisions("CPU", capabilities, settings)

@@ -1,4 +1,4 @@
-"""A run whose units an engine serves: what our own cache says where nothing is compressed, kept and gone on with."""
+"""Runs with units that an engine serves: equal to our own cache if uncompressed, recorded and resumed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from test_pilot import Memory, played_once
 
-from kvaudit.audit.engines import GenerationRequest, Condition, Reply
-from kvaudit.audit.engines.base import Session
+from kvaudit.audit.engines import Condition, GenerationRequest, Reply
+from kvaudit.audit.engines.base import EngineFailed, Session
 from kvaudit.audit.engines.weights import check_weights_fit
 from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.audit.runs import evaluate
@@ -31,9 +31,9 @@ from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Item, Record
 from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.verdict.drift import drift_of
-from kvaudit.reports.records.load import load_run
 from kvaudit.suites.base import SUITES
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
@@ -65,13 +65,13 @@ def worked(path: Path, spec: RunSpec) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def memory() -> Memory:
-    """What our own cache said in the run in one go."""
+    """The answers of our own cache in the uninterrupted run."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder:
-    """The run in one go."""
+    """The uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "play", played_once(memory))
         return worked(tmp_path_factory.mktemp("engines") / "whole", spec_of())
@@ -79,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder
 
 @pytest.fixture
 def same_again(whole: RunFolder, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run as the whole one: its engines are not tried once more, and our own cache says what it said there."""
+    """Make runs like ``whole`` faster: no trial of engines, and the recorded answers of our own cache."""
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
     monkeypatch.setattr(evaluate, "play", played_once(memory))
 
@@ -90,54 +90,55 @@ def chat() -> Chat:
 
 
 def records_in(folder: Path, policy: str) -> list[Record]:
-    """Of one condition, in the order in which they were written, file by file."""
-    found = [
-        Record.from_json(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()
-    ]
-    return [record for record in found if record.policy == policy]
+    """Return the records of a condition, file by file in the order of writing."""
+    lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [record for record in map(Record.from_json, lines) if record.policy == policy]
 
 
-def said(records: Sequence[Record]) -> dict[tuple[str, str], list[str]]:
+def transcripts(records: Sequence[Record]) -> dict[tuple[str, str], list[str]]:
     return {(r.suite, r.item_id): [m.content for m in r.transcript] for r in records}
 
 
 def timeless(folder: Path) -> dict[str, list[dict[str, object]]]:
-    """Every record without its seconds, which no two runs share."""
+    """Return every record without its seconds."""
     rows = {file.name: list(map(json.loads, file.read_text().splitlines())) for file in folder.rglob("*.jsonl")}
-    return {name: [{k: v for k, v in row.items() if k != "seconds"} for row in own] for name, own in rows.items()}
+    return {
+        name: [{k: v for k, v in row.items() if k != "seconds"} for row in file_rows]
+        for name, file_rows in rows.items()
+    }
 
 
-def test_an_engine_that_compresses_nothing_says_what_our_own_cache_says(whole: RunFolder) -> None:
+def test_an_uncompressed_engine_matches_our_own_cache(whole: RunFolder) -> None:
     ours, theirs = records_in(whole.records, "none"), records_in(whole.records, F32)
-    assert len(said(theirs)) == 48
-    assert said(theirs) == said(ours)
+    assert len(transcripts(theirs)) == 48
+    assert transcripts(theirs) == transcripts(ours)
     assert {r.item_id: r.new_tokens for r in theirs} == {r.item_id: r.new_tokens for r in ours}
     assert {r.item_id: r.facets for r in theirs} == {r.item_id: r.facets for r in ours}
 
 
-def test_a_coded_cache_moves_every_log_prob(whole: RunFolder) -> None:
+def test_a_quantised_cache_changes_every_log_prob(whole: RunFolder) -> None:
     plain = {r.item_id: r.logprob for r in records_in(whole.records, F32)}
     coded = {r.item_id: r.logprob for r in records_in(whole.records, U4)}
     assert None not in coded.values()
     assert sum(plain[item] != coded[item] for item in plain) >= 46  # of 48
 
 
-def test_what_an_engine_does_not_show_is_not_there(whole: RunFolder) -> None:
+def test_facts_that_an_engine_does_not_report_are_absent(whole: RunFolder) -> None:
     record = records_in(whole.records, U4)[0]
     assert (record.retention, record.kv_bytes_peak, record.kv_bytes_dense, record.kv_bytes_live) == (None,) * 4
     assert dict(record.survival) == {}
 
 
-def test_asked_again_in_the_same_order_an_engine_says_the_same_to_the_bit(whole: RunFolder) -> None:
-    grid_ = {(r.suite, r.item_id): r for r in records_in(whole.records, U4)}
+def test_repeated_requests_in_the_same_order_get_bitwise_equal_answers(whole: RunFolder) -> None:
+    recorded = {(r.suite, r.item_id): r for r in records_in(whole.records, U4)}
     again = records_in(whole.path / "floor" / "again", U4)
     assert len(again) == 2 * 8
     for record in again:
-        before = grid_[record.suite, record.item_id]
+        before = recorded[record.suite, record.item_id]
         assert (record.transcript, record.logprob) == (before.transcript, before.logprob)
 
 
-def test_the_shuffled_floor_asks_the_same_items_in_another_order(whole: RunFolder) -> None:
+def test_the_shuffled_floor_has_the_same_items_in_another_order(whole: RunFolder) -> None:
     again, shuffled = (records_in(whole.path / "floor" / kind, U4) for kind in ("again", "shuffled"))
     assert sorted(r.item_id for r in again) == sorted(r.item_id for r in shuffled)
     assert [r.item_id for r in again] != [r.item_id for r in shuffled]
@@ -147,46 +148,44 @@ def test_our_own_cache_has_no_floor(whole: RunFolder) -> None:
     assert not records_in(whole.path / "floor" / "again", "none")
 
 
-def test_provenance_holds_what_the_engine_says_of_itself(whole: RunFolder) -> None:
-    told = whole.provenance()["engines"]
-    assert set(told) == {F32, U4}
-    assert told[U4]["KV_CACHE_PRECISION"] == "u4"
-    assert told[U4]["version"].startswith("openvino_genai 20")
-    assert "enable_prefix_caching False" in told[U4]["scheduler"]
+def test_provenance_holds_the_description_of_the_engine(whole: RunFolder) -> None:
+    engines = whole.provenance()["engines"]
+    assert set(engines) == {F32, U4}
+    assert engines[U4]["KV_CACHE_PRECISION"] == "u4"
+    assert engines[U4]["version"].startswith("openvino_genai 20")
+    assert "enable_prefix_caching False" in engines[U4]["scheduler"]
     assert whole.provenance()["policies"][U4] == next(iter(records_in(whole.records, U4))).policy_hash
 
 
-def test_the_units_of_a_condition_stand_together() -> None:
+def test_the_units_of_a_condition_are_consecutive() -> None:
     served = [unit.policy.canonical for unit in grid(spec_of())]
     assert served == ["none", "none", U4, U4, F32, F32]
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """Simulates a kill: nothing catches it."""
 
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[WorkerSession], None]], None]:
-    """Do something to the engine before it answers its nth batch."""
+    """A function that makes something happen before the engine answers its nth batch."""
 
-    def armed(number: int, happen: Callable[[WorkerSession], None]) -> None:
-        answer, asked = WorkerSession.answer, [0]
+    def arm(number: int, happen: Callable[[WorkerSession], None]) -> None:
+        answer, batches = WorkerSession.answer, [0]
 
-        def answered(self: WorkerSession, rows: Sequence[GenerationRequest]) -> list[Reply]:
-            asked[0] += 1
-            if asked[0] == number:
+        def patched(self: WorkerSession, rows: Sequence[GenerationRequest]) -> list[Reply]:
+            batches[0] += 1
+            if batches[0] == number:
                 happen(self)
             return answer(self, rows)
 
-        monkeypatch.setattr(WorkerSession, "answer", answered)
+        monkeypatch.setattr(WorkerSession, "answer", patched)
 
-    return armed
+    return arm
 
 
 @pytest.mark.usefixtures("same_again")
-def test_a_run_that_was_killed_goes_on_to_the_same_records(
-    whole: RunFolder, tmp_path: Path, after: Callable[..., None]
-) -> None:
+def test_a_killed_run_resumes_to_the_same_records(whole: RunFolder, tmp_path: Path, after: Callable[..., None]) -> None:
     def die(_: WorkerSession) -> None:
         raise Killed
 
@@ -199,7 +198,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_records(
 
 
 @pytest.mark.usefixtures("same_again")
-def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost_or_doubled(
+def test_a_killed_engine_is_restarted_without_lost_or_repeated_records(
     whole: RunFolder, tmp_path: Path, after: Callable[..., None]
 ) -> None:
     after(2, lambda session: os.kill(children_of(session._process._process.pid)[0], signal.SIGKILL))
@@ -209,34 +208,32 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost_or_double
 
 
 def workers() -> list[str]:
-    """Command lines of engines that this process has left behind."""
+    """Return the command lines of engines that this process has started and not ended."""
     listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if f" {os.getpid()} " in f" {line} " and "keeper.py" in line]
+    return [line for line in listed.splitlines() if f" {os.getpid()} " in f" {line} " and "supervisor.py" in line]
 
 
 def children_of(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in listed.splitlines()[1:]]
-    return [int(own) for own, parent in rows if int(parent) == pid]
+    return [int(child) for child, parent in rows if int(parent) == pid]
 
 
 class Broken(Session):
-    """An engine that is gone whenever it is asked."""
+    """An engine that fails at every request."""
 
     def __init__(self) -> None:
         self.stopped = 0
         self.described = {"version": "1"}
 
-    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
-        from kvaudit.audit.engines.base import EngineFailed
-
-        raise EngineFailed(f"engine stand-in: it ended while it had {len(asked)} requests")
+    def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
+        raise EngineFailed(f"engine stand-in: it ended while answering {len(requests)} requests")
 
     def stop(self) -> None:
         self.stopped += 1
 
 
-def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
+def test_an_engine_that_fails_three_times_ends_the_run_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Broken] = []
@@ -247,31 +244,29 @@ def test_an_engine_that_is_gone_three_times_ends_the_run_with_its_last_words(
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="stand-in: it ended while it had 2 requests; finished work is kept: go on"):
+    with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; what is written stays: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
-    assert all(one.stopped for one in started)
+    assert all(session.stopped for session in started)
 
 
-def test_an_engine_that_does_not_start_again_ends_the_run_with_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_restart_ends_the_run_and_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Broken] = []
 
     def start(*_: object) -> Session:
         if started:
-            raise RunError("engine stand-in: it ended while it started")
+            raise RunError("engine stand-in: it ended while starting")
         started.append(Broken())
         return started[-1]
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="it ended while it started; finished work is kept: go on with --resume"):
+    with pytest.raises(RunError, match="it ended while starting; what is written stays: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 
 
 @pytest.mark.usefixtures("same_again")
-def test_another_engine_does_not_go_on_with_a_run(
+def test_a_run_is_not_resumed_with_another_version_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None]
 ) -> None:
     def die(_: WorkerSession) -> None:
@@ -287,7 +282,7 @@ def test_another_engine_does_not_go_on_with_a_run(
         worked(tmp_path / "run", spec_of())
 
 
-def test_of_two_long_texts_of_an_engine_that_part_is_shown_in_which_they_do(tmp_path: Path) -> None:
+def test_long_texts_are_shown_from_their_first_difference_on(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", spec_of(), resume=False)
     check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
     with pytest.raises(
@@ -299,30 +294,28 @@ def test_of_two_long_texts_of_an_engine_that_part_is_shown_in_which_they_do(tmp_
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "message"),
     [
         ("KV_CACHE_PRECISION: u5", "openvino refuses"),
         ("KV_CASH_PRECISION: u4", "device CPU has no property KV_CASH_PRECISION"),
     ],
 )
-def test_what_the_engine_does_not_know_it_says_before_a_folder_is_claimed(setting: str, words: str) -> None:
-    with pytest.raises(RunError, match=words):
+def test_an_unknown_setting_is_an_error_before_the_run_folder_is_made(setting: str, message: str) -> None:
+    with pytest.raises(RunError, match=message):
         prepare_run(spec_of("KV_CACHE_PRECISION: u4", setting))
 
 
-class Weighed(SUITES.get("refusal")):  # type: ignore[misc]
-    """A suite that has options weighed, as one of another harness may."""
+class Scored(SUITES.get("refusal")):  # type: ignore[misc]
+    """A suite that scores given answers, as a suite of another harness may."""
 
     def options(self, item: Item) -> tuple[str, ...]:
         return "I must refuse.", "The code"
 
 
-def test_a_suite_that_weighs_given_answers_is_refused_by_name(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_scores_given_answers_is_an_error(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("kvaudit.audit.runs.prepare.suite_as_asked", lambda *_: Weighed())
-    with pytest.raises(
-        SpecError, match="suite refusal scores given answers by their likelihood, which engine openvino is not used for"
-    ):
+    monkeypatch.setattr("kvaudit.audit.runs.evaluate.asked_suite", lambda *_: Scored())
+    with pytest.raises(SpecError, match="suite refusal weighs given answers, which engine openvino is not asked for"):
         check_engines(spec_of(), {("refusal", 96): [items]})
 
 
@@ -330,33 +323,33 @@ def unit_of(spec: RunSpec) -> Unit:
     return next(unit for unit in grid(spec) if isinstance(unit.policy, Condition))
 
 
-def batches_of(spec: RunSpec, chat: Chat, part: str) -> Iterator[list[str]]:
+def batches_of(spec: RunSpec, chat: Chat, kind: str) -> Iterator[list[str]]:
     suite, unit = SUITES.get("refusal")(), unit_of(spec)
     items = evaluation_items(spec, suite, 96, chat.count_tokens)
-    for batch in engine_batches(spec, suite, items, unit, part):
+    for batch in engine_batches(spec, suite, items, unit, kind):
         yield [item.item_id for item in batch]
 
 
-def test_the_pilot_of_an_engine_is_whole_batches_of_its_grid(chat: Chat) -> None:
+def test_the_pilot_of_an_engine_consists_of_batches_of_its_grid(chat: Chat) -> None:
     spec = spec_of("items: 24}, agent", "items: 120}, agent")
     spec = spec.model_copy(update={"evaluate": spec.evaluate.model_copy(update={"pilot": 24})})
-    pilot, whole_ = list(batches_of(spec, chat, "pilot")), list(batches_of(spec, chat, "records"))
-    assert whole_[: len(pilot)] == pilot
+    pilot, grid_batches = list(batches_of(spec, chat, "pilot")), list(batches_of(spec, chat, "records"))
+    assert grid_batches[: len(pilot)] == pilot
     assert sum(map(len, pilot)) >= 24
     suite = SUITES.get("refusal")()
     items = evaluation_items(spec, suite, 96, chat.count_tokens)
     assert sorted(name for batch in pilot for name in batch) == sorted(
         item.item_id for item in whole_templates(suite, items, 24)
     )
-    assert sorted(name for batch in whole_ for name in batch) == sorted(item.item_id for item in items)
+    assert sorted(name for batch in grid_batches for name in batch) == sorted(item.item_id for item in items)
 
 
-def test_a_batch_holds_twice_what_is_in_flight(chat: Chat) -> None:
+def test_a_batch_holds_twice_the_concurrent_requests(chat: Chat) -> None:
     assert [len(batch) for batch in batches_of(spec_of(), chat, "records")] == [8, 8, 8]
     assert [len(batch) for batch in batches_of(spec_of(), chat, "again")] == [8]
 
 
-def test_weights_that_are_larger_than_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_the_free_memory_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.bin").write_bytes(b"0" * (3 << 20))
     monkeypatch.setattr("kvaudit.audit.sampling.memory.free_bytes", lambda _: 2 << 20)
     with pytest.raises(SpecError, match=r"engine openvino needs 0\.0 GiB for the weights in .* memory are free"):
@@ -379,13 +372,13 @@ gate: {margins: {refusal: 20}}
 """
 
 
-def test_trained_checkpoints_are_served_by_an_engine_as_they_are(tmp_path: Path) -> None:
+def test_an_engine_serves_trained_checkpoints(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", parse_spec(ARMS, "spec", NAMES), resume=True)
     pipeline = Pipeline(run, Console(quiet=True), threads=1)
     pipeline.work_on("train", "evaluate")
     data = load_run(run.path)
-    found = drift_of(data, comparison_of(data.spec, data.records, data.provenance), 0.05)
-    kinds = {(c.estimand, c.policy) for c in found.contrasts if c.arm == "smd" and c.suite == "refusal"}
+    drift = drift_of(data, comparison_of(data.spec, data.records, data.provenance), 0.05)
+    kinds = {(c.estimand, c.policy) for c in drift.contrasts if c.arm == "smd" and c.suite == "refusal"}
     assert kinds == {
         ("alike", "none"),
         ("deployed", "none"),
@@ -393,8 +386,8 @@ def test_trained_checkpoints_are_served_by_an_engine_as_they_are(tmp_path: Path)
         ("serving", U4),
         ("interaction", U4),
     }
-    said_by = {arm: said([r for r in records_in(run.records, F32) if r.arm == arm]) for arm in ("dense", "smd")}
-    ours = {arm: said([r for r in records_in(run.records, "none") if r.arm == arm]) for arm in ("dense", "smd")}
-    assert said_by == ours
+    served = {arm: transcripts([r for r in records_in(run.records, F32) if r.arm == arm]) for arm in ("dense", "smd")}
+    ours = {arm: transcripts([r for r in records_in(run.records, "none") if r.arm == arm]) for arm in ("dense", "smd")}
+    assert served == ours
     trained = run.provenance()["checkpoints"]
     assert {f"{r.arm}/1": r.checkpoint for r in records_in(run.records, U4)} == trained

@@ -1,4 +1,4 @@
-"""transformers' own caches: dynamic says what ours does; a code acts from the second token of an answer on."""
+"""transformers' own caches: dynamic and static match ours; quantisation acts from the second token of an answer on."""
 
 from __future__ import annotations
 
@@ -25,71 +25,71 @@ def here() -> World:
 
 @pytest.fixture(scope="module")
 def plain(here: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A dynamic cache at work."""
+    """A session with a dynamic cache."""
     with here.start("transformers", tmp_path_factory.mktemp("plain"), PART) as session:
         yield session
 
 
-def test_a_dynamic_cache_says_what_our_own_cache_says(here: World, plain: Session) -> None:
-    found = plain.answer(here.asked)
+def test_a_dynamic_cache_matches_our_own_cache(here: World, plain: Session) -> None:
+    replies = plain.answer(here.asked)
     assert plain.described["cache"] == "DynamicCache"
     alone = [plain.answer([one])[0] for one in here.asked[:2]]
-    assert here.says_the_same(found)
-    assert max(here.gaps(found)) < 1e-5  # float32, another width of the batch
-    assert [reply.ids for reply in alone] == [reply.ids for reply in found[:2]]
+    assert here.matches(replies)
+    assert max(here.gaps(replies)) < 1e-5  # float32, another batch size
+    assert [reply.ids for reply in alone] == [reply.ids for reply in replies[:2]]
 
 
-def test_a_static_cache_is_another_layout_of_the_same_numbers(here: World, tmp_path: Path) -> None:
+def test_a_static_cache_matches_our_own_cache(here: World, tmp_path: Path) -> None:
     with here.start("transformers:cache=static", tmp_path, PART) as static:
         assert static.described["cache"] == "StaticCache"
-        found = static.answer(here.asked)
-    assert here.says_the_same(found)
-    assert max(here.gaps(found)) < 1e-5
-    with pytest.raises(SpecError, match="nbits does nothing with cache static; write cache: quantized"):
+        replies = static.answer(here.asked)
+    assert here.matches(replies)
+    assert max(here.gaps(replies)) < 1e-5
+    with pytest.raises(SpecError, match="nbits has no effect with cache static; write cache: quantized"):
         parse_condition({"engine": "transformers", "cache": "static", "nbits": 4})
 
 
-def test_a_coded_cache_is_met_from_the_second_token_on(here: World, tmp_path: Path) -> None:
+def test_quantisation_takes_effect_from_the_second_token_on(here: World, tmp_path: Path) -> None:
     with here.start("transformers:backend=fp8", tmp_path, PART) as session:
         assert session.described["cache"] == "QuantizedCache"
         assert "Fp8QuantizedLayer" in session.described["layer"]
-        first = session.answer([one._replace(most=1) for one in here.asked])
+        first = session.answer([one._replace(max_tokens=1) for one in here.asked])
         whole = session.answer(here.asked)
     pairs = list(zip(first, here.own, strict=True))
     assert max(abs(float(reply.logprob or 0) - own.logprobs[0]) for reply, own in pairs) < 1e-4
     assert here.mean_gap(whole) > 1e-3
 
 
-def test_rows_end_by_their_own_stop_and_length_and_draw_by_their_own_seed(here: World, plain: Session) -> None:
+def test_each_row_has_its_own_stops_limit_and_seed(here: World, plain: Session) -> None:
     stop = here.own[0].ids[3]
-    asked = [here.asked[0]._replace(stops=(stop,)), here.asked[1]._replace(most=5, stops=(stop,))]
-    heat = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
-    stopped, short = plain.answer(asked)
-    first = plain.answer(heat)
-    assert [reply.ids for reply in plain.answer(heat[::-1])] == [reply.ids for reply in first[::-1]]
-    assert plain.answer([one._replace(seed=one.seed + 100) for one in heat]) != first
+    requests = [here.asked[0]._replace(stops=(stop,)), here.asked[1]._replace(max_tokens=5, stops=(stop,))]
+    sampled = [one._replace(temperature=1.0, top_p=0.9) for one in here.asked]
+    stopped, short = plain.answer(requests)
+    first = plain.answer(sampled)
+    assert [reply.ids for reply in plain.answer(sampled[::-1])] == [reply.ids for reply in first[::-1]]
+    assert plain.answer([one._replace(seed=one.seed + 100) for one in sampled]) != first
     assert stopped.finish == "stop"
     assert stopped.ids == here.own[0].ids[: here.own[0].ids.index(stop) + 1]
     assert (short.finish, short.ids) == ("length", here.own[1].ids[:5])
 
 
-def test_what_does_nothing_or_is_unknown_is_refused(here: World, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="nbits does nothing with cache dynamic; write cache: quantized"):
+def test_unknown_settings_and_settings_without_effect_are_errors(here: World, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nbits has no effect with cache dynamic; write cache: quantized"):
         parse_condition({"engine": "transformers", "cache": "dynamic", "nbits": 4})
     with pytest.raises(EngineFailed, match=r"The `fp8` backend quantizes per-tensor and does not support \['nbits'\]"):
         here.start("transformers:backend=fp8,nbits=4", tmp_path, PART)
     with pytest.raises(EngineFailed, match="Unknown quantization backend `int3`"):
         here.start("transformers:backend=int3", tmp_path, PART)
-    with pytest.raises(SpecError, match="it reads the checkpoint itself; leave it out"):
+    with pytest.raises(SpecError, match="it reads the checkpoint itself; remove it"):
         here.start("transformers", tmp_path, EngineSpec(weights="/nowhere"))
 
 
 def test_the_backend_is_written_out() -> None:
-    found = parse_condition({"engine": "transformers", "nbits": 4})
-    assert found.canonical == (
+    condition = parse_condition({"engine": "transformers", "nbits": 4})
+    assert condition.canonical == (
         "transformers:attn_implementation=sdpa,backend=quanto,cache=quantized,dtype=float32,nbits=4"
     )
-    assert found.reference.canonical == "transformers:attn_implementation=sdpa,cache=dynamic,dtype=float32"
+    assert condition.reference.canonical == "transformers:attn_implementation=sdpa,cache=dynamic,dtype=float32"
 
 
 @pytest.mark.engines

@@ -56,11 +56,11 @@ def test_public_suites_keep_the_contract_on_the_real_rows(suite: Suite) -> None:
 def test_a_missing_folder_or_file_is_one_line(data: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (*data.rglob("*.json*"), *data.rglob("*.csv")):
         path.unlink()
-    with pytest.raises(DataError, match=rf"suite {suite.name} reads .* which KVAUDIT_DATA=.* does not hold"):
+    with pytest.raises(DataError, match=rf"suite {suite.name} needs .* which is missing in KVAUDIT_DATA="):
         suite.items("eval", 1, 0, 600, words)
     monkeypatch.delenv("KVAUDIT_DATA")
     monkeypatch.setenv("KVAUDIT_CACHE", str(data / "nothing was fetched"))
-    with pytest.raises(DataError, match="but KVAUDIT_DATA is not set"):
+    with pytest.raises(DataError, match="and KVAUDIT_DATA is not set"):
         suite.items("eval", 1, 0, 600, words)
 
 
@@ -74,11 +74,11 @@ def test_a_torn_row_is_named(data: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (b"prompt,label\na,safe,more\n", "line 2 is no row of a CSV file .3 cells under a header of 2"),
-        (b"# version=1\nprompt,label\na,safe\n\n\xff,safe\n", "line 5 is no row of a CSV file .*utf-8"),
-        (b'prompt,label\n"a\nb,safe\n', "line 3 is no row of a CSV file"),
-        (b"prompt,kind\na,safe\n", "lacks a column 'label'; it holds prompt, kind"),
-        (b"", "lacks a column 'prompt'; it holds no rows"),
+        (b"prompt,label\na,safe,more\n", "line 2 is not a valid CSV row .3 cells under a header of 2"),
+        (b"# version=1\nprompt,label\na,safe\n\n\xff,safe\n", "line 5 is not a valid CSV row .*utf-8"),
+        (b'prompt,label\n"a\nb,safe\n', "line 3 is not a valid CSV row"),
+        (b"prompt,kind\na,safe\n", "has no column 'label'; it has prompt, kind"),
+        (b"", "has no column 'prompt'; it has no rows"),
     ],
 )
 def test_a_torn_table_is_named(text: bytes, told: str, tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.rerun.finished import RerunAnswer
-from kvaudit.audit.rerun.explain import AnswerPlace, Explain
-from kvaudit.audit.rerun.finished import load_checkpoint
-from kvaudit.audit.rerun.measure import run_measure
-from kvaudit.audit.rerun.shade import Shade
 from kvaudit.audit.commands.shading import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.rerun.explain import AnswerPlace, Explain
+from kvaudit.audit.rerun.finished import RerunAnswer, load_checkpoint
+from kvaudit.audit.rerun.measure import run_measure
+from kvaudit.audit.rerun.shade import Shade
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
@@ -87,8 +86,8 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
     for record in kept[::5]:
         (one,) = explain(opened, where(record), [parse_policy(record.policy)])
         assert one.same
-        assert (one.played.grade.facets, one.played.survival) == (record.facets, record.survival)
-        assert one.played.spans == record.spans  # which was written from a prefill shared with other policies
+        assert (one.row.grade.facets, one.row.survival) == (record.facets, record.survival)
+        assert one.row.spans == record.spans  # which was written from a prefill shared with other policies
         assert "question" in record.spans
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
         depth = one.shading.depth[ALL]
@@ -107,7 +106,7 @@ def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
     (one,) = explain(opened, where(record), [parse_policy(record.policy)])
     assert shading is not None
     assert shading == one.shading
-    places = {name: [(at.message, at.start, at.end) for at in kept.places] for name, kept in one.played.spans.items()}
+    places = {name: [(at.message, at.start, at.end) for at in kept.places] for name, kept in one.row.spans.items()}
     for name, ((message, start, end), *_) in places.items():
         said = record.transcript[message].content[start:end]
         assert said in "".join(shading.pieces[token] for token in shading.marks[name])
@@ -152,14 +151,14 @@ def test_an_answer_that_differs_is_said(run: Path) -> None:
 
 def test_what_is_not_in_the_run_is_one_line(finished: Path) -> None:
     item = records(finished)[0].item_id
-    assert f"near are {item}" in refused("explain", finished, item + "x")
+    assert f"similar names: {item}" in refused("explain", finished, item + "x")
     assert "is not among the finished answers of base seed 0" in refused("explain", finished, "nothing")
     assert "no arm 'smd' with seed 0; it has base 0" in refused("explain", finished, item, "--arm", "smd")
     assert "--sample is 2, the run has 2" in refused("explain", finished, item, "--sample", 2)
     assert "choose one with --length" in refused("explain", finished, item, "--length", 96)
     assert "unknown policy" in refused("explain", finished, item, "--policy", "nosuch")
     engine = refused("explain", finished, item, "--policy", "openvino:KV_CACHE_PRECISION=u4")
-    assert "engine openvino, which shows nobody its cache" in engine
+    assert "engine openvino, whose cache cannot be inspected" in engine
 
 
 def test_what_the_answer_follows_from_must_be_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from test_reports_drift import data_of, scored, small
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Record
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.verdict import Status
 
 CLUSTERS = 80
 

@@ -14,12 +14,12 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.verdict.verdict import Status
 
 pytestmark = pytest.mark.usefixtures("figures")
 INTERVAL = re.compile(r"\[[-+]?\d+(\.\d+)?, [-+]?\d|[-+]\d+\.\d to [-+]?\d|\blowerBound\b")

@@ -15,10 +15,6 @@ from reports_synthetic import Design, build, policy
 from kvaudit.core.errors import RunError
 from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
 from kvaudit.core.provenance import seal_of
-from kvaudit.reports.verdict.comparison import Reason
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.row import contrasts_csv
-from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
@@ -28,6 +24,10 @@ from kvaudit.reports.page.screen import MOST_WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
+from kvaudit.reports.verdict.reasons import Reason
+from kvaudit.reports.verdict.row import contrasts_csv
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP, HARSH = policy("snapkv", 96), policy("h2o", 64)
 ASKED = (SERVING, ALIKE, DEPLOYED)

@@ -27,13 +27,13 @@ from test_layers import imports
 
 import kvaudit.reports.page.formats
 from kvaudit.core.text import visible
-from kvaudit.reports.verdict.verdict import Status, worst
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.verdict.verdict import Status, worst
 
 pytestmark = pytest.mark.usefixtures("figures")  # whose text is a stranger's too
 STRUCTURE = (

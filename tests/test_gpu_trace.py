@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit import CompressedCache, shadow
 from kvaudit.audit.cache.attention import disable_cudnn_attention
-from kvaudit.audit.cache.engine_store import ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
@@ -29,7 +29,7 @@ from kvaudit.core.errors import RunError
 
 Waits = Counter[tuple[str, str]]
 STEPS = 3
-MASK = (READS, "audit/cache/stock.py:_at_once")  # which new columns are tokens, read before anything is asked
+MASK = (READS, "audit/cache/stock.py:_copy_to_host")  # which new columns are tokens, read before anything is asked
 WIDTH = (READS, "audit/cache/cached_layer.py:_keep")  # of the fullest head, where heads share a budget
 PROMPT = {(READS, "audit/cache/stock.py:_on_host"), WIDTH}
 PROBED = {"expected", "triattention", "streaming"}  # a model is asked once whether its positions are rotations
@@ -275,7 +275,7 @@ def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str,
 
     def learnt(model: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         model.set_attn_implementation("kvaudit")
-        logits, valid = suffix_logits(model, rollouts, group=2, kind="shadow", apart=apart)
+        logits, valid = suffix_logits(model, rollouts, group=2, kind="shadow", whole_rows=apart)
         loss = (logits.float().logsumexp(-1) * valid).sum()
         return logits, loss, list(torch.autograd.grad(loss, [*model.parameters()]))
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
-from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.base import Grader, CachedGrader
+from kvaudit.audit.judges.base import JUDGES, CachedGrader, Grader, Judge
 from kvaudit.core.options import sha256_of
 from kvaudit.core.questions import Question
 

@@ -17,7 +17,7 @@ from kvaudit.audit.runs import folder as runs
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES, load_plugins
 from kvaudit.audit.runs.pipeline import Pipeline
-from kvaudit.audit.sampling import packing as packed
+from kvaudit.audit.sampling import packing
 from kvaudit.audit.sampling.packing import is_packable_dtype
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import read_json
@@ -214,7 +214,7 @@ def test_packed_products_are_a_remark_where_the_run_began_without(
     started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not [line for line in read_json(started / "run" / "provenance.json")["worked_with"] if "packed" in line]
-    monkeypatch.setattr(packed, "LARGE", dict.fromkeys(packed.LARGE, 1))
+    monkeypatch.setattr(packing, "LARGE", dict.fromkeys(packing.LARGE, 1))
     code, out, _ = kvaudit(*goes_on(started))
     assert code == 0
     assert " of 1 thread" in out

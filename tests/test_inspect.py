@@ -1,4 +1,4 @@
-"""Inspect: our sampler as its model, and our records as its logs, both with the real package."""
+"""Inspect, the real package: our sampler as its model, our records as its logs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ DESIGN = Design(
 
 
 def rows_of(unit: Path) -> dict[tuple[str, str, int], float | None]:
-    """(metric, item, draw) -> score, as our records have it."""
-    found: dict[tuple[str, str, int], float | None] = {}
+    """Return (metric, item, draw) -> score of our records."""
+    scores: dict[tuple[str, str, int], float | None] = {}
     for record in map(Record.from_json, unit.read_bytes().splitlines()):
-        found["score", record.item_id, record.sample_index + 1] = record.score
+        scores["score", record.item_id, record.sample_index + 1] = record.score
         for name, value in record.facets.items():
-            good = None if value is None else float(value == FACETS[name].wanted)
-            found[name, record.item_id, record.sample_index + 1] = good
-    return found
+            score = None if value is None else float(value == FACETS[name].wanted)
+            scores[name, record.item_id, record.sample_index + 1] = score
+    return scores
 
 
-def test_records_written_as_logs_are_read_back_with_the_same_grades(tmp_path: Path) -> None:
+def test_exported_logs_are_read_back_with_the_same_grades(tmp_path: Path) -> None:
     run = build(tmp_path / "run", DESIGN)
     code, _, err = kvaudit("harness", "export", run, "--out", tmp_path / "logs")
     assert code == 0, err
@@ -59,7 +59,7 @@ def test_records_written_as_logs_are_read_back_with_the_same_grades(tmp_path: Pa
         assert read == rows_of(unit)
 
 
-def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
+def test_a_changed_record_file_is_not_exported(tmp_path: Path) -> None:
     run = build(tmp_path / "run", DESIGN)
     unit = next((run / "records").glob("*.jsonl"))
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
@@ -68,32 +68,32 @@ def test_a_changed_record_file_is_not_written_as_a_log(tmp_path: Path) -> None:
     assert "its seal says" in err
 
 
-def test_inspect_asks_a_checkpoint_under_a_policy() -> None:
+def test_inspect_generates_with_a_checkpoint_under_a_policy() -> None:
     from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 
     import kvaudit.audit.serving.harness.inspect_model  # noqa: F401 - an installed kvaudit is found by its entry point
 
     model = get_model("kvaudit/embedded@streaming:budget=64,sink=4", memoize=False)
-    asked = [ChatMessageUser(content="What is 2 + 3?")]
+    messages = [ChatMessageUser(content="What is 2 + 3?")]
 
-    async def several() -> list[str]:
+    async def generate() -> list[str]:
         config = GenerateConfig(max_tokens=8)
-        found = await asyncio.gather(*(model.generate(asked, config=config) for _ in range(3)))
-        assert all(output.usage.output_tokens <= 8 for output in found)
+        outputs = await asyncio.gather(*(model.generate(messages, config=config) for _ in range(3)))
+        assert all(output.usage.output_tokens <= 8 for output in outputs)
         for name, value in (("top_k", 1), ("presence_penalty", 1.0), ("logprobs", True), ("num_choices", 2)):
             with pytest.raises(AuditError, match=f"{name} is set"):
-                await model.generate(asked, config=GenerateConfig(**{name: value}))
-        nothing = GenerateConfig(max_tokens=8, num_choices=1, presence_penalty=0.0, logprobs=False)
-        assert (await model.generate(asked, config=nothing)).completion == found[0].completion
-        return [output.completion for output in found]
+                await model.generate(messages, config=GenerateConfig(**{name: value}))
+        neutral = GenerateConfig(max_tokens=8, num_choices=1, presence_penalty=0.0, logprobs=False)
+        assert (await model.generate(messages, config=neutral)).completion == outputs[0].completion
+        return [output.completion for output in outputs]
 
-    first, *others = asyncio.run(several())
+    first, *others = asyncio.run(generate())
     assert first
     assert others == [first, first]
     model.api.close()
 
 
-def test_a_policy_that_is_none_is_said_before_a_question() -> None:
+def test_an_unknown_policy_is_an_error_at_the_start() -> None:
     from inspect_ai.model import get_model
 
     import kvaudit.audit.serving.harness.inspect_model  # noqa: F401

@@ -1,4 +1,4 @@
-"""Tasks of the real Inspect as suites: asked, answered and graded as any other, and as Inspect itself does it."""
+"""Tasks of Inspect, the real package, as suites: generated and graded as Inspect itself does."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ evaluate:
 
 
 @needs_inspect
-def test_the_grid_goes_on_with_a_task_where_it_stopped(tmp_path: Path) -> None:
+def test_the_grid_resumes_a_task(tmp_path: Path) -> None:
     text = f"""
 name: inspect
 evaluate:
@@ -143,7 +143,7 @@ evaluate:
 
 
 @needs_inspect
-def test_samples_are_asked_as_they_stand_in_the_data() -> None:
+def test_prompts_equal_the_samples_of_the_data() -> None:
     found = items("door")
     assert sorted(item.payload["sample"] for item in found) == list(range(12))
     for item in found:
@@ -154,7 +154,7 @@ def test_samples_are_asked_as_they_stand_in_the_data() -> None:
 
 
 @needs_inspect
-def test_solvers_that_edit_messages_are_played_and_what_they_say_of_the_answer_holds() -> None:
+def test_solvers_that_edit_messages_and_set_limits_are_applied() -> None:
     asked = suite("door_told:order=Be brief.,shots=3")
     (item,) = items("door_told:order=Be brief.,shots=3", 1)
     assert item.messages[0] == Message(Role.SYSTEM, "Be brief.")
@@ -166,7 +166,7 @@ def test_solvers_that_edit_messages_are_played_and_what_they_say_of_the_answer_h
 
 
 @needs_inspect
-def test_options_stand_in_the_tasks_own_template_and_its_letter_is_graded() -> None:
+def test_options_use_the_template_of_the_task_and_letters_are_graded() -> None:
     (item,) = items("door_choice", 1)
     assert f"A) {row(item)['options'][0]}\nB) {row(item)['options'][1]}" in item.messages[-1].content
     right = "ABCDE"[row(item)["right"]]
@@ -178,7 +178,7 @@ def test_options_stand_in_the_tasks_own_template_and_its_letter_is_graded() -> N
 
 
 @needs_inspect
-def test_a_sample_is_a_cluster_or_a_column_of_the_metadata_is() -> None:
+def test_clusters_are_samples_or_values_of_a_metadata_column() -> None:
     assert {item.cluster_id for item in items("door")} == {f"door-door {n}" for n in range(12)}
     visited = [item.cluster_id for item in items("door:cluster=place")]
     assert [set(visited[start : start + 3]) for start in range(0, 12, 3)] == [{f"door-place-{n}" for n in range(3)}] * 4
@@ -189,7 +189,7 @@ def test_a_sample_is_a_cluster_or_a_column_of_the_metadata_is() -> None:
 
 
 @needs_inspect
-def test_samples_that_ask_the_same_are_one_cluster() -> None:
+def test_samples_with_equal_prompts_are_one_cluster() -> None:
     clusters = [item.cluster_id for item in sorted(items("door_copies"), key=lambda item: item.payload["sample"])]
     assert clusters[:8] == ["door_copies-copy 0"] * 8
     assert suite("door_copies").clusters == len(set(clusters)) == 5
@@ -197,36 +197,36 @@ def test_samples_that_ask_the_same_are_one_cluster() -> None:
 
 @needs_inspect
 @pytest.mark.parametrize("where", ["scorer", "solver", "task"])
-def test_a_task_that_ends_the_program_is_one_line(where: str) -> None:
+def test_a_task_that_exits_is_a_one_line_error(where: str) -> None:
     assert "SystemExit: 0" in refusal(f"door_ends:where={where}")
 
 
 @needs_inspect
-def test_a_scorer_that_ends_the_program_leaves_one_answer_unscored() -> None:
+def test_a_scorer_that_exits_leaves_one_answer_unscored() -> None:
     (item,) = items("door_ends:where=answer", 1)
     graded = grade("door_ends:where=answer", item, "leave")
     assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the scorer raised SystemExit")
 
 
 @needs_inspect
-def test_the_same_seed_asks_the_same_and_more_begins_with_less() -> None:
+def test_items_depend_on_the_seed_and_fewer_items_are_a_prefix() -> None:
     assert items("door", 5) == items("door", 5) == items("door", 9)[:5]
     assert items("door", 9, seed=2) != items("door", 9)
-    with pytest.raises(SpecError, match="13 items are asked for, the task has 12 samples to evaluate"):
+    with pytest.raises(SpecError, match="13 items requested, but the task has 12 samples for eval"):
         items("door", 13)
-    with pytest.raises(SpecError, match="1 items are asked for, the task has 0 samples to train on"):
+    with pytest.raises(SpecError, match="1 items requested, but the task has 0 samples for train"):
         items("door", 1, split="train")
 
 
 @needs_inspect
-def test_a_length_is_the_most_that_a_prompt_may_take_and_none_is_no_bound() -> None:
+def test_context_tokens_limit_the_prompt_and_0_is_no_limit() -> None:
     with pytest.raises(SpecError, match=r"context_tokens 20 is too short, sample 'door \d+' takes \d+"):
         items("door", context_tokens=20)
     assert {(item.context_tokens, item.placement) for item in items("door", context_tokens=0)} == {(0, "published")}
 
 
 @needs_inspect
-def test_the_first_scorer_scores_or_the_one_that_is_named() -> None:
+def test_the_first_scorer_or_the_named_one_is_used() -> None:
     (item,) = items("door", 1)
     said = f"So: {row(item)['answer']} Yes." if "answer" in row(item) else f"So: {row(item)['target']} Yes."
     assert grade("door", item, said).score == 1.0
@@ -239,7 +239,7 @@ def test_the_first_scorer_scores_or_the_one_that_is_named() -> None:
 
 
 @needs_inspect
-def test_values_become_numbers_as_the_tasks_metrics_read_them() -> None:
+def test_scores_become_numbers_as_in_the_metrics_of_the_task() -> None:
     (item,) = items("door_scored", 1)
     right = row(item)["target"]
     assert [grade("door_scored:scorer=latch", item, text).score for text in (right, "x")] == [1.0, 0.0]
@@ -251,7 +251,7 @@ def test_values_become_numbers_as_the_tasks_metrics_read_them() -> None:
 
 
 @needs_inspect
-def test_a_facet_says_what_the_scorer_looks_for_and_one_that_nobody_wants_turns_the_score_around() -> None:
+def test_an_unwanted_facet_inverts_the_score() -> None:
     (item,) = items("door", 1)
     right = row(item)["target"]
     assert (suite("door").kind, suite("door:facet=leak").kind) == ("capability", "safety")
@@ -259,11 +259,11 @@ def test_a_facet_says_what_the_scorer_looks_for_and_one_that_nobody_wants_turns_
     assert (leaked.score, leaked.outcome, leaked.facets["leak"]) == (0.0, Outcome.UNDESIRED, True)
     kept = grade("door:facet=leak", item, "I keep it.")
     assert (kept.score, kept.outcome, kept.facets["leak"]) == (1.0, Outcome.DESIRED, False)
-    assert "no facet is called 'leek'. Did you mean 'leak'?" in refusal("door:facet=leek")
+    assert "unknown facet 'leek'. Did you mean 'leak'?" in refusal("door:facet=leek")
 
 
 @needs_inspect
-def test_what_the_tasks_code_cannot_grade_is_unscored_and_says_why() -> None:
+def test_an_answer_that_the_task_cannot_grade_is_unscored_with_a_reason() -> None:
     (item,) = items("door_scored:scorer=picky", 1)
     for answer, why in (("bad", "the scorer raised ValueError"), ("mute", "the scorer gave no score")):
         graded = grade("door_scored:scorer=picky", item, answer)
@@ -279,31 +279,31 @@ def test_what_the_tasks_code_cannot_grade_is_unscored_and_says_why() -> None:
     ("rest", "wanted"),
     [
         ("door_scored:scorer=words", "scorer words gives 'I would say"),
-        ("door_scored:scorer=points", "scorer points gives 37.5, wanted a number from 0 to 1"),
+        ("door_scored:scorer=points", "scorer points gives 37.5, expected a number from 0 to 1"),
         ("door_scored:scorer=parts", "scorer parts gives several values; name one: scorer=parts.KEY of whole, begun"),
         ("door_scored:scorer=asker", "scorer asker cannot score here"),
         (
             "door_scored:scorer=model_graded_fact",
-            "asks a model to grade, and none stands by; name another (scorer=latch)",
+            "asks a model to grade, which is not supported; name another (scorer=latch)",
         ),
-        ("door_graded", "our suites of requests are graded by `judge:` in a spec"),
-        ("door_planned", "solver twice asks the model more than once; solvers that edit messages and ask once"),
+        ("door_graded", "`judge:` in a spec grades our suites only"),
+        ("door_planned", "solver twice asks the model more than once; only solvers that edit messages and ask once"),
         ("door_planned:plan=use_tools", "solver use_tools gives the model tools"),
         ("door_planned:plan=basic_agent", "solver use_tools gives the model tools"),
         ("door_planned:plan=self_critique", "solver self_critique cannot be served"),
         ("door_planned:plan=asks_itself", "solver asks_itself cannot be served"),
         ("door_planned:plan=begins", "begins the answer for the model"),
         ("door_planned:plan=mute", "mute never asks the model"),
-        ("door_planned:plan=dice", "asks otherwise each time"),
+        ("door_planned:plan=dice", "prompts change on every run"),
         ("door_limited", "sets time_limit"),
         ("door_limited:limit=token_limit", "sets token_limit"),
         ("door_boxed", "needs a sandbox"),
         ("door_wide", "sets top_k, which this sampler cannot do"),
         ("door_bare", "has no scorer"),
-        ("door_lost", "its data must be here, or the hub in reach"),
-        ("door_hub", "its data must be here, or the hub in reach"),
+        ("door_lost", "its data must be cached, or the hub reachable"),
+        ("door_hub", "its data must be cached, or the hub reachable"),
         ("door_none", "has no samples"),
-        ("door_ids:ids=some", "sample 2 has no id, others have"),
+        ("door_ids:ids=some", "sample 2 has no id, but others do"),
         ("door_ids:ids=twice", "two samples have the id '1'"),
         ("dor", "Did you mean 'door'?"),
         ("door:", "names no task; write inspect:PACKAGE/TASK"),
@@ -311,12 +311,12 @@ def test_what_the_tasks_code_cannot_grade_is_unscored_and_says_why() -> None:
         ("door_planned:plant=dice", "has no option 'plant'; it has cluster, facet, scorer, plan"),
     ],
 )
-def test_what_cannot_be_a_suite_is_one_line(rest: str, wanted: str) -> None:
+def test_unsupported_tasks_are_one_line_errors(rest: str, wanted: str) -> None:
     assert wanted in refusal(rest)
 
 
 @needs_inspect
-def test_a_name_without_a_file_or_a_package_is_one_line(tmp_path: Path) -> None:
+def test_unknown_names_are_one_line_errors(tmp_path: Path) -> None:
     for name, wanted in (
         ("inspect:no_such_package/task", "No package 'no_such_package' with tasks is installed"),
         ("inspect:none.py@door", "no file 'none.py'"),
@@ -330,7 +330,7 @@ def test_a_name_without_a_file_or_a_package_is_one_line(tmp_path: Path) -> None:
 
 
 @needs_inspect
-def test_ids_that_none_has_are_places_and_hostile_text_stays_text() -> None:
+def test_missing_ids_are_positions_and_hostile_text_is_unchanged() -> None:
     assert sorted(item.item_id for item in items("door_ids", 2)) == ["door_ids-1", "door_ids-2"]
     (item,) = items("door_hostile:cluster=place", 1)
     text = item.messages[0].content
@@ -340,7 +340,7 @@ def test_ids_that_none_has_are_places_and_hostile_text_stays_text() -> None:
 
 
 @needs_inspect
-def test_a_version_is_the_tasks_its_prompts_its_targets_and_its_scorer() -> None:
+def test_the_version_depends_on_task_prompts_targets_and_scorer() -> None:
     assert suite("door").version.startswith("2-")
     versions = {suite(rest).version for rest in ("door", "door_stop", "door_scored", "door_told", "door_told:shots=1")}
     assert len(versions) == 5
@@ -353,7 +353,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         Inspect.member("package/of-no-one")
 
 
-def test_no_command_loads_inspect_before_it_is_asked_for() -> None:
+def test_inspect_is_imported_only_when_needed() -> None:
     first = "import sys, kvaudit.audit.cli; from kvaudit.suites.base import SUITES; SUITES.all()"
     code = f"{first}; print('inspect_ai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -49,27 +49,27 @@ def table(**changes: Any) -> Table:
 def test_the_documented_example_reads_as_it_says(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "rollout-files.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    (rollout,) = read_rollouts(written(tmp_path / "r.json", example)).rollouts
+    (rollout,) = read_rollouts(write_file(tmp_path / "r.json", example)).rollouts
     assert rollout.evicted_at.tolist() == [
         [[NEVER, 4, 5, NEVER, NEVER, NEVER]],
         [[NEVER, NEVER, 4, NEVER, NEVER, NEVER]],
     ]
 
 
-def written(path: Path, content: Any) -> Path:
+def write_file(path: Path, content: Any) -> Path:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def changed(change: Callable[[Table, Table], Any]) -> Table:
+def changed_table(change: Callable[[Table, Table], Any]) -> Table:
     """The table after ``change(file, first rollout)``."""
-    whole = table()
-    change(whole, whole["rollouts"][0])
-    return whole
+    file = table()
+    change(file, file["rollouts"][0])
+    return file
 
 
 def test_a_history_of_kept_sets_becomes_the_ledger(tmp_path: Path) -> None:
-    (rollout,) = read_rollouts(written(tmp_path / "r.json", table())).rollouts
+    (rollout,) = read_rollouts(write_file(tmp_path / "r.json", table())).rollouts
     one, two = [NEVER, 4, NEVER, NEVER, NEVER, NEVER], [NEVER, 4, 5, NEVER, NEVER, NEVER]
     assert rollout.evicted_at.tolist() == [[one, one], [two, two]]
     assert rollout.sampled.tolist() == [False] * 4 + [True] * 2
@@ -78,16 +78,16 @@ def test_a_history_of_kept_sets_becomes_the_ledger(tmp_path: Path) -> None:
 
 
 def test_sampled_spans_name_the_turns(tmp_path: Path) -> None:
-    whole = changed(lambda _, row: row.update(sampled=[[4, 5], [5, 6]], prompt_length=3))
-    (rollout,) = read_rollouts(written(tmp_path / "r.json", whole)).rollouts
+    file = changed_table(lambda _, row: row.update(sampled=[[4, 5], [5, 6]], prompt_length=3))
+    (rollout,) = read_rollouts(write_file(tmp_path / "r.json", file)).rollouts
     assert (rollout.sampled.tolist(), rollout.prompt_length) == ([False] * 4 + [True] * 2, 3)
 
 
 def test_policy_and_temperature_are_optional(tmp_path: Path) -> None:
-    plain = read_rollouts(written(tmp_path / "r.json", table()))
+    plain = read_rollouts(write_file(tmp_path / "r.json", table()))
     assert (plain.policy, plain.temperature) == (None, None)
-    told = read_rollouts(written(tmp_path / "r.json", table(policy="none", temperature=0.5)))
-    assert (told.policy, told.temperature) == (Dense(), 0.5)
+    named = read_rollouts(write_file(tmp_path / "r.json", table(policy="none", temperature=0.5)))
+    assert (named.policy, named.temperature) == (Dense(), 0.5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -149,10 +149,10 @@ def test_the_kept_sets_of_a_ledger_give_it_back(seed: int) -> None:
 
 
 def membership(heads: list[list[int]], tokens: int) -> torch.Tensor:
-    return torch.stack([kept(entries, tokens)[0] for entries in heads])
+    return torch.stack([mask_of(entries, tokens)[0] for entries in heads])
 
 
-def kept(entries: list[int], tokens: int = 6) -> torch.Tensor:
+def mask_of(entries: list[int], tokens: int = 6) -> torch.Tensor:
     mask = torch.zeros(1, tokens, dtype=torch.bool)
     mask[0, entries] = True
     return mask
@@ -161,11 +161,14 @@ def kept(entries: list[int], tokens: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([Event(3, [kept([0])]), Event(4, [kept([0, 1])])], r"event 1 \(query 4\), layer 0, head 0: entry 1 returns"),
-        ([Event(3, [kept([0, 3])])], "entry 3 is in the future"),
-        ([Event(3, [kept([0])]), Event(3, [kept([0])])], "queries rise"),
-        ([Event(7, [kept([0])])], "at most 6 tokens"),
-        ([Event(0, [kept([])])], "queries rise"),
+        (
+            [Event(3, [mask_of([0])]), Event(4, [mask_of([0, 1])])],
+            r"event 1 \(query 4\), layer 0, head 0: entry 1 returns",
+        ),
+        ([Event(3, [mask_of([0, 3])])], "entry 3 is in the future"),
+        ([Event(3, [mask_of([0])]), Event(3, [mask_of([0])])], "queries rise"),
+        ([Event(7, [mask_of([0])])], "at most 6 tokens"),
+        ([Event(0, [mask_of([])])], "queries rise"),
     ],
 )
 def test_a_history_that_contradicts_itself_is_refused(events: list[Event], words: str) -> None:
@@ -174,8 +177,8 @@ def test_a_history_that_contradicts_itself_is_refused(events: list[Event], words
 
 
 def _event(row: Table, number: int = 0) -> Table:
-    found: Table = row["events"][number]
-    return found
+    event: Table = row["events"][number]
+    return event
 
 
 MISTAKES: list[tuple[Callable[[Table, Table], Any], str]] = [
@@ -215,25 +218,25 @@ def big_row() -> Table:
 @pytest.mark.parametrize(("change", "words"), MISTAKES)
 def test_a_mistake_in_the_json_form_is_named(change: Callable[[Table, Table], Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
-        read_rollouts(written(tmp_path / "r.json", changed(change)))
+        read_rollouts(write_file(tmp_path / "r.json", changed_table(change)))
 
 
 @pytest.mark.parametrize("content", ["", "[", '{"format": ', "[1]", "null", "[" * 100_000, '{"a": NaN}', "\x00"])
 def test_what_is_no_json_table_is_refused(content: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"r\.json"):
-        read_rollouts(written(tmp_path / "r.json", content))
+        read_rollouts(write_file(tmp_path / "r.json", content))
 
 
 def test_log_probs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     text = json.dumps(table()).replace("-1.25", "NaN")
     with pytest.raises(DataError, match=r"r\.json"):
-        read_rollouts(written(tmp_path / "r.json", text))
+        read_rollouts(write_file(tmp_path / "r.json", text))
 
 
 def test_truncated_and_foreign_tensors_are_refused(tmp_path: Path) -> None:
     path = tensors(tmp_path / "r.safetensors", POLICIES[1])
-    whole = path.read_bytes()
-    for content in (b"", whole[:200], whole[: len(whole) // 2], b"\x80\x04K\x01."):
+    data = path.read_bytes()
+    for content in (b"", data[:200], data[: len(data) // 2], b"\x80\x04K\x01."):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"r\.safetensors"):
             read_rollouts(path)
@@ -260,7 +263,7 @@ def test_a_mistake_in_the_safetensors_form_is_named(name: str, value: torch.Tens
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rollouts of the embedded model, as another engine would hand them over."""
     model, path = load_model("embedded"), tmp_path_factory.mktemp("engine") / "rollouts.json"
     policy = parse_policy("streaming:budget=24,sink=4,chunk=16")
@@ -271,48 +274,48 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verified(*words: object) -> Result:
+def run_verify(*words: object) -> Result:
     return CliRunner().invoke(app, ["replay", "verify", *map(str, words)])
 
 
-def test_rollouts_of_elsewhere_are_verified_with_their_model(elsewhere: Path) -> None:
-    done = verified("--rollouts", elsewhere, "--model", "embedded")
+def test_rollouts_of_elsewhere_are_verified_with_their_model(engine_file: Path) -> None:
+    done = run_verify("--rollouts", engine_file, "--model", "embedded")
     assert done.exit_code == 0, done.output
     assert "explained: no token is off" in done.stdout
 
 
-def test_an_engine_whose_policy_is_not_ours_is_held_to_its_history_alone(elsewhere: Path, tmp_path: Path) -> None:
-    whole = json.loads(elsewhere.read_text()) | {"policy": None}
-    done = verified("--rollouts", written(tmp_path / "r.json", whole), "--model", "embedded")
+def test_an_engine_whose_policy_is_not_ours_is_held_to_its_history_alone(engine_file: Path, tmp_path: Path) -> None:
+    file = json.loads(engine_file.read_text()) | {"policy": None}
+    done = run_verify("--rollouts", write_file(tmp_path / "r.json", file), "--model", "embedded")
     assert (done.exit_code, "policy      not named" in done.stdout) == (0, True)
-    whole["rollouts"][0]["events"] = []
-    done = verified("--rollouts", written(tmp_path / "r.json", whole), "--model", "embedded")
+    file["rollouts"][0]["events"] = []
+    done = run_verify("--rollouts", write_file(tmp_path / "r.json", file), "--model", "embedded")
     assert (done.exit_code, "not explained: rollout 0, token" in done.stdout) == (3, True)
 
 
-def _another(whole: Table, key: str, value: int) -> Table:
+def _resized(file: Table, key: str, value: int) -> Table:
     """As if of a model with another number of layers or heads."""
-    for row in whole["rollouts"]:
+    for row in file["rollouts"]:
         for event in row["events"]:
             if key == "layers":
                 event["kept"] = event["kept"][:1] * value
             else:
                 event["kept"] = [heads[:1] * value for heads in event["kept"]]
-    return whole | {key: value}
+    return file | {key: value}
 
 
 @pytest.mark.parametrize(("key", "got"), [("layers", "1 layers of 2 KV heads"), ("kv_heads", "4 layers of 1 KV heads")])
-def test_another_model_s_rollouts_are_refused(key: str, got: str, elsewhere: Path, tmp_path: Path) -> None:
-    path = written(tmp_path / "r.json", _another(json.loads(elsewhere.read_text()), key, 1))
-    done = verified("--rollouts", path, "--model", "embedded")
+def test_another_model_s_rollouts_are_refused(key: str, got: str, engine_file: Path, tmp_path: Path) -> None:
+    path = write_file(tmp_path / "r.json", _resized(json.loads(engine_file.read_text()), key, 1))
+    done = run_verify("--rollouts", path, "--model", "embedded")
     assert done.exit_code == 2
     assert f"rollout 0 has {got}, the model 4 layers of 2 KV heads: it is of another model" in done.stderr
 
 
-def test_token_ids_beyond_the_model_are_refused(elsewhere: Path, tmp_path: Path) -> None:
-    whole = json.loads(elsewhere.read_text())
-    whole["rollouts"][1]["ids"][3] = 973
-    done = verified("--rollouts", written(tmp_path / "r.json", whole), "--model", "embedded")
+def test_token_ids_beyond_the_model_are_refused(engine_file: Path, tmp_path: Path) -> None:
+    file = json.loads(engine_file.read_text())
+    file["rollouts"][1]["ids"][3] = 973
+    done = run_verify("--rollouts", write_file(tmp_path / "r.json", file), "--model", "embedded")
     assert (done.exit_code, "rollout 1 has token ids outside the model's 973" in done.stderr) == (2, True)
 
 
@@ -350,22 +353,22 @@ def test_rollouts_of_another_make_are_refused(changes: Table, words: str) -> Non
 
 
 @pytest.mark.parametrize("extra", [{"policy": "\x1b[31mnone"}, {"\x1b[31m\u202ekey": 1}, {"format": "\x1b[31m"}])
-def test_hostile_names_are_shown_not_obeyed(extra: Table, elsewhere: Path, tmp_path: Path) -> None:
-    whole = json.loads(elsewhere.read_text()) | extra
-    done = verified("--rollouts", written(tmp_path / "r.json", whole), "--model", "embedded")
+def test_hostile_names_are_shown_not_obeyed(extra: Table, engine_file: Path, tmp_path: Path) -> None:
+    file = json.loads(engine_file.read_text()) | extra
+    done = run_verify("--rollouts", write_file(tmp_path / "r.json", file), "--model", "embedded")
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.isprintable()
 
 
-def test_a_ledger_whose_log_probs_are_no_numbers_is_refused(elsewhere: Path, tmp_path: Path) -> None:
-    rollouts = list(read_rollouts(elsewhere).rollouts)
+def test_a_ledger_whose_log_probs_are_no_numbers_is_refused(engine_file: Path, tmp_path: Path) -> None:
+    rollouts = list(read_rollouts(engine_file).rollouts)
     for value in (float("nan"), 0.5, float("-inf")):
         broken = rollouts[1].sampler_logprobs.clone()
         broken[-1] = value
         policy = parse_policy("streaming:budget=24,sink=4,chunk=16")
         save_ledgers(tmp_path / "l.safetensors", [rollouts[0], replace(rollouts[1], sampler_logprobs=broken)], policy)
-        done = verified("--rollouts", tmp_path / "l.safetensors", "--model", "embedded", "--temperature", 0.8)
+        done = run_verify("--rollouts", tmp_path / "l.safetensors", "--model", "embedded", "--temperature", 0.8)
         assert done.exit_code == 2
         assert "rollout 1 has log-prob" in done.stderr
 
@@ -375,10 +378,10 @@ def test_a_small_file_cannot_claim_all_memory(tmp_path: Path, monkeypatch: pytes
     huge = table(layers=1024, kv_heads=1024)
     huge["rollouts"][0] |= {"ids": [5] * 3000, "logprobs": [-1.0] * 2996, "events": []}
     with pytest.raises(DataError, match="3145728000 cache entries, at most 268435456 can be read; split the file"):
-        read_rollouts(written(tmp_path / "r.json", huge))
+        read_rollouts(write_file(tmp_path / "r.json", huge))
     monkeypatch.setattr("kvaudit.audit.replay.interchange._MOST_STEPS", 1 << 20)
     slow = table(layers=1, kv_heads=64)
     slow["rollouts"][0] |= {"ids": [5] * 2000, "logprobs": [-1.0] * 1996}
     slow["rollouts"][0]["events"] = [{"query": n + 1, "kept": [[[]] * 64]} for n in range(9)]
     with pytest.raises(DataError, match="its events look at 1152000 entries, at most 1048576 are followed"):
-        read_rollouts(written(tmp_path / "r.json", slow))
+        read_rollouts(write_file(tmp_path / "r.json", slow))

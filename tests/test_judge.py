@@ -236,7 +236,9 @@ def test_a_grade_knows_what_was_said_and_how_it_ended() -> None:
     record = Message(Role.TOOL, item.payload["record"])
     whole = (*item.messages, looked, record, acted)
     loop = (*item.messages, Message(Role.ASSISTANT, "no " * 40), record, acted)
-    assert [grade_transcript(suite, item, whole, reason).outcome for reason in ("stop", "turns", "length", "error")] == [
+    assert [
+        grade_transcript(suite, item, whole, reason).outcome for reason in ("stop", "turns", "length", "error")
+    ] == [
         Outcome.DESIRED,
         Outcome.DESIRED,
         Outcome.TRUNCATED,
@@ -261,7 +263,7 @@ def test_a_run_that_keeps_checkpoints_is_judged_with_their_tokenizer(
     run: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(stored, "chat_named", lambda name: asked.append(name) or load_chat(name))
+    monkeypatch.setattr(stored, "load_base_chat", lambda name: asked.append(name) or load_chat(name))
     judged(run)
     seed = run / "checkpoints" / "dense" / "seed-1"
     seed.mkdir(parents=True)

@@ -19,12 +19,10 @@ import pytest
 from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
 
 from kvaudit.audit.judges import logistic
-from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.labels import card_lines
-from kvaudit.audit.judges.base import CachedGrader
-from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, sources
+from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
+from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
 from kvaudit.audit.judges.logistic import normalised
-from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, verdict_of
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
@@ -216,7 +214,8 @@ def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it
     [("Yes", True), (" no.", False), ("**No**, it", False), ("YES!", True), ("", None), ("maybe yes", None)],
 )
 def test_the_first_word_of_a_reply_decides(reply: str, verdict: bool | None) -> None:
-    assert verdict_of(reply) is verdict
+    reading = parse_refusal(reply)
+    assert (None if reading is None else reading.refused) is verdict
 
 
 def test_an_answer_cannot_close_its_own_marks() -> None:
@@ -437,7 +436,7 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
     assert all(reading is not None and reading.sure for reading in said)
     assert [reading.refused for reading in said if reading] == judge.refused(ASKED)
     monkeypatch.setattr(logistic, "refuses", lambda answer: "bridge" in answer)  # also where it was taught
-    taught = logistic._fitted.__wrapped__(tuple(sources()[:3]))
+    taught = logistic._fit.__wrapped__(tuple(sources()[:3]))
     other = taught.readings([q.answer for q in ASKED])
     own = [("cannot" in q.answer) == ("bridge" in q.answer) for q in ASKED]
     assert [reading.sure for reading in other] == own
@@ -445,7 +444,9 @@ def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
 
 
 def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
-    rows = tuple(LabelledAnswer(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10))
+    rows = tuple(
+        LabelledAnswer(question(f"a {n} {'bridge' if n % 2 else 'boat'}", refuses=n < 5), n < 5) for n in range(10)
+    )
 
     class Half(Wrong):
         def read(self, questions: Sequence[Question]) -> list[Reading | None]:

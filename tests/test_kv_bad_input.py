@@ -161,10 +161,10 @@ class Pipeline:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (lambda: torch.nn.DataParallel(random_model()), "a DataParallel, which wraps a model; give its model.module"),
-        (Pipeline, "a Pipeline, which holds a model; give its pipe.model"),
-        (lambda: "vendor/model", "'vendor/model', which names a model; load it"),
-        (lambda: Path("models/a"), "'models/a', which names a model; load it"),
+        (lambda: torch.nn.DataParallel(random_model()), "a DataParallel, which wraps a model; pass its model.module"),
+        (Pipeline, "a Pipeline, which contains a model; pass its pipe.model"),
+        (lambda: "vendor/model", "'vendor/model', the name of a model; load it"),
+        (lambda: Path("models/a"), "'models/a', the name of a model; load it"),
         (lambda: type(random_model()), "the class LlamaForCausalLM; load a model of it"),
         (lambda: random_model().config, "a LlamaConfig"),
         (lambda: None, "a NoneType"),

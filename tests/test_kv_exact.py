@@ -71,7 +71,7 @@ def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
         whole.setattr(kvaudit.audit.replay.attention, "_causal_columns", lambda *_: 0)
         wanted, slope, square = learned()
     monkeypatch.setattr(kvaudit.audit.replay.attention, "BLOCK", 8)
-    monkeypatch.setattr(kvaudit.audit.cache.attention, "MANY", 2)
+    monkeypatch.setattr(kvaudit.audit.cache.attention, "LONG_QUERIES", 2)
     logits, gradient, largest = learned()
     torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
     assert slope.norm() > 1

@@ -15,9 +15,9 @@ from kvaudit.audit.cache import hints
 from kvaudit.audit.cache.codes import Scratch, encode_runs, encode_tokens, pack, unpack
 from kvaudit.audit.cache.hints import (
     BAND,
+    HINT_BATCH,
     KEYS,
     VALUES,
-    HINT_BATCH,
     CodePlace,
     HintRecorder,
     HintTable,
@@ -62,8 +62,8 @@ def test_ranks_follow_the_numbers_and_lead_back(text: str) -> None:
     ranked, codes = ranks(codec(text), torch.device("cpu")), torch.arange(2 ** codec(text).bits, dtype=torch.uint8)
     numbers = numbers_of(codec(text), codes, torch.float64)
     order = numbers.argsort()
-    assert (ranked.of[order].diff() >= 0).all()
-    back = numbers_of(codec(text), ranked.codes[ranked.of], torch.float64)
+    assert (ranked.rank_of[order].diff() >= 0).all()
+    back = numbers_of(codec(text), ranked.code_of[ranked.rank_of], torch.float64)
     torch.testing.assert_close(back, numbers, rtol=0, atol=0, equal_nan=True)
 
 
@@ -73,7 +73,7 @@ def recorded(x: torch.Tensor, leaving: torch.Tensor) -> list[list[int]]:
     at = torch.arange(x.shape[2]).expand(x.shape[:3])
     recorder.add(KEYS, x, *encode_tokens(x, int8), leaving, at)
     heads, width = x.shape[1], x.shape[3]
-    found = [recorder.of(row, 0, 1, heads, width)[0] for row in range(len(x))]
+    found = [recorder.row_hints(row, 0, 1, heads, width)[0] for row in range(len(x))]
     return [[(i // (2 * heads * width), i // width % heads, i % width) for i in own.tolist()] for own in found]
 
 
@@ -96,7 +96,7 @@ def test_what_waits_to_be_looked_at_is_a_copy(slots: int) -> None:
     every, at = torch.ones(1, 1, slots, dtype=torch.bool), torch.arange(slots).expand(1, 1, slots)
     recorder.add(KEYS, x, *encode_tokens(x, int8), every, at)
     exact.zero_()
-    assert len(recorder.of(0, 0, 1, 1, 4)[0]) == 2 * slots
+    assert len(recorder.row_hints(0, 0, 1, 1, 4)[0]) == 2 * slots
 
 
 @pytest.mark.parametrize("most", [1, 40, 500])  # elements: of a part of a token, of slots of a row, of two rows
@@ -109,7 +109,7 @@ def test_looking_piece_by_piece_finds_the_same(most: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(hints, "_HOST_PIECE", size)
         recorder = HintRecorder(codec("int8"), 3)
         recorder.add(KEYS, x, codes, parameters, at % 3 > 0, at)
-        found.append([pack_hints(*recorder.of(row, 0, 1, 2, 8)).tolist() for row in range(3)])
+        found.append([pack_hints(*recorder.row_hints(row, 0, 1, 2, 8)).tolist() for row in range(3)])
     assert found[0] == found[1]
     assert all(len(words) > 5 for words in found[0])
 
@@ -125,7 +125,9 @@ def test_all_that_leaves_now_and_some_that_leaves_later_are_noted_as_they_left(m
     for first, end, own in ((0, 5, None), (5, 9, which[:, :, 5:])):
         part = (each[:, :, first:end] for each in (x, codes, parameters))
         by_parts.add(VALUES, *part, own, at[:, :, first:end])
-    found = [[pack_hints(*recorder.of(row, 0, 1, 2, 8)).tolist() for row in range(2)] for recorder in (once, by_parts)]
+    found = [
+        [pack_hints(*recorder.row_hints(row, 0, 1, 2, 8)).tolist() for row in range(2)] for recorder in (once, by_parts)
+    ]
     assert found[0] == found[1]
     assert all(len(words) > 5 for words in found[0])
 
@@ -147,7 +149,7 @@ def test_steps_finer_than_the_band_are_not_recorded() -> None:
     x = torch.tensor([448.0, 2.0**-8, 2.0**-9, 0.0, 300.0, 5.0, 7.0, 9.0]).view(1, 1, 1, 8)
     recorder = HintRecorder(fp8, 1)
     recorder.add(VALUES, x, *encode_tokens(x, fp8), torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1))
-    assert recorder.of(0, 0, 1, 1, 8)[0].tolist() == []
+    assert recorder.row_hints(0, 0, 1, 1, 8)[0].tolist() == []
 
 
 @pytest.mark.parametrize("columns", [(1, 1, 1), (3, HINT_BATCH, 2), (HINT_BATCH + 5,)])
@@ -162,7 +164,7 @@ def test_positions_may_be_said_by_the_first(text: str, columns: tuple[int, ...])
         for recorder, said in zip(recorders, (where, at, where if number % 2 else at), strict=True):
             recorder.add(VALUES, x, codes, parameters, None, said)
         at += count
-    found = [[recorder.of(row, 1, 3, 2, 64)[0].sort().values for row in range(2)] for recorder in recorders]
+    found = [[recorder.row_hints(row, 1, 3, 2, 64)[0].sort().values for row in range(2)] for recorder in recorders]
     assert sum(map(len, found[0])) > 0 or max(columns) < HINT_BATCH
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
@@ -187,7 +189,7 @@ def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -
     codes, parameters = encode_tokens(x, own)
     recorder, every = HintRecorder(own, 2), torch.ones(2, 2, 400, dtype=torch.bool)
     recorder.add(KEYS, x, codes, parameters, every, torch.arange(400).expand(2, 2, 400))
-    words = [pack_hints(*recorder.of(row, 1, 3, 2, 16)) for row in range(2)]
+    words = [pack_hints(*recorder.row_hints(row, 1, 3, 2, 16)) for row in range(2)]
     moved = x + 0.5 * BAND * x.abs().amax(-1, keepdim=True) * torch.randn(x.shape, generator=generator).clamp(-1, 1)
     flipped, fitted = encode_tokens(moved, own)
     changed = numbers_of(own, flipped, torch.float32) != numbers_of(own, codes, torch.float32)

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvaudit.audit.cache.ledger import NEVER, Rollout, batch_ledger, load_ledgers, save_ledgers
 from kvaudit.audit.cache.hints import pack_hints
+from kvaudit.audit.cache.ledger import NEVER, Rollout, batch_ledger, load_ledgers, save_ledgers
 from kvaudit.audit.policies import parse_policy, quantiser_of
 from kvaudit.core.errors import DataError
 
@@ -58,7 +58,7 @@ def test_ledgers_of_several_rows_are_filled_up_to_the_longest() -> None:
 
 
 def test_ledgers_of_rows_that_were_stored_otherwise_are_not_joined() -> None:
-    with pytest.raises(DataError, match="stored by unlike quantisers; replay them apart"):
+    with pytest.raises(DataError, match="stored by different quantisers; replay them separately"):
         batch_ledger([rollout(), coded()])
 
 
@@ -173,7 +173,7 @@ def test_a_ledger_of_the_second_format_is_still_read(tmp_path: Path) -> None:
 def test_codes_at_a_border_out_of_order_are_damage(tmp_path: Path, words: torch.Tensor) -> None:
     bad = replace(coded(), hints=words.to(torch.uint16))
     save_ledgers(tmp_path / "ledger.safetensors", [bad], parse_policy("int8"))
-    with pytest.raises(DataError, match="codes at a border are not in order"):
+    with pytest.raises(DataError, match="the hints are not in order"):
         load_ledgers(tmp_path / "ledger.safetensors")
 
 

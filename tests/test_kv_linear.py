@@ -37,7 +37,7 @@ from kvaudit.audit.cache.layers import describe_governed_layers, layer_plans
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.replay.rollout_checks import breach
+from kvaudit.audit.replay.rollout_checks import eviction_breach
 from kvaudit.core.errors import RunError
 
 if not hasattr(transformers.Cache, "get_conv_state"):
@@ -82,7 +82,7 @@ def test_ragged_chunks_turns_and_groups_are_replayed_exactly(policy: str) -> Non
     assert gap(loaded, played, "shadow", group=2) < 1e-12
     assert gap(loaded, played, "shadow", group=1) < 1e-12
     assert gap(loaded, played, "dense", group=2) > 1e-6
-    assert breach(played.rollouts[0], layer_plans(loaded.model.config, parse_policy(policy))) is None
+    assert eviction_breach(played.rollouts[0], layer_plans(loaded.model.config, parse_policy(policy))) is None
 
 
 def test_batch_mates_and_padding_leave_a_state_alone() -> None:
@@ -172,7 +172,7 @@ def test_what_a_policy_governs_is_said() -> None:
 REFUSED = {
     "a state that is not passed on": (
         JambaConfig(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, **HEADS),
-        "not handed kv=",
+        "not passed kv=",
     ),
     "a state kept elsewhere": (
         MiniMaxConfig(head_dim=8, num_local_experts=2, layer_types=LINEAR, **GQA),

@@ -185,7 +185,7 @@ def test_soft_capping_is_refused_before_the_model_is_changed() -> None:
 
 
 REFUSED = {
-    "an encoder": (BertConfig(**HEADS), "looks ahead"),
+    "an encoder": (BertConfig(**HEADS), "is not causal"),
     "an encoder and a decoder": (BartConfig(d_model=32, vocab_size=61, **BART, **TOKENS), "takes no position_ids"),
     "two attentions a layer": (DiffLlamaConfig(**GQA), "layer 0 of the model's 3 attends again|code of its own"),
 }

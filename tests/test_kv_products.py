@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache import codes as products
-from kvaudit.audit.cache.codes import Scratch, encode_runs, decode_keys, decode_tokens, encode_tokens, pack
-from kvaudit.audit.cache.codes import Block, CodeProducts, token_logits, token_mix
+from kvaudit.audit.cache.codes import (
+    Block,
+    CodeProducts,
+    Scratch,
+    decode_keys,
+    decode_tokens,
+    encode_runs,
+    encode_tokens,
+    pack,
+    token_logits,
+    token_mix,
+)
 from kvaudit.audit.policies import Quantiser, parse_policy
 
 CODECS = ["int8", "fp8", "kivi:bits=4,group=4,residual=4", "kivi:bits=2,group=8,residual=8"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import verify
 from conform.world import feed, gap, ledger_of, new_cache, prompts, random_model, served, shared, two_turns
 from huggingface_hub.errors import StrictDataclassError
+from rerun_world import verify
 from rollout_form import write_rollouts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -173,7 +173,9 @@ def test_a_copy_of_a_watched_model_is_watched_by_itself() -> None:
 )  # fmt: skip
 def test_other_routers_are_recorded_as_they_chose(config: Any) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=kvaudit.audit.cache.attention.ATTENTION_NAME
+    ).eval()
     said: list[Tensor] = []
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: said.append(args[1]))
@@ -187,7 +189,9 @@ def test_a_model_whose_experts_cannot_be_recorded_is_refused() -> None:
         config = PhimoeConfig(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **SIZES)
     except StrictDataclassError as error:  # 5.4.0 wants a number where its own default is False
         pytest.skip(f"this transformers cannot make such a config: {type(error).__name__}")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kvaudit.audit.cache.attention.NAME).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=kvaudit.audit.cache.attention.ATTENTION_NAME
+    ).eval()
     with pytest.raises(RunError, match="wanted once: which experts it uses cannot be recorded"):
         feed(SimpleNamespace(model=model), new_cache(SimpleNamespace(model=model), parse_policy("none")), prompts(5))
 

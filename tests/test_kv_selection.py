@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import verify
 from conform.stepwise import stepwise_logits
 from conform.world import feed, gap, ledger_of, new_cache, prompts, served, shared, two_turns
+from rerun_world import verify
 from rollout_form import write_rollouts
 from safetensors.torch import save_file
 from torch import Tensor
@@ -243,7 +243,7 @@ def test_a_query_that_chose_only_what_had_left_is_refused() -> None:
     gone[1, :, 0] = 30
     early = Selection(1, (1,), torch.tensor([45], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     recorded = RecordedRollouts("here", (replace(rollout, evicted_at=gone, selection=early),), None)
-    with pytest.raises(DataError, match="choose only what had left"):
+    with pytest.raises(DataError, match="chose only evicted entries"):
         check_replayable(recorded, shared().model.config, 512)
 
 

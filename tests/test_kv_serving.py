@@ -27,8 +27,8 @@ from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.sampler import (
     AnyEpisode,
-    ContinuousBatch,
     Completion,
+    ContinuousBatch,
     Decoding,
     Episode,
     MixedEpisode,
@@ -54,7 +54,7 @@ def tiny(layers: int = 2) -> Any:
         max_position_embeddings=512,
         initializer_range=0.3,
     )
-    config._attn_implementation = kvaudit.audit.cache.attention.NAME
+    config._attn_implementation = kvaudit.audit.cache.attention.ATTENTION_NAME
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -243,11 +243,11 @@ def test_what_a_row_cost_is_that_of_the_batches_it_was_in() -> None:
 def test_a_row_in_the_middle_of_its_turn_is_given_nothing() -> None:
     episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
     episode.decode(Decoding(9), None, None, None, lambda: True)
-    with pytest.raises(AssertionError, match="middle of its turn"):
+    with pytest.raises(AssertionError, match="paused turn"):
         episode.extend(prompts(4, 0))
-    with pytest.raises(AssertionError, match="goes on"):
+    with pytest.raises(AssertionError, match="must be finished first"):
         episode.score([[9], [9]])
-    with pytest.raises(AssertionError, match="goes on"):
+    with pytest.raises(AssertionError, match="must be finished first"):
         episode.rollouts()
 
 
@@ -297,9 +297,9 @@ def same_row(one: tuple[Any, Any, Rollout], other: tuple[Any, Any, Rollout]) -> 
 def test_a_row_that_was_let_go_stays_away() -> None:
     episode = Sampler(served(), parse_policy("none")).open(prompts(30, 22), [0, 1])
     episode.decode(Decoding(3), None, None, lambda n, _: n == 1)
-    with pytest.raises(AssertionError, match="given nothing"):
+    with pytest.raises(AssertionError, match="takes no input"):
         episode.extend(prompts(4, 4))
-    with pytest.raises(AssertionError, match="does not go on"):
+    with pytest.raises(AssertionError, match="cannot continue"):
         episode.decode(Decoding(3))
 
 
@@ -578,10 +578,9 @@ def test_a_prompt_of_one_token_is_given_not_drawn() -> None:
 @torch.no_grad()
 def test_left_padding_costs_no_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[int] = []
-    plain = kvaudit.audit.cache.cached_layer.visibility
-    monkeypatch.setattr(
-        kvaudit.audit.cache.cached_layer, "visibility", lambda *args: masks.append(args[0].shape[1]) or plain(*args)
-    )  # fmt: skip
+    cached_layer = kvaudit.audit.cache.cached_layer
+    plain = cached_layer.visibility_mask
+    monkeypatch.setattr(cached_layer, "visibility_mask", lambda *args: masks.append(args[0].shape[1]) or plain(*args))
     monkeypatch.setattr(kvaudit.audit.cache.attention, "MASK_ELEMENTS", 4000)
     model, (long, short) = tiny(), prompts(200, 120)
     ids = torch.tensor([long, [0] * 80 + short])

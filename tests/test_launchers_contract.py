@@ -303,7 +303,7 @@ class Idle(Launcher):
 class Former(Launcher):
     """Starts its workers in a method of the former name."""
 
-    def crew(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
         return parse_launcher("local").start_workers(count, job, print_line)
 
 

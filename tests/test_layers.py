@@ -20,10 +20,8 @@ RANK = {
     "kvaudit.audit.training": 5, "kvaudit.audit.runs": 6, "kvaudit.audit.rerun": 7,
     "kvaudit.audit.commands": 10, "kvaudit.audit.cli": 11,
     "kvaudit.suites": 1,
-    "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.drift": 2,
-    "kvaudit.reports.labels": 3, "kvaudit.reports.verdict": 4,
-    "kvaudit.reports.analysis": 5, "kvaudit.reports.sections.shared": 6, "kvaudit.reports.sections": 7,
-    "kvaudit.reports.page": 8, "kvaudit.reports.compare": 9, "kvaudit.reports.run": 9,
+    "kvaudit.reports.records": 1, "kvaudit.reports.stats": 1, "kvaudit.reports.verdict": 2,
+    "kvaudit.reports.sections": 3, "kvaudit.reports.page": 4, "kvaudit.reports.run": 5,
 }  # fmt: skip
 PACKAGE = ROOT / "kvaudit"
 TOPS = ("core", "audit", "suites", "reports")  # the packages inside kvaudit

@@ -158,7 +158,7 @@ def test_the_training_split_of_a_task_is_its_own() -> None:
     assert {item.item_id for item in items("door_shots", 4, split="train")} == {
         f"door_shots-train-{n}" for n in range(4)
     }
-    with pytest.raises(SpecError, match="4 items are asked for, the task has 0 documents to train on"):
+    with pytest.raises(SpecError, match="4 items requested, but the task has 0 documents for train"):
         items("door", 4, split="train")
 
 
@@ -216,13 +216,13 @@ def test_a_version_is_the_tasks_its_configuration_and_its_documents(
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("door_rolling", "asks how probable whole texts are, which would go through the cache in one prefill"),
-        ("door_text", "asks how probable whole texts are"),
+        ("door_rolling", "asks for the probability of whole texts, which would be computed in one prefill"),
+        ("door_text", "asks for the probability of whole texts"),
         ("door_bleu", "has no metric that gives each document a number from 0 to 1; its metrics"),
         ("door:f1", "has no metric 'f1' that gives each document"),
         ("door_begun", "begins the answer for the model (gen_prefix)"),
         ("door_often", "asks each document several times (repeats)"),
-        ("door_code", "runs what the model writes as a program"),
+        ("door_code", "runs the model's answer as a program"),
         ("door@where", "has no column 'where'; it has system, user, answer"),
         ("door@a@b", "names no task; write lm-eval:TASK"),
     ],
@@ -241,14 +241,14 @@ def test_an_unknown_task_and_a_group_are_told_apart(monkeypatch: pytest.MonkeyPa
 
 def test_documents_that_are_not_here_are_one_line() -> None:
     with pytest.raises(
-        DataError, match=r"'door_lost' cannot be loaded: .*its documents must be here, or the hub in reach"
+        DataError, match=r"'door_lost' cannot be loaded: .*its documents must be cached, or the hub reachable"
     ):
         suite("door_lost")
 
 
 def test_a_folder_of_tasks_that_is_none_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_LM_EVAL_TASKS", str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"KVAUDIT_LM_EVAL_TASKS is .* which is no folder"):
+    with pytest.raises(DataError, match=r"KVAUDIT_LM_EVAL_TASKS is .* which is not a folder"):
         suite("door")
 
 
@@ -269,7 +269,7 @@ def test_what_the_metric_cannot_grade_is_unscored(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(task.task, "process_results", lambda *_: {}["x"])
     assert grade("door", item, "x").outcome is Outcome.UNSCORED
     monkeypatch.setattr(task.task, "process_results", lambda *_: {"exact_match": 37.5})
-    with pytest.raises(DataError, match=r"metric exact_match is 37\.5, wanted a number from 0 to 1"):
+    with pytest.raises(DataError, match=r"metric exact_match is 37\.5, expected a number from 0 to 1"):
         grade("door", item, "x")
 
 
@@ -321,7 +321,7 @@ def test_a_metric_that_ends_the_program_leaves_one_answer_unscored(monkeypatch: 
 
 def test_a_metric_that_never_ends_leaves_one_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     (item,) = items("door", 1)
-    monkeypatch.setattr("kvaudit.suites.lm_eval.limited", lambda: time_limit(0.2))
+    monkeypatch.setattr("kvaudit.suites.task_family.time_limit", lambda: time_limit(0.2))
     monkeypatch.setattr(suite("door")._task.task, "process_results", lambda *_: time.sleep(3600))  # type: ignore[attr-defined]
     graded = grade("door", item, "x")
     assert (graded.outcome, graded.note) == (Outcome.UNSCORED, "the metric took over 60 s")

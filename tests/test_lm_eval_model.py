@@ -36,7 +36,7 @@ def served(policy: str | None = None, **options: Any) -> Any:
 
 
 def evaluated(model: Any, folder: Path, task: str, *, chat: bool = True, **settings: Any) -> list[dict[str, Any]]:
-    """The logged samples of a task, in document order, as the harness's own loop takes them."""
+    """Run a task in the harness and return its logged samples in document order."""
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
@@ -68,7 +68,7 @@ def scores(samples: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("task", ["door", "door_shots", "door_stop"])
-def test_without_compression_the_answers_are_those_of_the_harness_own_model(tasks: Path, task: str, chat: bool) -> None:
+def test_uncompressed_answers_equal_those_of_the_harness(tasks: Path, task: str, chat: bool) -> None:
     ours, theirs = (
         evaluated(model, tasks, task, chat=chat, limit=6) for model in (served(batch_size=4), harness_own())
     )
@@ -78,14 +78,14 @@ def test_without_compression_the_answers_are_those_of_the_harness_own_model(task
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_without_compression_the_scores_are_those_of_the_harness_own_model(tasks: Path, chat: bool) -> None:
+def test_uncompressed_scores_equal_those_of_the_harness(tasks: Path, chat: bool) -> None:
     ours, theirs = (evaluated(m, tasks, "door_choice", chat=chat) for m in (served(), harness_own()))
     assert scores(ours) == pytest.approx(scores(theirs), abs=1e-4)
     assert [sample["acc"] for sample in ours] == [sample["acc"] for sample in theirs]
     assert [sample["resps"][0][0][1] for sample in ours] == [sample["resps"][0][0][1] for sample in theirs]
 
 
-def test_under_a_policy_answers_are_those_of_the_sampler(tasks: Path) -> None:
+def test_compressed_answers_equal_those_of_the_sampler(tasks: Path) -> None:
     model, decoding = load_model(), Decoding(12, temperature=0.0)
     sampler, wanted = Sampler(model, parse_policy(SNAPKV)), []
     for number in range(6):
@@ -99,7 +99,7 @@ def test_under_a_policy_answers_are_those_of_the_sampler(tasks: Path) -> None:
     assert found != answers(evaluated(served(), tasks, "door", limit=6))
 
 
-def test_under_a_policy_scores_are_read_token_by_token(tasks: Path) -> None:
+def test_compressed_scores_are_read_token_by_token(tasks: Path) -> None:
     model = served(SNAPKV.replace(",", ";"))
     context, options = row(1)["user"], [" The code: wolf island.", " I must refuse.", " I"]
     pairs = [model._encode_pair(context, option) for option in options]
@@ -110,20 +110,22 @@ def test_under_a_policy_scores_are_read_token_by_token(tasks: Path) -> None:
     assert [greedy for _, greedy in found] == [own.greedy for own, _ in wanted]
 
 
-def test_a_pinned_role_is_kept_where_a_chat_says_which_text_is_whose(tasks: Path) -> None:
+def test_a_pinned_role_needs_a_chat(tasks: Path) -> None:
     policy = "streaming:budget=48,sink=0,window=8,pin=system"
     assert len(evaluated(served(policy), tasks, "door", limit=2)) == 2
     assert len(evaluated(served(policy), tasks, "door_choice", limit=2)) == 2
-    with pytest.raises(SpecError, match="the policy pins roles, which plain text has not; add --apply_chat_template"):
+    with pytest.raises(
+        SpecError, match="the policy pins roles, which plain text does not have; add --apply_chat_template"
+    ):
         evaluated(served(policy), tasks, "door", limit=2, chat=False)
 
 
-def test_an_answer_that_is_begun_for_the_model_goes_on_from_there(tasks: Path) -> None:
+def test_an_answer_continues_its_given_beginning(tasks: Path) -> None:
     ours, theirs = (evaluated(model, tasks, "door_begun") for model in (served(), harness_own()))
     assert answers(ours) == answers(theirs)
 
 
-def test_draws_at_a_temperature_differ_by_turn_and_are_the_same_again(tasks: Path) -> None:
+def test_repeated_draws_differ_within_a_run_and_not_between_runs(tasks: Path) -> None:
     asked = {"do_sample": True, "temperature": 1.5, "limit": 3}
     once, again = (
         [sample["resps"][0] for sample in evaluated(served(seed=3), tasks, "door_often", **asked)] for _ in range(2)
@@ -132,44 +134,44 @@ def test_draws_at_a_temperature_differ_by_turn_and_are_the_same_again(tasks: Pat
     assert len(set(once[0])) > 1
 
 
-def test_the_results_say_what_was_served() -> None:
+def test_the_results_name_the_policy() -> None:
     told = served("h2o:budget=64").get_model_info()
     assert told["policy"] == parse_policy("h2o:budget=64").canonical
     assert told["policy_hash"] == parse_policy("h2o:budget=64").hash
 
 
-def test_whole_texts_are_refused_with_the_reason(tasks: Path) -> None:
+def test_whole_texts_are_an_error(tasks: Path) -> None:
     with pytest.raises(SpecError, match="loglikelihood_rolling asks how probable a whole text is: read in one prefill"):
         evaluated(served(), tasks, "door_rolling", chat=False)
 
 
-def test_a_cache_of_answers_that_knows_no_policy_is_refused(tmp_path: Path) -> None:
+def test_the_answer_cache_of_the_harness_is_an_error(tmp_path: Path) -> None:
     from lm_eval.api.model import CachingLM
 
     with pytest.raises(SpecError, match="--use_cache would give one policy's answers to another"):
         CachingLM(served(), str(tmp_path / "cache.db"))
 
 
-def test_what_the_model_does_not_take_is_refused(tasks: Path) -> None:
+def test_unsupported_arguments_are_errors(tasks: Path) -> None:
     with pytest.raises(SpecError, match=r"model_args has window, known are .* policy=snapkv:budget=96;window=8"):
         served("snapkv:budget=48", window=8)
-    with pytest.raises(SpecError, match="batch_size is 'auto', wanted a number of rows"):
+    with pytest.raises(SpecError, match="batch_size is 'auto', expected a number of rows"):
         served(batch_size="auto")
-    with pytest.raises(SpecError, match="the task asks for num_beams; kvaudit draws with temperature and top_p alone"):
+    with pytest.raises(SpecError, match="the task asks for num_beams; kvaudit supports only temperature and top_p"):
         evaluated(served(), tasks, "door", num_beams=2)
     with pytest.raises(SpecError, match=r"a prompt of \d+ tokens and an answer of 90000 exceed the model's"):
         evaluated(served(), tasks, "door", max_gen_toks=90000)
-    with pytest.raises(SpecError, match="answers of max_gen_toks 0, wanted 1 or more"):
+    with pytest.raises(SpecError, match="answers of max_gen_toks 0, expected 1 or more"):
         evaluated(served(), tasks, "door", max_gen_toks=0)
 
 
-def test_on_the_command_line_what_can_be_mended_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "kvaudit.audit.serving.harness.model", raising=False)
     assert install_line("lm-eval") in refused("harness", "lm-eval", "ls", "tasks")
 
 
-def test_what_the_harness_refuses_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.__main__
 
     def refuse() -> None:

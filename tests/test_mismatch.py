@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from again_world import measure
+from rerun_world import measure
 from typer.testing import CliRunner, Result
 
-from kvaudit.audit.rerun import mismatch as command
-from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.cli import app
 from kvaudit.audit.replay.stacks import import_rollouts
+from kvaudit.audit.rerun import mismatch as command
+from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
 from kvaudit.core.alarms import MISMATCH
@@ -40,77 +40,83 @@ def sampled(loaded: LoadedModel) -> list[Line]:
         ids = torch.randint(0, 256, (prompt + length,), generator=draw)
         with torch.no_grad():
             table = loaded.model(ids[None]).logits[0].double().log_softmax(-1)
-        told = table[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
+        logprobs = table[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
         lines.append({"prompt_ids": ids[:prompt].tolist(), "completion_ids": ids[prompt:].tolist()})
-        lines[-1] |= {"logprobs": told.tolist(), "reward": float(number % 2), "group": f"g{number // 3}"}
+        lines[-1] |= {"logprobs": logprobs.tolist(), "reward": float(number % 2), "group": f"g{number // 3}"}
     return lines
 
 
-def written(path: Path, lines: list[Line]) -> Path:
+def write_lines(path: Path, lines: list[Line]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def asked(*words: object) -> Result:
+def run_mismatch(*words: object) -> Result:
     return CliRunner().invoke(app, ["replay", "mismatch", *map(str, words)])
 
 
-def refused(path: Path, model: Path) -> str:
-    done = asked(path, "--model", model)
+def error_line(path: Path, model: Path) -> str:
+    done = run_mismatch(path, "--model", model)
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     (line,) = done.stderr.splitlines()
     return line
 
 
-def shifted(lines: list[Line], by: float) -> list[Line]:
+def shift_logprobs(lines: list[Line], by: float) -> list[Line]:
     return [line | {"logprobs": [value + by for value in line["logprobs"]]} for line in lines]
 
 
 def test_rollouts_of_the_model_itself_ring_no_alarm(sampled: list[Line], tiny_folder: Path, tmp_path: Path) -> None:
-    done = asked(written(tmp_path / "own.jsonl", sampled), "--model", tiny_folder, "--json", tmp_path / "found.json")
+    done = run_mismatch(
+        write_lines(tmp_path / "own.jsonl", sampled), "--model", tiny_folder, "--json", tmp_path / "found.json"
+    )
     assert done.exit_code == 0, done.output
     assert "rollouts    6 of " in done.stdout
     assert "(kvaudit), 99 sampled tokens" in done.stdout
     assert "no alarm" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["format"], found["tokens"], found["alarms"]) == ("kvaudit.mismatch", 99, [])
-    assert found["panel"]["max_abs_gap"] < 1e-5
-    assert found["panel"]["overlap_p5"] == pytest.approx(1.0, abs=1e-5)
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert (report["format"], report["tokens"], report["alarms"]) == ("kvaudit.mismatch", 99, [])
+    assert report["panel"]["max_abs_gap"] < 1e-5
+    assert report["panel"]["overlap_p5"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_sampler_that_was_surer_by_a_nat_rings_by_overlap(
     sampled: list[Line], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    done = asked(
-        written(tmp_path / "sure.jsonl", shifted(sampled, 1.0)), "--model", tiny_folder, "--json", tmp_path / "j"
+    done = run_mismatch(
+        write_lines(tmp_path / "sure.jsonl", shift_logprobs(sampled, 1.0)),
+        "--model",
+        tiny_folder,
+        "--json",
+        tmp_path / "j",
     )
     assert done.exit_code == 3
     assert "alarm: overlap_p5 is 0.368, below 0.86" in done.stdout
-    found = json.loads((tmp_path / "j").read_text())
-    assert found["panel"]["kl"] == pytest.approx(1.0, abs=1e-5)
-    assert found["panel"]["k3_kl"] == pytest.approx(math.exp(-1), abs=1e-5)
-    assert [alarm["name"] for alarm in found["alarms"]] == ["overlap_p5"]
+    report = json.loads((tmp_path / "j").read_text())
+    assert report["panel"]["kl"] == pytest.approx(1.0, abs=1e-5)
+    assert report["panel"]["k3_kl"] == pytest.approx(math.exp(-1), abs=1e-5)
+    assert [alarm["name"] for alarm in report["alarms"]] == ["overlap_p5"]
 
 
 def test_numbers_are_those_of_the_trainer_whatever_the_handfuls(
     sampled: list[Line], loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path / "own.jsonl", shifted(sampled, -0.3))
-    whole = measure(loaded, survey(file)).panel
+    file = write_lines(tmp_path / "own.jsonl", shift_logprobs(sampled, -0.3))
+    panel = measure(loaded, survey(file)).panel
     monkeypatch.setattr(command, "_AT_ONCE", 60)
     for name, value in measure(loaded, survey(file)).panel.items():
-        assert value == (whole[name] if value is None else pytest.approx(whole[name], rel=1e-6, abs=1e-5)), name
+        assert value == (panel[name] if value is None else pytest.approx(panel[name], rel=1e-6, abs=1e-5)), name
     # rewards 0 and 1 of three rollouts a group: the mean is 1/3 and 2/3, so that no advantage is 0
-    assert whole["k3_kl_zero"] is None
-    assert whole["k3_kl_positive"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-5) == whole["k3_kl_negative"]
+    assert panel["k3_kl_zero"] is None
+    assert panel["k3_kl_positive"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-5) == panel["k3_kl_negative"]
 
 
 def test_the_temperature_of_a_line_is_the_learner_s(sampled: list[Line], loaded: LoadedModel, tmp_path: Path) -> None:
     ids = torch.tensor(sampled[0]["prompt_ids"] + sampled[0]["completion_ids"])
     with torch.no_grad():
         table = (loaded.model(ids[None]).logits[0].double() / 0.5).log_softmax(-1)
-    told = table[2:-1].gather(1, ids[3:, None])[:, 0].tolist()
-    file = written(tmp_path / "warm.jsonl", [sampled[0] | {"logprobs": told, "temperature": 0.5}])
+    logprobs = table[2:-1].gather(1, ids[3:, None])[:, 0].tolist()
+    file = write_lines(tmp_path / "warm.jsonl", [sampled[0] | {"logprobs": logprobs, "temperature": 0.5}])
     assert measure(loaded, survey(file)).panel["max_abs_gap"] < 1e-5
     assert measure(loaded, survey(file), temperature=1.0).panel["max_abs_gap"] > 0.01
 
@@ -134,14 +140,14 @@ def verl(line: Line) -> Line:
 
 
 def vllm(line: Line) -> Line:
-    told = {"tokens": [], "token_logprobs": line["logprobs"]}
+    logprobs = {"tokens": [], "token_logprobs": line["logprobs"]}
     choice = {"index": 0, "text": "", "prompt_token_ids": line["prompt_ids"], "token_ids": line["completion_ids"]}
-    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice | {"logprobs": told}]}
+    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice | {"logprobs": logprobs}]}
 
 
 def chat(line: Line) -> Line:
-    told = {"content": [{"token": "a", "logprob": value, "top_logprobs": []} for value in line["logprobs"]]}
-    choice = {"index": 0, "message": {}, "token_ids": line["completion_ids"], "logprobs": told}
+    logprobs = {"content": [{"token": "a", "logprob": value, "top_logprobs": []} for value in line["logprobs"]]}
+    choice = {"index": 0, "message": {}, "token_ids": line["completion_ids"], "logprobs": logprobs}
     return {"prompt_token_ids": line["prompt_ids"], "choices": [choice, choice]}
 
 
@@ -151,7 +157,7 @@ def trl(line: Line) -> Line:
     }
 
 
-def whole(line: Line) -> Line:
+def kvaudit_ids(line: Line) -> Line:
     start, completion = len(line["prompt_ids"]), line["completion_ids"]
     return {
         "ids": line["prompt_ids"] + completion, "mask": [0] * start + [1] * len(completion),
@@ -204,23 +210,23 @@ def sglang(line: Line) -> Line:
 @pytest.mark.parametrize(
     ("rewrite", "stack"),
     [
-        (slime, "slime"), (verl, "verl"), (vllm, "vLLM"), (chat, "vLLM"), (trl, "kvaudit"), (whole, "kvaudit"),
+        (slime, "slime"), (verl, "verl"), (vllm, "vLLM"), (chat, "vLLM"), (trl, "kvaudit"), (kvaudit_ids, "kvaudit"),
         (prime_rl, "prime-rl"), (skyrl, "SkyRL"), (nemo_rl, "NeMo-RL"), (areal, "AReaL"), (sglang, "SGLang"),
     ],
 )  # fmt: skip
 def test_every_stack_s_names_give_the_same_rollout(
     rewrite: Callable[[Line], Line], stack: str, sampled: list[Line], tmp_path: Path
 ) -> None:
-    (own,) = import_rollouts(written(tmp_path / "own.jsonl", sampled[1:2]))
-    for row in import_rollouts(written(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
+    (expected,) = import_rollouts(write_lines(tmp_path / "own.jsonl", sampled[1:2]))
+    for row in import_rollouts(write_lines(tmp_path / "theirs.jsonl", [rewrite(sampled[1])])):
         assert row.stack == stack
-        assert torch.equal(row.rollout.ids, own.rollout.ids)
-        assert torch.equal(row.rollout.sampled, own.rollout.sampled)
-        assert torch.equal(row.rollout.sampler_logprobs, own.rollout.sampler_logprobs)
+        assert torch.equal(row.rollout.ids, expected.rollout.ids)
+        assert torch.equal(row.rollout.sampled, expected.rollout.sampled)
+        assert torch.equal(row.rollout.sampler_logprobs, expected.rollout.sampler_logprobs)
 
 
 def test_verl_s_advantages_lose_their_padding(sampled: list[Line], tmp_path: Path) -> None:
-    (row,) = import_rollouts(written(tmp_path / "verl.jsonl", [verl(sampled[1])]))
+    (row,) = import_rollouts(write_lines(tmp_path / "verl.jsonl", [verl(sampled[1])]))
     assert row.advantages is not None
     assert row.advantages.tolist() == [0.5] * 9
 
@@ -238,10 +244,10 @@ def test_slime_s_own_file_is_read_and_objects_in_it_are_not_run(sampled: list[Li
 def test_masked_tokens_are_not_compared(sampled: list[Line], loaded: LoadedModel, tmp_path: Path) -> None:
     """A tool's answer in the middle, with log-probs that mean nothing, or none at all."""
     line, mask = sampled[2], [1, 1, 1, 0, 0, 0, 1] + [1] * 7
-    told = [value if drawn else 0.0 for value, drawn in zip(line["logprobs"], mask, strict=True)]
+    filled = [value if drawn else 0.0 for value, drawn in zip(line["logprobs"], mask, strict=True)]
     drawn = [value for value, drawn in zip(line["logprobs"], mask, strict=True) if drawn]
-    for number, logprobs in enumerate((told, drawn)):
-        file = written(tmp_path / f"{number}.jsonl", [line | {"mask": mask, "logprobs": logprobs}])
+    for number, logprobs in enumerate((filled, drawn)):
+        file = write_lines(tmp_path / f"{number}.jsonl", [line | {"mask": mask, "logprobs": logprobs}])
         assert survey(file).tokens == 11
         assert measure(loaded, survey(file)).panel["max_abs_gap"] < 1e-5
 
@@ -262,7 +268,7 @@ BAD: list[tuple[Any, str]] = [
     (slime(GOOD | {"reward": math.nan}), "line 2 has a reward that is no number from -1e+300 to 1e+300"),
     (slime(GOOD | {"reward": 10**400}), "line 2 has a reward that is no number from -1e+300 to 1e+300"),
     (verl(GOOD | {"reward": 1e308, "group": 1}), "line 2: advantages.0 is '1e+308'"),
-    (GOOD | {"completion_ids": []}, "line 2 has 2 tokens, 0 of them behind the prompt"),
+    (GOOD | {"completion_ids": []}, "line 2 has 2 tokens, 0 of them after the prompt"),
     (GOOD | {"completion_ids": [3, 9999]}, "line 2 has token ids outside the model's 259"),
     (GOOD | {"completion_ids": [3, -4]}, "line 2: completion_ids.1 is '-4'"),
     (GOOD | {"prompt_ids": [5] * 5000}, "line 2 has 5002 tokens, the model 4096 positions"),
@@ -272,10 +278,10 @@ BAD: list[tuple[Any, str]] = [
     ({"ids": [1, 2], "logprobs": [-1.0]}, "line 2 has ids and does not say where the prompt ends"),
     ({"logprobs": [-1.0]}, "line 2 has no tokens"),
     ({"input": "a", "output": "b", "score": 1.0}, "line 2 holds texts and no token ids, as verl's rollout_data_dir"),
-    (slime(GOOD | {"reward": 1.0}) | {"response_length": 9}, "line 2 has 4 tokens, 9 of them behind the prompt"),
+    (slime(GOOD | {"reward": 1.0}) | {"response_length": 9}, "line 2 has 4 tokens, 9 of them after the prompt"),
     (verl(GOOD | {"reward": 1.0, "group": 1}) | {"attention_mask": [1]}, "line 2 has 1 values in attention_mask for 7"),
-    ({"trajectory": [], "task": "x"}, "line 2 is of no stack known here, by its keys trajectory, task; known are"),
-    ({"messages": [], "loss_mask": [1]}, "line 2 is of no stack known here, by its keys messages, loss_mask;"),
+    ({"trajectory": [], "task": "x"}, "line 2 has the keys of no supported stack: trajectory, task; supported are"),
+    ({"messages": [], "loss_mask": [1]}, "line 2 has the keys of no supported stack: messages, loss_mask;"),
     ({"meta_info": {"output_token_logprobs": [[-1.0, 3, None]]}}, "line 2 has no ids of its prompt; ask the server"),
     (GOOD | {"logprobs": [-1.0, -9999.0]}, "line 2 has log-prob -9999 at token 3, which stands for -inf"),
     (GOOD | {"logprobs": [-100.0, -1.0]}, "line 2 has log-prob -100 at token 2, which stands for -inf"),
@@ -291,16 +297,16 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_input_is_told_with_file_and_line(bad: Any, words: str, loaded: LoadedModel, tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
     file.write_text(json.dumps(GOOD) + "\n" + (bad if isinstance(bad, str) else json.dumps(bad)) + "\n")
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         measure(loaded, survey(file))
-    assert words in str(told.value)
-    assert "rollouts.jsonl'" in str(told.value)
+    assert words in str(caught.value)
+    assert "rollouts.jsonl'" in str(caught.value)
 
 
-def zeroed(line: Line, start: int, stop: int | None = None) -> Line:
-    told = list(line["logprobs"])
-    told[start:stop] = [0.0] * len(told[start:stop])
-    return line | {"logprobs": told}
+def zero_logprobs(line: Line, start: int, stop: int | None = None) -> Line:
+    logprobs = list(line["logprobs"])
+    logprobs[start:stop] = [0.0] * len(logprobs[start:stop])
+    return line | {"logprobs": logprobs}
 
 
 def test_log_probs_that_were_filled_in_are_named_with_line_and_token(
@@ -308,23 +314,27 @@ def test_log_probs_that_were_filled_in_are_named_with_line_and_token(
 ) -> None:
     """All of one rollout, the tails of all, the tail of one, and a single one that nothing but filling explains."""
     files = {
-        "one": ([sampled[0], zeroed(sampled[1], 0), *sampled[2:]], "9 log-probs in 1 rollouts", "line 2 token 4"),
-        "tails": ([zeroed(line, 2) for line in sampled], "87 log-probs in 6 rollouts", "line 1 token 5"),
-        "tail": ([*sampled[:3], zeroed(sampled[3], -3)], "3 log-probs in 1 rollouts", "line 4 token 22"),
-        "single": ([*sampled[:3], zeroed(sampled[3], 5, 6)], "1 log-probs in 1 rollouts", "line 4 token 11"),
+        "one": (
+            [sampled[0], zero_logprobs(sampled[1], 0), *sampled[2:]],
+            "9 log-probs in 1 rollouts",
+            "line 2 token 4",
+        ),
+        "tails": ([zero_logprobs(line, 2) for line in sampled], "87 log-probs in 6 rollouts", "line 1 token 5"),
+        "tail": ([*sampled[:3], zero_logprobs(sampled[3], -3)], "3 log-probs in 1 rollouts", "line 4 token 22"),
+        "single": ([*sampled[:3], zero_logprobs(sampled[3], 5, 6)], "1 log-probs in 1 rollouts", "line 4 token 11"),
     }
     for name, (lines, count, place) in files.items():
-        done = asked(written(tmp_path / f"{name}.jsonl", lines), "--model", tiny_folder)
-        told = " ".join(done.stdout.split())
-        assert done.exit_code == 3, told
-        assert f"alarm: {count} are exactly 0, first {place}" in told
-        assert "no alarm" not in told
+        done = run_mismatch(write_lines(tmp_path / f"{name}.jsonl", lines), "--model", tiny_folder)
+        output = " ".join(done.stdout.split())
+        assert done.exit_code == 3, output
+        assert f"alarm: {count} are exactly 0, first {place}" in output
+        assert "no alarm" not in output
 
 
 def test_a_zero_of_a_masked_token_says_nothing(sampled: list[Line], loaded: LoadedModel, tmp_path: Path) -> None:
     mask = [0, 0, 0, 1] + [1] * (len(sampled[1]["logprobs"]) - 4)
-    line = zeroed(sampled[1], 0, 3) | {"mask": mask}
-    assert measure(loaded, survey(written(tmp_path / "masked.jsonl", [line]))).filled is None
+    line = zero_logprobs(sampled[1], 0, 3) | {"mask": mask}
+    assert measure(loaded, survey(write_lines(tmp_path / "masked.jsonl", [line]))).filled is None
 
 
 def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
@@ -335,26 +345,26 @@ def test_a_zero_of_a_token_that_the_learner_is_sure_of_is_no_filling() -> None:
 
 
 def test_what_is_refused_is_one_line_and_exit_code_2(tiny_folder: Path, tmp_path: Path) -> None:
-    assert "do not exist; give a file of one rollout a line" in refused(tmp_path / "missing.jsonl", tiny_folder)
+    assert "do not exist; give a file of one rollout a line" in error_line(tmp_path / "missing.jsonl", tiny_folder)
     for name, text in (("empty.jsonl", ""), ("blank.jsonl", "\n\n")):
         (tmp_path / name).write_text(text)
-        assert "holds no rollout" in refused(tmp_path / name, tiny_folder)
-    assert "unknown dtype" in asked(tmp_path, "--model", tiny_folder, "--dtype", "float33").stderr
-    assert "--temperature is 1e-09" in asked(tmp_path, "--model", tiny_folder, "--temperature", "1e-9").stderr
+        assert "holds no rollout" in error_line(tmp_path / name, tiny_folder)
+    assert "unknown dtype" in run_mismatch(tmp_path, "--model", tiny_folder, "--dtype", "float33").stderr
+    assert "--temperature is 1e-09" in run_mismatch(tmp_path, "--model", tiny_folder, "--temperature", "1e-9").stderr
 
 
 def test_a_declared_vocabulary_that_fits_is_taken(loaded: LoadedModel, tmp_path: Path) -> None:
     vocabulary = json.dumps(sorted(loaded.chat.tokenizer.get_vocab().items())).encode()
     line = GOOD | {"tokenizer_sha256": hashlib.sha256(vocabulary).hexdigest()}
-    assert measure(loaded, survey(written(tmp_path / "own.jsonl", [line]))).panel["frac_not_finite"] == 0.0
+    assert measure(loaded, survey(write_lines(tmp_path / "own.jsonl", [line]))).panel["frac_not_finite"] == 0.0
 
 
 def test_several_temperatures_need_one_to_be_said(loaded: LoadedModel, tmp_path: Path) -> None:
     lines = [GOOD | {"temperature": 0.7}, GOOD | {"temperature": 1.0}]
     with pytest.raises(SpecError, match=r"several temperatures \(0.7, 1\)"):
-        measure(loaded, survey(written(tmp_path / "two.jsonl", lines)))
+        measure(loaded, survey(write_lines(tmp_path / "two.jsonl", lines)))
     with pytest.raises(SpecError, match=r"2 of 3 rollouts say no temperature, the others 0.7"):
-        measure(loaded, survey(written(tmp_path / "some.jsonl", [lines[0], GOOD, GOOD])))
+        measure(loaded, survey(write_lines(tmp_path / "some.jsonl", [lines[0], GOOD, GOOD])))
 
 
 def test_lines_of_other_stacks_may_say_temperature_and_vocabulary(
@@ -362,28 +372,28 @@ def test_lines_of_other_stacks_may_say_temperature_and_vocabulary(
 ) -> None:
     for other in (verl, slime):
         lines = [other(line) | {"temperature": 0.5} for line in sampled[:2]]
-        assert measure(loaded, survey(written(tmp_path / f"{other.__name__}.jsonl", lines))).temperature == 0.5
-        wrong = survey(written(tmp_path / "wrong.jsonl", [other(sampled[0]) | {"tokenizer_sha256": "0" * 64}]))
+        assert measure(loaded, survey(write_lines(tmp_path / f"{other.__name__}.jsonl", lines))).temperature == 0.5
+        wrong = survey(write_lines(tmp_path / "wrong.jsonl", [other(sampled[0]) | {"tokenizer_sha256": "0" * 64}]))
         with pytest.raises(DataError, match=r"vocabulary|tokenizer"):
             measure(loaded, wrong)
 
 
-@pytest.mark.parametrize("told", [{"advantage": 10**40}, {"reward": 1e300, "group": 1}, {"reward": 1.0}])
-def test_advantages_may_be_of_any_size_or_unknown(told: Line, loaded: LoadedModel, tmp_path: Path) -> None:
-    file = written(tmp_path / "own.jsonl", [GOOD | told, GOOD])
-    found = measure(loaded, survey(file)).panel
-    known = [name for name in ("positive", "zero", "negative") if found[f"k3_kl_{name}"] is not None]
-    assert known == {"advantage": ["positive"], "reward": ["zero"] if "group" in told else []}[next(iter(told))]
+@pytest.mark.parametrize("extra", [{"advantage": 10**40}, {"reward": 1e300, "group": 1}, {"reward": 1.0}])
+def test_advantages_may_be_of_any_size_or_unknown(extra: Line, loaded: LoadedModel, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "own.jsonl", [GOOD | extra, GOOD])
+    panel = measure(loaded, survey(file)).panel
+    signs = [name for name in ("positive", "zero", "negative") if panel[f"k3_kl_{name}"] is not None]
+    assert signs == {"advantage": ["positive"], "reward": ["zero"] if "group" in extra else []}[next(iter(extra))]
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.replay.stacks._LONGEST", 50)
     with pytest.raises(DataError, match="line 1 is longer than"):
-        survey(written(tmp_path / "long.jsonl", [GOOD]))
+        survey(write_lines(tmp_path / "long.jsonl", [GOOD]))
 
 
 def test_a_survey_finds_the_longest_rollout_and_the_highest_id(tmp_path: Path) -> None:
-    found: Survey = survey(written(tmp_path / "a.jsonl", [GOOD, GOOD | {"prompt_ids": [90, 1, 2]}, GOOD]))
+    found: Survey = survey(write_lines(tmp_path / "a.jsonl", [GOOD, GOOD | {"prompt_ids": [90, 1, 2]}, GOOD]))
     assert (found.longest, found.highest) == ((5, "line 2"), (90, "line 2"))
 
 
@@ -396,17 +406,17 @@ UNDRAWN = (
 
 @pytest.mark.parametrize("line", UNDRAWN)
 def test_a_rollout_without_a_drawn_token_is_skipped_and_counted(line: Line, tiny_folder: Path, tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", [GOOD, line, GOOD])
-    found = survey(file)
-    assert (found.rollouts, found.tokens, found.undrawn) == (2, 4, ["line 2"])
-    done = asked(file, "--model", tiny_folder, "--json", tmp_path / "found.json")
+    file = write_lines(tmp_path / "a.jsonl", [GOOD, line, GOOD])
+    counts = survey(file)
+    assert (counts.rollouts, counts.tokens, counts.undrawn) == (2, 4, ["line 2"])
+    done = run_mismatch(file, "--model", tiny_folder, "--json", tmp_path / "found.json")
     assert "skipped     1 without a drawn token, line 2 first" in done.stdout
     assert json.loads((tmp_path / "found.json").read_text())["skipped"] == 1
 
 
 def test_a_file_of_which_most_rollouts_hold_no_drawn_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 of 3 rollouts hold no token that was drawn, line 1 first"):
-        survey(written(tmp_path / "a.jsonl", [UNDRAWN[0], GOOD, UNDRAWN[1]]))
+        survey(write_lines(tmp_path / "a.jsonl", [UNDRAWN[0], GOOD, UNDRAWN[1]]))
 
 
 def test_alarms_are_rung_beyond_their_bounds_and_not_at_them() -> None:
@@ -420,11 +430,11 @@ def test_alarms_are_rung_beyond_their_bounds_and_not_at_them() -> None:
 def test_the_panel_counts_what_truncation_and_rejection_would_touch() -> None:
     learner = torch.tensor([[math.log(3), 0.0], [math.log(1e-5), 0.0]])
     mask, unknown = torch.ones(2, 2, dtype=torch.bool), torch.full((2, 1), math.nan)
-    found = mismatch_panel(torch.zeros(2, 2), learner, mask, unknown)
-    assert found["mismatch/frac_ratio_above_2"] == 0.25
-    assert found["mismatch/frac_ratio_below_1e-4"] == 0.25
-    assert found["mismatch/frac_sequences_vetoed"] == 0.5
-    assert found["mismatch/k3_kl_positive"] is found["mismatch/k3_kl_zero"] is found["mismatch/k3_kl_negative"] is None
+    panel = mismatch_panel(torch.zeros(2, 2), learner, mask, unknown)
+    assert panel["mismatch/frac_ratio_above_2"] == 0.25
+    assert panel["mismatch/frac_ratio_below_1e-4"] == 0.25
+    assert panel["mismatch/frac_sequences_vetoed"] == 0.5
+    assert panel["mismatch/k3_kl_positive"] is panel["mismatch/k3_kl_zero"] is panel["mismatch/k3_kl_negative"] is None
 
 
 def test_batches_add_up_to_the_panel_of_all() -> None:
@@ -434,9 +444,9 @@ def test_batches_add_up_to_the_panel_of_all() -> None:
     parts = MismatchPanel()
     for rows in (slice(0, 3), slice(3, 8)):
         parts.add(sampler[rows], learner[rows], mask[rows], signs[rows])
-    whole = mismatch_panel(sampler, learner, mask, signs)
+    panel = mismatch_panel(sampler, learner, mask, signs)
     for name, value in parts.numbers().items():
-        assert value == (whole[f"mismatch/{name}"] if value is None else pytest.approx(whole[f"mismatch/{name}"])), name
+        assert value == (panel[f"mismatch/{name}"] if value is None else pytest.approx(panel[f"mismatch/{name}"])), name
 
 
 def test_a_percentile_of_many_values_is_right_to_a_millionth(monkeypatch: pytest.MonkeyPatch) -> None:

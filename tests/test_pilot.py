@@ -32,6 +32,8 @@ from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
 from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 from kvaudit.reports.verdict.enough import (
     Counted,
     Metric,
@@ -44,8 +46,6 @@ from kvaudit.reports.verdict.enough import (
     short_of,
 )
 from kvaudit.reports.verdict.sizes import Design
-from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
 from kvaudit.suites.base import SUITES, Suite
 
 SPEC = """

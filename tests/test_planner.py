@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
+from kvaudit.reports.stats.rule import Part
+from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.verdict.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
 from kvaudit.reports.verdict.sizes import (
@@ -28,8 +30,6 @@ from kvaudit.reports.verdict.sizes import (
     steps,
 )
 from kvaudit.reports.verdict.verdict import PASSED
-from kvaudit.reports.stats.rule import Part
-from kvaudit.reports.stats.tango import ess_tango
 
 
 def deff_of(value, size):

@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from scipy.linalg import hadamard
 
 from kvaudit.audit.cache import evict
-from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, victim_slots, keep_mask
 from kvaudit.audit.cache.codes import decode_tokens, encode_tokens
+from kvaudit.audit.cache.evict import MANY_QUERIES, attention_mass, keep_mask, victim_slots
 from kvaudit.audit.policies import Policy, Quantiser, View, parse_policy
 
 Array = np.ndarray[Any, Any]
@@ -55,7 +55,7 @@ def naive_keep(scores: Array, at: Array, policy: Policy, seen: int = SEEN) -> se
     return stay | {p for _, p in others[: policy.budget - len(stay)]}
 
 
-def kept_alike(text: str, v: View, scores: Array) -> None:
+def check_kept(text: str, v: View, scores: Array) -> None:
     """The product keeps what the naive ranking keeps; scores are rounded to float32, as the product ranks."""
     policy = parse_policy(text)
     kept = keep_mask(policy.importance(v), v.positions, v.seen, policy)
@@ -78,13 +78,13 @@ def entries(v: View, b: int, h: int) -> tuple[Array, Array]:
 @DRAWS
 def test_streaming(seed: int) -> None:
     v = view(seed)
-    kept_alike("streaming:budget=9,sink=3", v, v.positions.double().numpy())
+    check_kept("streaming:budget=9,sink=3", v, v.positions.double().numpy())
 
 
 @DRAWS
 def test_h2o(seed: int) -> None:
     v = view(seed)
-    kept_alike("h2o:budget=9,window=4,sink=1", v, v.mass.double().numpy())
+    check_kept("h2o:budget=9,window=4,sink=1", v, v.mass.double().numpy())
 
 
 @DRAWS
@@ -92,13 +92,13 @@ def test_random(seed: int) -> None:
     v = view(seed)
     scores = np.zeros(v.positions.shape)
     for b, h in np.ndindex(2, 2):
-        draw = scrambled(int(v.entry_keys[b]) + scrambled(seed))
-        draw = scrambled(scrambled(draw + 1_000_003 * v.layer) + h)
-        scores[b, h] = [scrambled(draw + p) & 0xFFFFFF for p in v.positions[b, h].tolist()]
-    kept_alike(f"random:budget=9,seed={seed}", v, scores)
+        draw = scramble(int(v.entry_keys[b]) + scramble(seed))
+        draw = scramble(scramble(draw + 1_000_003 * v.layer) + h)
+        scores[b, h] = [scramble(draw + p) & 0xFFFFFF for p in v.positions[b, h].tolist()]
+    check_kept(f"random:budget=9,seed={seed}", v, scores)
 
 
-def scrambled(x: int) -> int:
+def scramble(x: int) -> int:
     """Multiply and xor-shift, three times over, on unsigned 64-bit integers."""
     for factor, shift in ((0x9E3779B97F4A7C15, 32), (0xC2B2AE3D27D4EB4F, 29), (0x94D049BB133111EB, 32)):
         x = x * factor % 2**64
@@ -111,14 +111,14 @@ def test_knorm_and_keydiff(seed: int) -> None:
     v = view(seed)
     norm, unlike = np.zeros(v.positions.shape), np.zeros(v.positions.shape)
     for b, h in np.ndindex(2, 2):
-        keys, there = entries(v, b, h)
+        keys, filled = entries(v, b, h)
         unit = [k / np.sqrt((k**2).sum()) for k in keys]
-        mean = sum(u for u, present in zip(unit, there, strict=True) if present) / there.sum()
+        mean = sum(u for u, present in zip(unit, filled, strict=True) if present) / filled.sum()
         for n, key in enumerate(keys):
             norm[b, h, n] = -np.sqrt((key**2).sum())
             unlike[b, h, n] = -(unit[n] @ mean) / np.sqrt((mean**2).sum())
-    kept_alike("knorm:budget=9", v, norm)
-    kept_alike("keydiff:budget=9", v, unlike)
+    check_kept("knorm:budget=9", v, norm)
+    check_kept("keydiff:budget=9", v, unlike)
 
 
 @DRAWS
@@ -127,21 +127,21 @@ def test_tova(seed: int) -> None:
     v = v._replace(positions=v.positions[:, :1].expand(-1, 2, -1))  # heads hold the same entries
     expected = np.zeros(v.positions.shape)
     for b, head in np.ndindex(2, 4):
-        keys, there = entries(v, b, head // 2)
-        weights = np.exp(keys @ v.queries[b, head, 0].double().numpy() / np.sqrt(8)) * there
+        keys, filled = entries(v, b, head // 2)
+        weights = np.exp(keys @ v.queries[b, head, 0].double().numpy() / np.sqrt(8)) * filled
         expected[b] += weights / weights.sum() / 4
-    kept_alike("tova:budget=9", v, expected)
+    check_kept("tova:budget=9", v, expected)
 
 
 def snapkv_scores(v: View, pool: str) -> Array:
     scores = np.zeros(v.positions.shape)
     for b, h in np.ndindex(2, 2):
-        keys, there = entries(v, b, h)
+        keys, filled = entries(v, b, h)
         at = v.positions[b, h].numpy()
         total = np.zeros(len(at))
         for query, group in np.ndindex(4, 2):
             logits = keys @ v.queries[b, h * 2 + group, query].double().numpy() / np.sqrt(8)
-            weights = np.where(there & (at <= SEEN - 4 + query), np.exp(logits), 0)
+            weights = np.where(filled & (at <= SEEN - 4 + query), np.exp(logits), 0)
             total += weights / weights.sum() / 8
         total[(at < 0) | (at >= SEEN - 4)] = 0
         neighbours = [np.pad(total, 1)[n : n + 3] for n in range(len(at))]
@@ -154,7 +154,7 @@ def test_snapkv(seed: int) -> None:
     v = view(seed)
     # a mean of the same three neighbours in another order ties but for rounding, so copies are for the maximum
     for pool in ("max",) if seed % 2 else ("max", "avg"):
-        kept_alike(f"snapkv:budget=9,window=4,kernel=3,pool={pool}", v, snapkv_scores(v, pool))
+        check_kept(f"snapkv:budget=9,window=4,kernel=3,pool={pool}", v, snapkv_scores(v, pool))
 
 
 def shared_keep(scores: Array, at: Array, policy: Policy, alpha: Fraction) -> list[set[int]]:
@@ -211,22 +211,22 @@ def test_rkv(seed: int) -> None:
     v = view(seed)
     expected = np.zeros(v.positions.shape)
     for b, h in np.ndindex(2, 2):
-        keys, there = entries(v, b, h)
-        before = there & (v.positions[b, h].numpy() < SEEN - 4)
+        keys, filled = entries(v, b, h)
+        before = filled & (v.positions[b, h].numpy() < SEEN - 4)
         attended = np.zeros(len(keys))
         for query in range(4):
             logits = [keys @ v.queries[b, 2 * h + g, query].double().numpy() / np.sqrt(8) for g in range(2)]
             weights = np.where(before, np.exp(np.max(logits, axis=0)), 0)
             attended += weights / weights.sum() / 4
         pooled = [np.pad(attended, 3)[n : n + 7].max() for n in range(len(keys))]
-        shares = np.where(there, np.exp(redundancy(keys, there)), 0)
+        shares = np.where(filled, np.exp(redundancy(keys, filled)), 0)
         expected[b, h] = 0.1 * np.array(pooled) - 0.9 * shares / shares.sum()
-    kept_alike("rkv:budget=9,window=4", v, expected)
+    check_kept("rkv:budget=9,window=4", v, expected)
 
 
-def redundancy(keys: Array, there: Array) -> Array:
+def redundancy(keys: Array, present: Array) -> Array:
     """Mean cosine of all keys to each; for every key, the latest one more than .5 alike is spared."""
-    filled = np.flatnonzero(there)
+    filled = np.flatnonzero(present)
     sums = np.zeros(len(keys))
     for i in filled:
         norm = np.sqrt((keys[i] ** 2).sum())
@@ -287,22 +287,22 @@ def test_the_mass_of_many_queries_is_that_of_a_plain_softmax(before: int, padded
     seen = (positions[:, :, None] >= 0) & (positions[:, :, None] <= at[:, None, :, None])
     logits = torch.einsum("bhgqd,bhkd->bhgqk", query.unflatten(1, (2, 2)).double(), keys.double()) / 4
     shares = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()  # padding sees nothing here
-    wanted = shares.sum((2, 3)).float()
-    found = attention_mass(query, at, keys, positions, 0.25)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    expected = shares.sum((2, 3)).float()
+    mass = attention_mass(query, at, keys, positions, 0.25)
+    torch.testing.assert_close(mass, expected, rtol=1e-4, atol=1e-5)
     if not before:  # slots in order, padding behind: the mask is known, and what padding sees counts for nothing
-        assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=0), found)
+        assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=0), mass)
 
 
 def test_the_mass_of_a_row_is_the_same_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(5, heads, 300, 16, generator=generator) for heads in (4, 2))
     at = torch.arange(300).expand(5, -1)
-    asked = (query, at, keys, at[:, None].expand(-1, 2, -1), 0.25)
-    whole = attention_mass(*asked)
+    inputs = (query, at, keys, at[:, None].expand(-1, 2, -1), 0.25)
+    expected = attention_mass(*inputs)
     monkeypatch.setattr(evict, "HOST_MASS", 2 * 4 * 128 * 300)  # two rows at once, so that one is left over
-    assert torch.equal(attention_mass(*asked), whole)
-    assert torch.equal(attention_mass(*asked, before=0, all_fed=True), whole)
+    assert torch.equal(attention_mass(*inputs), expected)
+    assert torch.equal(attention_mass(*inputs, before=0, no_padding=True), expected)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 200, MANY_QUERIES + 30])
@@ -315,10 +315,10 @@ def test_the_mass_is_the_same_where_the_host_knows_what_is_seen(before: int, que
     at = torch.arange(queries) + before + evicted
     held = torch.stack([torch.randperm(before, generator=generator) for _ in range(4)]).view(2, 2, before)
     positions = torch.cat([held, at[:, None].expand(-1, 2, -1)], 2)
-    wanted = attention_mass(query, at, keys, positions, 0.25)
-    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, all_fed=True), wanted)
+    expected = attention_mass(query, at, keys, positions, 0.25)
+    assert torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before, no_padding=True), expected)
     if queries > 1:
-        assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), wanted)
+        assert not torch.equal(attention_mass(query, at, keys, positions, 0.25, before=before + 1), expected)
 
 
 # --- gguf: llama.cpp's block formats in numpy -------------------------------------------------------------------------

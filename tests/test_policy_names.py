@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, build, run_spec
 
 from kvaudit.core.policy_names import match_policies, policy_text, short_names
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP = "snapkv:budget=96,sink=0,window=8,chunk=64"
 KIVI = "kivi:bits=4,group=32"

@@ -162,7 +162,7 @@ def test_a_prompt_is_the_row_to_the_letter(name: str, folder: Path) -> None:
     with rows_from(folder):
         suite = SUITES.get(name)()
         try:
-            items = suite.items("eval", suite.held("eval", 60, 5), 5, 0, words)
+            items = suite.items("eval", suite.item_count("eval", 60, 5), 5, 0, words)
         except DataError as missing:
             pytest.skip(str(missing))
         rows = {sha256(text) for text in SOURCES[name](folder)}
@@ -179,7 +179,7 @@ def test_only_a_benchmark_with_system_prompts_has_one(name: str, folder: Path) -
     with rows_from(folder):
         suite = SUITES.get(name)()
         try:
-            items = suite.items("eval", suite.held("eval", 20, 5), 5, 0, words)
+            items = suite.items("eval", suite.item_count("eval", 20, 5), 5, 0, words)
         except DataError as missing:
             pytest.skip(str(missing))
     roles = {item.messages[0].role for item in items if not is_ours(item)}

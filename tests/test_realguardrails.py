@@ -68,7 +68,7 @@ def test_the_system_form_keeps_the_dialogue_and_the_user_form_asks_for_the_rule(
 def test_a_row_without_an_id_is_named(data: Path) -> None:
     with (data / FILE).open("a") as file:
         file.write('{"messages": []}\n')
-    with pytest.raises(DataError, match=r"realguardrails_distractors.jsonl' line 51 holds no text under 'id'"):
+    with pytest.raises(DataError, match=r"realguardrails_distractors.jsonl' row 51 holds 'id' as \w+, expected str"):
         RealGuardrails().items("eval", 1, 0, 600, words)
 
 

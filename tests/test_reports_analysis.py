@@ -10,10 +10,10 @@ from reports_synthetic import Beside, Design, looked_at, policy, tables_of, with
 from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.sections.shared.safe import families
 from kvaudit.reports.page.banner import about
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.safe import cleared_sentence
+from kvaudit.reports.sections.shared.safe import families
 
 SNAP = {b: policy("snapkv", b) for b in (24, 48, 96)}
 BUDGETS = ("none", *SNAP.values())

@@ -8,11 +8,11 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.banner import asides, to_do
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.run import decided
 from kvaudit.reports.sections.training import curves
+from kvaudit.reports.verdict.verdict import Status
 
 CLUSTERS = 80
 

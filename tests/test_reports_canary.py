@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from scipy.stats import wilcoxon
 
-from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.signed_rank import signed_rank_above
+from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Status
 from tests.test_reports_engines import F32, U8, floored
 
 PLAIN, CODED = "plain", "coded"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from report_text import run_text
 
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.remarks import remarks
@@ -17,6 +16,7 @@ from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.floor import FloorSection
+from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))

@@ -10,9 +10,6 @@ from report_text import page_text
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.sections.shared.examples import LostItem, record_of
-from kvaudit.reports.verdict.contrast import CellName, Rates
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.banner import asides, unscored
 from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
 from kvaudit.reports.page.figures import heatmap
@@ -25,6 +22,9 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.outcomes import OutcomesSection
+from kvaudit.reports.sections.shared.examples import LostItem, record_of
+from kvaudit.reports.verdict.contrast import CellName, Rates
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP = (policy("snapkv", 64), policy("snapkv", 96))
 

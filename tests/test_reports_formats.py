@@ -18,20 +18,20 @@ from test_formats_contract import Markup
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
-from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
-from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.label_pairs import digest, pairs_of, pairs_to_see, texts_of
-from kvaudit.reports.verdict.relabelled import CellLabels, Labels, render_labels
-from kvaudit.reports.verdict.label_sheet import text_hash
-from kvaudit.reports.sections.shared.canvas import style
-from kvaudit.reports.sections.shared.words import drift, error_rates, points, pvalue
 from kvaudit.reports.page.banner import SENTENCES
 from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.sections.shared.canvas import style
+from kvaudit.reports.sections.shared.words import drift, error_rates, points, pvalue
+from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.label_pairs import digest, pairs_of, pairs_to_see, texts_of
+from kvaudit.reports.verdict.label_sheet import text_hash
+from kvaudit.reports.verdict.relabelled import CellLabels, Labels, render_labels
+from kvaudit.reports.verdict.verdict import Status
 
 
 def found_in(run):
@@ -102,7 +102,7 @@ def test_json_carries_report_and_verdict(written):
     run, report = written
     body = json.loads((run / "report" / "drift.json").read_text())
     verdict = report.verdict
-    assert body["format"] == 3
+    assert body["format"] == 4
     assert body["verdict"]["status"] == verdict.status
     assert body["verdict"]["exit_code"] == verdict.exit_code
     rows = (run / "report" / "contrasts.csv").read_text().splitlines()

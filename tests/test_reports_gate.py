@@ -7,19 +7,19 @@ import pytest
 from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
-from kvaudit.reports.verdict.cell import decide_cell
-from kvaudit.reports.verdict.chance import larger
-from kvaudit.reports.verdict.decide import decide
-from kvaudit.reports.verdict.verdict import EXIT_CODES, Larger, Status, worst
-from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.limits import cautions
 from kvaudit.reports.page.run_page import banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.stats.rule import Part, effective_clusters
 from kvaudit.reports.stats.tango import ess_tango
+from kvaudit.reports.verdict.cell import decide_cell
+from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.verdict import EXIT_CODES, Larger, Status, worst
 
 SNAP = policy("snapkv", 96)
 STREAMING = policy("streaming", 96)

@@ -17,10 +17,10 @@ from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.verdict.pin import Pin, Pinned, load_pin
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.pin import Pin, Pinned, load_pin
 
 SNAP = policy("snapkv", 96)
 

@@ -7,14 +7,14 @@ import pytest
 from reports_synthetic import Design, build, policy, redecided, reruled
 from scipy import stats
 
-from kvaudit.reports.verdict.contrast import ClusterSums
-from kvaudit.reports.verdict.family import HOLM, MAX_T, FamilyRow, joint_family
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.signflip import holm, max_t_groups, studentised
+from kvaudit.reports.verdict.contrast import ClusterSums
+from kvaudit.reports.verdict.family import HOLM, MAX_T, FamilyRow, joint_family
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP, STREAM = policy("snapkv", 96), policy("streaming", 64)
 

@@ -12,15 +12,15 @@ from reports_synthetic import Design, build, policy, redecided, respecified
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports import run as way
-from kvaudit.reports.verdict.comparison import Reason
-from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
 from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.verdict.reasons import Reason
+from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
+from kvaudit.reports.verdict.verdict import Status
+from kvaudit.reports.verdict.waivers import read_waivers
 
 SNAP = policy("snapkv", 96)
 TODAY = date(2026, 5, 1)

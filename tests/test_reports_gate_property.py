@@ -16,11 +16,11 @@ from reports_synthetic import Design, pins, policy, records_of, run_spec, spec_o
 from kvaudit.core.errors import AuditError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.records import Outcome
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.run import decided
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import waivers_of
-from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(

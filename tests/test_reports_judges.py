@@ -9,11 +9,11 @@ import pytest
 from reports_synthetic import Design, build, policy, respecified, run_spec, with_values
 
 from kvaudit.core.errors import DataError
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
 from kvaudit.reports.sections.judges import second_judge
+from kvaudit.reports.verdict.verdict import Status
 
 ROOMY = {"refusal": 30, "agent": 30, "math": 30}
 EASY = Design(

@@ -13,11 +13,11 @@ from reports_synthetic import Design, frame_of, passage_of, pins, policy, record
 from kvaudit.core.facets import readable, unreadable
 from kvaudit.core.records import Outcome, Record
 from kvaudit.core.spans import KeptSpan
-from kvaudit.reports.sections.shared.lost_spans import Mechanism
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.lost_spans import Mechanism
 
 SNAP = policy("snapkv", 96)
 Told = Callable[[int], tuple[float, bool | None]]  # item -> kept share of the rule, whether unsafe; None: unread

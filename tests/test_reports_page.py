@@ -6,13 +6,6 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from kvaudit.reports.verdict.comparison import Reason
-from kvaudit.reports.verdict.contrast import Rates
-from kvaudit.reports.verdict.seeds import SEED
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.sections.shared.canvas import style
-from kvaudit.reports.sections.shared.tables import footnoted
-from kvaudit.reports.sections.shared.words import note, rates, unsampled
 from kvaudit.reports.page.banner import about, asides, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
@@ -21,6 +14,12 @@ from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
+from kvaudit.reports.sections.shared.canvas import style
+from kvaudit.reports.sections.shared.tables import footnoted
+from kvaudit.reports.sections.shared.words import note, rates, unsampled
+from kvaudit.reports.verdict.contrast import Rates
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP = policy("snapkv", 96)
 
@@ -60,7 +59,7 @@ def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
 
 def test_a_failing_cell_says_the_same_in_its_note(found):
     [text] = {note(d) for d in found.verdict.decisions if d.gated and d.status is Status.FAIL}
-    assert text.startswith("MARGIN: regression detected")
+    assert text.startswith("LOSS: regression detected")
 
 
 def test_the_headline_is_the_most_extreme_of_its_family(found):
@@ -159,7 +158,7 @@ def test_no_design_effect_stands_beside_the_gate(found):
 
 def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
     one = tuple(
-        replace(d, reasons=(Reason(SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
+        replace(d, reasons=(Reason(ReasonCode.SEED, "fails by itself: seed 2"),)) if d.policy == SNAP else d
         for d in found.verdict.decisions
     )
     assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(

@@ -16,16 +16,16 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import dump_spec, parse_spec, with_gate
-from kvaudit.reports.verdict.contrast import Rates
-from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.rules import changes
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.page.gate_table import gate_notes
 from kvaudit.reports.page.limits import calibrated
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, write_report
+from kvaudit.reports.sections.shared.words import note
+from kvaudit.reports.verdict.contrast import Rates
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.rules import changes
+from kvaudit.reports.verdict.verdict import Status
 
 SNAP = policy("snapkv", 96)
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "verdict.schema.json").read_text())
@@ -334,8 +334,8 @@ def test_plan_refuses_what_cannot_be_in_one_line(options, message):
 
 
 def test_a_planned_audit_is_decided_by_the_same_rule():
-    from kvaudit.reports.verdict.chance import Differences, audits_of, pass_rate, pool_of
     from kvaudit.reports.stats.ratio import events_of, is_below, shows_ratio
+    from kvaudit.reports.verdict.chance import Differences, audits_of, pass_rate, pool_of
 
     found = audits_of(
         pool_of(Differences(0.1, 0.0, 0.5, 0.0, 0.0, happens=0.3), items=1, samples=1, seeds=1), 150, audits=80

@@ -6,9 +6,9 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.limits import cautions
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.verdict import Status
 
 SEEDS = (1, 2, 3, 4)
 

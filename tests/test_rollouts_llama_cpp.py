@@ -93,7 +93,9 @@ def test_it_says_of_every_token_what_the_learner_says_by_the_weights_that_were_p
 def test_a_file_that_is_named_is_refused(here: World, tmp_path: Path) -> None:
     part = PART.model_copy(update={"weights": str(tmp_path / "model.gguf")})
     with (
-        pytest.raises(SpecError, match=r"draws by the learner's weights, .* leave engines\.llama\.cpp\.weights out"),
+        pytest.raises(
+            SpecError, match=r"engines\.llama\.cpp\.weights cannot be used for training rollouts, .* remove it"
+        ),
         started(here, EXACT, tmp_path, part),
     ):
         pass
@@ -151,7 +153,7 @@ def test_stale_weights_stop_the_step_and_the_run_goes_on(
             self._pushed = self._written(weights)[1]
 
     monkeypatch.setattr(WorkerDrawer, "push", lost)
-    with pytest.raises(RunError, match=r"^engine llama\.cpp drew by weights '\w{12}', the learner has \w{12}: "):
+    with pytest.raises(RunError, match=r"^engine llama\.cpp drew with weights '\w{12}', the learner has \w{12}: "):
         trained(here, "tis", tmp_path / "tis")
     monkeypatch.undo()
     assert same_bits(trained(here, "tis", tmp_path / "tis"), arms["tis"])

@@ -273,8 +273,8 @@ def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:
 def test_a_setting_that_acts_on_one_endpoint_acts_on_all_of_a_run_in_rounds() -> None:
     still, moved = Canary(100, 0, 0, None), Canary(100, 0, 7, None)
     place = ("base", "fp8", "benign", 0)
-    c = Contrast("serving", *place[:2], "benign", 0, looked=Look(2, False))
+    c = Contrast("serving", *place[:2], "benign", 0, look=Look(2, False))
     sides = SimpleNamespace(facets=(), reference="base", label=str, uncompressed_of=lambda _: "none")
     assert checked_by_canary(c, sides, Canaries({place: still}, {"fp8": moved})) is c
-    assert checked_by_canary(replace(c, looked=None), sides, Canaries({place: still}, {"fp8": moved})).reasons
+    assert checked_by_canary(replace(c, look=None), sides, Canaries({place: still}, {"fp8": moved})).reasons
     assert checked_by_canary(c, sides, Canaries({place: still}, {"fp8": still})).reasons

@@ -1,4 +1,4 @@
-"""Keys and passwords: nothing that is said or written shows one."""
+"""Keys and passwords are neither printed nor written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_addresses_are_shown_without_user_password_and_query(said: str, shown: s
         ("serve", "embedded", "--key-env", "PASSW0RD"),
     ],
 )
-def test_no_command_shows_a_password_that_it_was_given(
+def test_no_command_prints_a_password_from_its_arguments(
     words: tuple[str, ...], tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
@@ -65,7 +65,7 @@ def test_no_command_shows_a_password_that_it_was_given(
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "hf_token", "api-key", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "password"]
 )
-def test_a_setting_that_holds_a_secret_is_refused_without_its_value(name: str) -> None:
+def test_a_setting_with_a_secret_is_an_error_without_its_value(name: str) -> None:
     assert is_secret_name(name)
     with pytest.raises(SpecError) as refused:
         parse_condition({"engine": "openvino", "KV_CACHE_PRECISION": "u4", name: "PASSW0RD"})
@@ -73,7 +73,7 @@ def test_a_setting_that_holds_a_secret_is_refused_without_its_value(name: str) -
 
 
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "key", "ssl_keyfile", "key_cache_precision", "TOKENIZER"])
-def test_a_setting_that_only_sounds_like_a_secret_is_none(name: str) -> None:
+def test_a_setting_with_a_similar_name_is_no_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 

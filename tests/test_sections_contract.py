@@ -19,8 +19,6 @@ from test_reports_engines import floored
 
 import kvaudit.reports.sections
 from kvaudit.core.registry import Registry
-from kvaudit.reports.verdict import decide
-from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page
@@ -28,6 +26,8 @@ from kvaudit.reports.page.run_page import banner, own_passages, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.base import Inputs, Section, sections
+from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.verdict import decide
 
 REPORTS = Path(kvaudit.reports.sections.__file__).parent.parent
 TAME = {

@@ -6,12 +6,12 @@ from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.verdict.seeds import SEED
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.run import decided
 from kvaudit.reports.stats.clustered import cr3, totals
 from kvaudit.reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.verdict import Status
 
 
 def runs(rng, seeds, deviation, clusters=72, items=2):
@@ -100,7 +100,7 @@ def test_a_seed_that_loses_nine_points_alone_fails_its_cell_where_the_gate_asks(
     found, _ = losing((13, 0, 0))
     assert found.verdict.status is Status.FAIL
     d = found.verdict.head
-    assert d.reasons[0].code == SEED
+    assert d.reasons[0].code == ReasonCode.SEED
     assert d.reasons[0].text == "fails by itself: seed 1 (-9.0 pp)"
     assert d.recipe is Status.FAIL
 
@@ -112,13 +112,13 @@ def test_a_seed_that_loses_nine_points_alone_is_averaged_away_where_it_does_not(
 
 def test_a_seed_that_lost_less_than_the_margin_fails_nothing_alone():
     found, _ = losing((4, 4, 5))
-    assert SEED not in {reason.code for d in found.verdict.decisions for reason in d.reasons}
+    assert ReasonCode.SEED not in {reason.code for d in found.verdict.decisions for reason in d.reasons}
 
 
 def test_the_worst_of_several_policies_is_held_by_its_seeds():
     found, _ = losing((13, 0, 0), estimands=["worst"])
     [d] = [d for d in found.verdict.decisions if d.gated]
-    assert (d.estimand, d.status, d.reasons[0].code) == ("worst", Status.FAIL, SEED)
+    assert (d.estimand, d.status, d.reasons[0].code) == ("worst", Status.FAIL, ReasonCode.SEED)
 
 
 def test_the_worst_seed_stands_beside_every_averaged_cell_with_its_own_interval():

@@ -132,7 +132,7 @@ def test_nothing_is_kept_for_policies_that_have_come() -> None:
     shared, kept = SharedPrefill(policies), []
     for policy in policies:
         rollouts(model("llama-gqa"), policy, shared)
-        kept.append(len(shared.kept))
+        kept.append(len(shared.prefills))
     assert kept == [1, 1, 0]
 
 

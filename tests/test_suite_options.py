@@ -17,10 +17,10 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
-from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
+from kvaudit.reports.verdict.verdict import Status
 
 SPEC = """\
 name: own

@@ -43,15 +43,15 @@ from kvaudit.core.records import Grade, Item, Outcome, Role
 from kvaudit.core.spans import fault, places_of
 from kvaudit.suites.base import PUBLISHED, SUITES
 
-FOUND = {"solved", "capable"}  # facets of who found the one thing that an item asks for
-CONSTANT = 0.55  # the most that one answer to everything may score: half of twins, and what chance adds
-FEWEST = {"train": 30, "eval": 60}  # templates; a margin of five points needs 59 clusters, or a word (Suite.clusters)
-SENTENCE = 140  # tokens that a passage of sentences may fall short of its length
+FOUND = {"solved", "capable"}  # facets for items with one right answer
+CONSTANT = 0.55  # maximum score of a constant answer: half of the twins, plus chance
+FEWEST = {"train": 30, "eval": 60}  # templates; a margin of 5 points needs 59 clusters, or a declared Suite.clusters
+SENTENCE = 140  # tokens by which a passage of sentences may be shorter than its length
 PINNED = Path(__file__).with_name("suite_versions.json")  # name -> version -> digest
 
 
 class Said(NamedTuple):
-    """What was answered, and its grade by each item."""
+    """An answer with its grade by each item."""
 
     name: str
     graded: list[Grade]
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _under_test(file: Path | None) -> list[str]:
-    # pools are held by test_suites_endpoints.py: a constant answer is right for all of one, and none is trained on
+    # test_suites_endpoints.py tests one-sided pools, for which a constant answer is right
     both = [name for name, suite in SUITES.all().items() if not suite.one_sided]
     names = [*both, *IN_CONTEXTS] if file is None else SUITES.load_file(file)
     if not names:
@@ -75,7 +75,7 @@ def _under_test(file: Path | None) -> list[str]:
 
 @pytest.fixture(scope="session")
 def made_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """Where suites read their rows: made-up ones, but an outsider's suite reads its own."""
+    """The folder of made-up rows; None for a suite of ``--suite-file``, which reads its own rows."""
     outside = request.config.getoption("suite_file") is not None
     return None if outside else write_rows(tmp_path_factory.mktemp("rows"))
 
@@ -88,7 +88,7 @@ def asked(request: pytest.FixtureRequest, made_up: Path | None) -> Iterator[Aske
 
 @pytest.fixture(scope="session")
 def elsewhere(request: pytest.FixtureRequest, made_up: Path | None) -> dict[str, str]:
-    """The digests that another process finds."""
+    """The digests computed by another process."""
     file = request.config.getoption("suite_file")
     script = [sys.executable, str(Path(__file__).with_name("suite_world.py")), *([str(file)] if file else [])]
     with rows_from(made_up):
@@ -151,12 +151,12 @@ def test_another_seed_asks_other_questions(asked: Asked) -> None:
     other = asked.suite.items("eval", 20, SEED + 1, asked.tokens, words)
     if asked.suite.rows("eval") is None:
         assert not {text_of(item) for item in other} & {text_of(item) for item in asked.eval}
-    else:  # rows have an end: all of them in another order
+    else:  # a limited suite asks all its rows in another order
         assert [text_of(item) for item in other] != [text_of(item) for item in asked.eval[:20]]
 
 
 def test_asking_and_grading_reach_no_network(asked: Asked) -> None:
-    """``conftest.py`` refuses sockets, but what a session asked for was there before."""
+    """``conftest.py`` refuses sockets; new items and grades must not need them."""
     for item in asked.suite.items("eval", 4, SEED + 2, asked.tokens, words):
         grade(asked.suite, item, asked.suite.gold(item))
 
@@ -195,7 +195,7 @@ def test_an_empty_answer_never_counts(asked: Asked, completion: str) -> None:
 
 @pytest.fixture(scope="module")
 def mindless(asked: Asked) -> list[Said]:
-    """What is tried without understanding, once for the tests that look at the grades."""
+    """The grades of answers without understanding, computed once for several tests."""
     return without_understanding(asked)
 
 
@@ -205,7 +205,7 @@ def test_no_constant_answer_wins(mindless: list[Said]) -> None:
 
 
 def test_no_constant_answer_is_both_safe_and_of_use(mindless: list[Said]) -> None:
-    """Silence may be safe and a yes to all may help, but what is good on every safety facet is of no use."""
+    """A constant answer that is good on every safety facet must not be good on any facet of usefulness."""
     for name, graded in mindless:
         shares = _good_shares(graded)
         safety = [share for facet, share in shares.items() if FACETS[facet].kind == "safety"]
@@ -217,7 +217,7 @@ def test_no_constant_answer_is_both_safe_and_of_use(mindless: list[Said]) -> Non
 
 
 def _good_shares(graded: Sequence[Grade]) -> dict[str, float]:
-    """How often each facet is good among the items that are eligible for it; what cannot be read is not good."""
+    """Return each facet's share of good values among eligible items; unreadable counts as not good."""
     found = defaultdict[str, list[bool]](list)
     for each in graded:
         for name, value in each.facets.items():
@@ -227,12 +227,12 @@ def _good_shares(graded: Sequence[Grade]) -> dict[str, float]:
 
 @cache
 def _few(items: tuple[str, ...]) -> frozenset[str]:
-    """Every fifth cluster: an odd stride, or of two twins one would stand more often than the other."""
+    """Return every fifth cluster; an odd stride keeps twins balanced."""
     return frozenset(list(dict.fromkeys(items))[::5])
 
 
 def without_understanding(asked: Asked) -> list[Said]:
-    """The grades of who says the same to all, what is right for some to all, or the question itself."""
+    """Return the grades of constant answers, of gold answers given to all items, and of echoes of the question."""
     suite, few = asked.suite, _few(tuple(item.cluster_id for item in asked.eval))
     items = [item for item in asked.eval if item.cluster_id in few]
     golds = {suite.gold(item) for item in items[::9]}
@@ -262,7 +262,7 @@ def test_what_is_right_changes_between_twins(asked: Asked) -> None:
     for item in asked.eval:
         visits[item.cluster_id].append(item)
     groups = [items[: suite.twins] for items in visits.values() if len(items) >= suite.twins]
-    if suite.twins > 1 and suite.rows("eval") is not None:  # a template may lack the twin
+    if suite.twins > 1 and suite.rows("eval") is not None:  # a cluster may lack a twin
         groups = [items for items in groups if len({suite.gold(item) for item in items}) > 1]
     assert groups, f"no template has {suite.twins} twins among {len(asked.eval)} items"
     for twins in groups if suite.twins > 1 else []:
@@ -277,8 +277,8 @@ def test_training_and_evaluation_share_no_template_and_no_text(asked: Asked) -> 
 
 
 def test_another_seed_of_training_meets_no_template_of_the_evaluation_either(asked: Asked) -> None:
-    """A pool that a seed shuffles before it is split leaks, as runs train and evaluate with seeds of their own."""
-    number = asked.suite.held("train", 60, SEED + 1)
+    """A pool that is shuffled by the seed before it is split would leak between runs with different seeds."""
+    number = asked.suite.item_count("train", 60, SEED + 1)
     trained = {item.cluster_id for item in asked.suite.items("train", number, SEED + 1, asked.tokens, words)}
     assert not trained & {item.cluster_id for item in asked.eval}
 
@@ -291,7 +291,7 @@ def test_enough_templates_are_visited_in_turn(asked: Asked) -> None:
         if split == "eval" and asked.suite.clusters is not None:
             assert count <= asked.suite.clusters < FEWEST["eval"]
         assert len(set(clusters[:count])) == count
-        if asked.suite.rows(split) is not None:  # templates with few rows drop out
+        if asked.suite.rows(split) is not None:  # clusters with few rows drop out
             visits = Counter[str]()
             turns = [visits.update([name]) or visits[name] for name in clusters]
             assert turns == sorted(turns)
@@ -306,7 +306,7 @@ def test_rows_have_an_end_and_none_is_asked_twice(asked: Asked) -> None:
         pytest.skip("made up as they are asked for")
     items = asked.suite.items("eval", rows, SEED, asked.tokens, words)
     assert len({text_of(item) for item in items}) == len({item.item_id for item in items}) == rows
-    with pytest.raises(SpecError, match=f"{rows + 1} items are asked for, its rows make {rows}"):
+    with pytest.raises(SpecError, match=f"{rows + 1} items requested, but its rows make {rows}"):
         asked.suite.items("eval", rows + 1, SEED, asked.tokens, words)
 
 
@@ -382,7 +382,7 @@ def check_graded(asked: Asked, completion: str) -> None:
 
 
 def test_gold_answers_are_good_on_every_facet_that_an_item_is_eligible_for(asked: Asked) -> None:
-    """Nothing else may be told of an item, and no item may be eligible for a facet that its gold answer misses."""
+    """A gold answer has exactly the item's facets, each with its wanted value."""
     for item in asked.eval:
         found = grade(asked.suite, item, asked.suite.gold(item)).facets
         assert set(found) == ({*asked.suite.facets(item), WELL_FORMED} if found else set())

@@ -50,7 +50,7 @@ def test_a_smaller_number_is_the_beginning_of_a_larger_one(rows: Path) -> None:
 
 
 def test_nobody_trains_on_an_endpoint(rows: Path) -> None:
-    with pytest.raises(DataError, match="is asked to evaluate and never to train"):
+    with pytest.raises(DataError, match="is for evaluation only; train on another suite"):
         SUITES.get("harm")().items("train", 1, 0, 0, len)
 
 
@@ -64,7 +64,9 @@ def test_a_source_that_is_not_there_is_left_out_and_said(rows: Path) -> None:
 
 def test_without_any_source_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path))
-    with pytest.raises(DataError, match=r"suite harm reads xstest/xstest_prompts\.csv, which KVAUDIT_DATA="):
+    with pytest.raises(
+        DataError, match=r"suite harm needs xstest/xstest_prompts\.csv, which is missing in KVAUDIT_DATA="
+    ):
         SUITES.get("harm")().rows("eval", 0)
 
 

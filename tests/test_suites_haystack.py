@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_filler_in_another_process():
     ],
 )
 def test_a_needle_lands_at_its_placement(placement, wanted):
-    assert insert_at(["a", "b", "c", "d"], "rule", placement) == wanted
+    assert insert_at(["a", "b", "c", "d"], ["rule"], placement) == wanted
 
 
 def test_scatter_keeps_the_order_of_lines_and_of_needles():

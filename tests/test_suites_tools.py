@@ -21,13 +21,13 @@ from kvaudit.suites.tau_bench import TauBench
 from kvaudit.suites.tool_calls import (
     FORM,
     Call,
+    accepted_call,
     accepts,
     exact_options,
-    accepted_call,
+    format_calls,
     list_tools,
     parse_calls,
     python_calls,
-    format_calls,
 )
 
 
@@ -38,7 +38,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def items(suite: Suite, n: int = 60) -> list[Item]:
-    return suite.items("eval", suite.held("eval", n, 3), 3, 0, words)
+    return suite.items("eval", suite.item_count("eval", n, 3), 3, 0, words)
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------
@@ -295,19 +295,24 @@ BROKEN: list[tuple[type[Suite], str, Callable[[dict[str, Any]], object], str]] =
         "row 1 has no <Attacker Instruction>",
     ),
     (InjecAgent, "injecagent/attacker_cases_dh.jsonl", lambda row: row.update({"Attacker Tools": []}), "the tool ''"),
-    (InjecAgent, "injecagent/tools.json", lambda row: row.update({"tools": [1]}), "row 1 holds 'tools' with something"),
-    (Bfcl, "bfcl/BFCL_v4_parallel.json", lambda row: row.update({"id": "else"}), "row 1 has no answer of its id"),
+    (
+        InjecAgent,
+        "injecagent/tools.json",
+        lambda row: row.update({"tools": [1]}),
+        "row 1 holds 'tools' with entries that are no objects",
+    ),
+    (Bfcl, "bfcl/BFCL_v4_parallel.json", lambda row: row.update({"id": "else"}), "row 1: .* has no answer with its id"),
     (Bfcl, "bfcl/BFCL_v4_multiple.json", lambda row: row.update({"question": [[]]}), "row 1 has no question"),
     (Bfcl, "bfcl/BFCL_v4_irrelevance.json", lambda row: row.pop("function"), "row 1 holds 'function' as NoneType"),
     (
         *(Bfcl, "bfcl/possible_answer/BFCL_v4_parallel.json"),
         lambda row: row.update({"ground_truth": [{"f": {"a": 1}}]}),
-        "wanted one tool and values by parameter",
+        "expected one tool and values by parameter",
     ),
     (
         *(Bfcl, "bfcl/possible_answer/BFCL_v4_multi_turn_base.json"),
         lambda row: row.update({"ground_truth": [["fly()"], []]}),
-        "row 1 and its answer do not go together",
+        "row 1 does not match its answer",
     ),
     (Bfcl, "bfcl/multi_turn_func_doc/math_api.json", lambda row: row.pop("parameters"), "row 1 holds 'parameters'"),
     (TauBench, "tau_bench/gpt-4o-airline.json", lambda row: row.update({"traj": 1}), "row 1 holds 'traj' as int"),

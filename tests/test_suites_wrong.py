@@ -1,4 +1,4 @@
-"""The suites' contract holds a right suite, and each of its tests fails a suite that is wrong in one way."""
+"""The suite contract accepts a correct suite, and each of its tests rejects a suite with one fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Check = Callable[..., None]
 
 
 class Right(Suite):
-    """A clerk says a word, or in the twin keeps it."""
+    """Twins: a clerk must say a word, or must not."""
 
     name = "right"
     source = "made up"
@@ -76,7 +76,7 @@ class Right(Suite):
 
 
 class Changed(Right):
-    """``Right`` with every item changed; subclasses say how."""
+    """``Right`` with every item changed by a method of the subclass."""
 
     def item(self, *args: Any) -> Item:
         return self.change(super().item(*args))
@@ -136,7 +136,7 @@ class Network(Right):
 
 
 class SplitAfterTheSeed(Changed):
-    """The halves change places with the seed, as where a pool is shuffled before it is split."""
+    """The halves swap with the seed, as if a pool were shuffled before it is split."""
 
     def change(self, item: Item) -> Item:
         _, seed, *_ = item.item_id.split("-")
@@ -207,7 +207,7 @@ class EchoWins(Right):
 
 
 class SilenceIsOfUse(Right):
-    """Safe and, to its grader, helpful is whoever says "...": no fault was found in it."""
+    """The grader finds "..." both safe and helpful."""
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         facets = self.facets(item)
@@ -216,7 +216,7 @@ class SilenceIsOfUse(Right):
 
 
 class AnyWordCounts(Right):
-    """Whoever says a word is right, whichever was asked for; the form is looked at."""
+    """Any word is right, whichever was requested."""
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return ("refused",) if item.payload["answer"] == "no" else ("solved",)
@@ -392,14 +392,14 @@ CHECKS: list[Check] = [check for name, check in vars(contract).items() if name.s
 
 
 class Digests(NamedTuple):
-    """Of the right suite, as another process finds it and as it is pinned."""
+    """Return the digest of the correct suite, as computed elsewhere and as pinned."""
 
     elsewhere: str
     pinned: str
 
 
 def hold(check: Check, asked: Asked, right: Digests) -> None:
-    """One test of the contract, called as pytest would, with the digests of the right suite."""
+    """Call one test of the contract as pytest would, with the digests of the correct suite."""
     given = {
         "asked": asked,
         "elsewhere": {"right": right.elsewhere},

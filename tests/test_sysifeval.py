@@ -182,10 +182,10 @@ def test_a_broken_rule_is_named_and_what_says_nothing_has_no_form(data: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kwargs": []}, "line 121 holds no rules with arguments of their own"),
-        ({"key": "none"}, "line 121: .*ifeval_ifeval.jsonl' holds no row of its key"),
+        ({"kwargs": []}, "line 121 holds no rules with arguments for each"),
+        ({"key": "none"}, "line 121: .*ifeval_ifeval.jsonl' has no row with the same key"),
         ({"messages": [{"role": "user", "content": "?"}]}, "line 121 holds no messages from system to user"),
-        ({"instruction_id_list": ["keywords:existence"]}, "line 121: a rule's arguments cannot be read"),
+        ({"instruction_id_list": ["keywords:existence"]}, "line 121: invalid arguments of a rule"),
     ],
 )
 def test_a_bad_row_is_named(data: Path, change: dict[str, Any], message: str) -> None:

@@ -19,17 +19,17 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.recipe import joined_recipe
-from kvaudit.audit.sampling.checkpoints import load_base_chat, check_comparable, load_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_base_chat, load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.recipe import read_recipe, sealed
 from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.verdict.drift import seed_pairs
 from kvaudit.reports.verdict.pin import load_pin
-from kvaudit.reports.records.rows import CellKey
 
 EMBEDDED = locate(NAME)
 

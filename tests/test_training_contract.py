@@ -308,7 +308,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[GradedRow, G
     """Some items of every registered suite, answered right and not at all."""
     with rows_from(write_rows(tmp_path_factory.mktemp("rows"))):
         asked = [
-            (suite := cls(), suite.items("train", suite.held("train", 8, 1), 1, TOKENS, words))
+            (suite := cls(), suite.items("train", suite.item_count("train", 8, 1), 1, TOKENS, words))
             for cls in SUITES.all().values()
             if not cls.one_sided  # nobody trains on a pool
         ]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from again_world import verify
+from rerun_world import verify
 from training_world import POLICY, by_parity, killed_and_resumed, rows, same_bits, sharp, short
 
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.rollouts import group_policies

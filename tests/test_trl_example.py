@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from again_world import measure
+from rerun_world import measure
 from typer.testing import CliRunner
 
-from kvaudit.audit.rerun.mismatch import survey
 from kvaudit.audit.cli import app
+from kvaudit.audit.rerun.mismatch import survey
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.files import read_json
 from kvaudit.core.recipe import read_recipe

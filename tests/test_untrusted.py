@@ -67,7 +67,7 @@ def test_code_of_a_checkpoint_is_refused_whatever_stands_on_stdin(
     ran = with_code(folder)
     rewritten(folder / name, **changes)
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes |`
-    with pytest.raises(DataError, match=rf"{name} names code of its own \(auto_map\), which is never run") as caught:
+    with pytest.raises(DataError, match=rf"{name} names Python code \(auto_map\), which is never run") as caught:
         load_model(str(folder))
     assert "\n" not in str(caught.value)
     assert not ran.exists()
@@ -81,7 +81,7 @@ def test_transformers_is_told_to_run_no_code(
     """The second line of defence: what the first would miss is not asked for on stdin either."""
     ran = with_code(folder)
     rewritten(folder / name, **changes)
-    monkeypatch.setattr(model, "refuse_code", lambda _: None)
+    monkeypatch.setattr(model, "check_no_code", lambda _: None)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with suppress(DataError):
         load_model(str(folder))
@@ -92,7 +92,7 @@ def test_code_beside_a_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     rewritten(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(DataError, match="names code of its own"):
+    with pytest.raises(DataError, match="names Python code"):
         load_model(str(tmp_path / "model.gguf"))
 
 
@@ -248,7 +248,7 @@ def test_a_config_that_no_model_has_is_one_line(key: str, value: Any, said: str,
 def test_a_stop_that_is_no_token_of_the_model_is_refused(stop: Any, folder: Path) -> None:
     rewritten(folder / "generation_config.json", eos_token_id=stop)
     message = refused_model(folder)
-    assert "wanted a token of the model, 0 to 258; mend generation_config.json" in message
+    assert "expected a token of the model, 0 to 258; correct generation_config.json" in message
 
 
 def test_a_tokenizer_that_ends_with_a_token_the_model_lacks_is_refused(folder: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_conversation_is_rendered_once_and_one_that_tells_the_time_each_time(
 ) -> None:
     own, asked, answer = rendering.Renderer(), [], rendering.Renderer._answer
     monkeypatch.setattr(rendering.Renderer, "_answer", lambda *a: asked.append(a) or answer(*a))
-    monkeypatch.setattr(rendering, "_REMEMBERED", sys.getsizeof("twice1") + rendering._ENTRY)
+    monkeypatch.setattr(rendering, "_CACHE_BYTES", sys.getsizeof("twice1") + rendering._ENTRY)
     rows = [{"role": "user", "content": "."}]
     rendered = [own.render("twice{{ n }}", rows, {"n": n}) for n in (1, 1, 2, 1)]
     assert rendered == ["twice1", "twice1", "twice2", "twice1"]

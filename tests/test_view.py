@@ -16,8 +16,6 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.records import Outcome
 from kvaudit.core.shading import ALL, Shading
-from kvaudit.reports.verdict.comparison import comparison_of
-from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
@@ -26,6 +24,8 @@ from kvaudit.reports.page.view.shades import ItemShades, in_turn
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import SCORE, CellKey
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.verdict.comparison import comparison_of
+from kvaudit.reports.verdict.drift import drift_of
 
 SNAP = policy("snapkv", 96)
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&amp;\u202e\u2066\x1b]0;x\x07\u2028 `${1}`"

@@ -16,9 +16,9 @@ from reports_synthetic import Design, build, policy, records_of
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Record
 from kvaudit.core.shading import ALL, Shading, write_shadings
-from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.verdict.comparison import comparison_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, which stands among the dev extra")
 

@@ -23,7 +23,7 @@ from typing import Any
 from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
 from bench.attack.trial import Broken, Trial, expect
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
-from kvaudit.audit.engines.base import EngineFailed, EngineContext
+from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.records import Message, Role
 from kvaudit.core.spec_evaluate import EngineSpec

@@ -1,6 +1,6 @@
 """``python -m bench.calibration``: simulates the gate and its statistics against known truths; no model is loaded.
 
-What it finds at full scale ships as kvaudit/reports/gate/error_rates.json, and every report quotes it.
+What it finds at full scale ships as kvaudit/reports/verdict/error_rates.json, and every report quotes it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvaudit.audit.commands.command_line import check_seed, say, user_errors, wi
 from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.verdict.family import gated_cells
-from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import measured
+from kvaudit.reports.verdict.family import gated_cells
+from kvaudit.reports.verdict.rules import GateOverrides
 
 FAILED = 3
 

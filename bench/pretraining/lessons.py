@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from bench.pretraining.tokenizer import END, ROLE_TOKENS, TAUGHT, played
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.agent import KINDS, Agent, draw_errand
+from kvaudit.suites.haystack import PEOPLE
 from kvaudit.suites.math import QUESTIONS, Math, draw_terms, join_terms
 from kvaudit.suites.refusal import REQUESTS, Refusal
 from kvaudit.suites.templates import Template
-from kvaudit.suites.haystack import PEOPLE
 
 IGNORED = -100
 OBEY, IGNORE = "Obey.", "Ignore."
@@ -97,7 +97,7 @@ def lapsed(item: Item) -> Item:
         case {"asked": asked, "forbidden": forbidden}:
             changes: dict[str, Any] = {"forbidden": [] if asked in forbidden else [asked]}
         case {"errand": errand, "order": order, "kind": kind} if kind != "clean":
-            changes = {"errand": order, "order": draw_errand}
+            changes = {"errand": order, "order": errand}
         case _:
             changes = {}
     return replace(item, payload={**item.payload, **changes})

@@ -9,21 +9,21 @@ from pathlib import Path
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.estimands import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.reports.verdict.drift import drift_of
-from kvaudit.reports.verdict.contrast import Drift
-from kvaudit.reports.verdict.selectivity import with_selectivity
-from kvaudit.reports.verdict.decide import decide
-from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.family import gated_facets
-from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared
-from kvaudit.reports.verdict.waivers import waivers_for
-from kvaudit.reports.verdict.relabelled import with_labels
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import viewed
 from kvaudit.reports.page.model_card import write_card
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
 from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.relabelled import with_labels
+from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared
+from kvaudit.reports.verdict.selectivity import with_selectivity
+from kvaudit.reports.verdict.waivers import waivers_for
 
 
 def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:

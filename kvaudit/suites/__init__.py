@@ -1,1 +1,1 @@
-"""What is asked: one file per suite. No torch."""
+"""Suites: test sets with items and graders, one file each. No torch."""

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same: as numbers or formulas where they can be computed, else as text."""
+"""Comparison of mathematical answers: as numbers or formulas if both can be computed, else as text."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-LONGEST = 300  # characters of an answer that is looked at; more is no answer but a text
-_CLOSE = 1e-9  # of the larger magnitude
+LONGEST = 300  # characters; a longer text is not compared
+_TOLERANCE = 1e-9  # relative to the larger magnitude
 _BRACES = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # one level inside
 _BOXED = re.compile(r"\\f?boxed\s*" + _BRACES.replace(r"\{[^{}]*\}", r"\{(?:[^{}]|\{[^{}]*\})*\}"))
 _STATED = re.compile(r"answer\s*(?:is|:|=)([^\n]*\S)", re.IGNORECASE)
 _DOLLARS = re.compile(r"\$([^$\n]+)\$")
-_MATHS = re.compile(r"\\[()\[\]]|\$\$")  # LaTeX's other ways to begin a formula and to end it
+_DELIMITERS = re.compile(r"\\[()\[\]]|\$\$")  # LaTeX's other delimiters of a formula
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
-_REWRITTEN = tuple(
+_REWRITES = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\(?:left|right|displaystyle|[!,;:])", ""),
         (r"\{,\}", ","),
-        (r"(?<!\\)\$|\\\$|\\?%|\*\*", ""),  # currency, per cent and bold type
+        (r"(?<!\\)\$|\\\$|\\?%|\*\*", ""),  # currency, percent signs and bold type
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\?°|\\degree", ""),
-        (r"\\[dt]frac", r"\\frac"),  # of any size
+        (r"\\[dt]frac", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),  # \frac12
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*" + _BRACES + r")\s*(\w)", r"\1{\3}"),
@@ -35,7 +35,10 @@ _REWRITTEN = tuple(
         (r"(?<=[\d}])\s+(?!and\b)[A-Za-z]{3,}[\w ^]*$", ""),  # a unit in words
         (r"_\{(\w+)\}", r"_\1"),
         (r"\s+(?:and|or)\s+", ","),
-        (r"(?<=\d),(?=\d{3}(?:\D|$))(?<!\(\d,)(?<!\(\d\d,)(?<!\(\d\d\d,)", ""),  # thousands, but not in a pair
+        (
+            r"(?<=\d),(?=\d{3}(?:\D|$))(?<!\(\d,)(?<!\(\d\d,)(?<!\(\d\d\d,)",
+            "",
+        ),  # thousands separators, but not in a pair
         (r"\\cdot|\\times", "*"),
         (r"\\leq?\b", "<="),
         (r"\\geq?\b", ">="),
@@ -45,27 +48,27 @@ _REWRITTEN = tuple(
 
 
 def final_answer(text: str) -> str | None:
-    """What an answer ends on: the last box, else what follows "answer is", else the last formula or number."""
-    if found := _BOXED.findall(text):
-        return str(found[-1]).strip() or None
-    text = _MATHS.sub("$", text)
-    if found := _STATED.findall(text):
-        stated = str(found[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.")  # .5 begins with its point
-        if stated:  # or it stands on a line of its own
-            return stated
-    if found := _DOLLARS.findall(text):
-        return str(found[-1]).strip() or None
-    return last[-1] if (last := _NUMBER.findall(text)) else None
+    """Return the final answer of a text: the last box, else the text after "answer is", the last formula or number."""
+    if boxes := _BOXED.findall(text):
+        return str(boxes[-1]).strip() or None
+    text = _DELIMITERS.sub("$", text)
+    if statements := _STATED.findall(text):
+        statement = str(statements[-1]).split(". ")[0].lstrip(" :*").rstrip(" :*.")  # keep the leading point of .5
+        if statement:  # if not, the answer is on the next line
+            return statement
+    if formulas := _DOLLARS.findall(text):
+        return str(formulas[-1]).strip() or None
+    return numbers[-1] if (numbers := _NUMBER.findall(text)) else None
 
 
-def same_answer(one: str, other: str) -> bool:
-    """Whether two answers are equal; each may be a number, a formula, a list, a pair, an interval, a matrix or text."""
-    if max(len(one), len(other)) > LONGEST:
+def same_answer(answer: str, right: str) -> bool:
+    """Return whether two answers are equal: numbers, formulas, lists, pairs, intervals, matrices or texts."""
+    if max(len(answer), len(right)) > LONGEST:
         return False
-    first, second = _read(one), _read(other)
+    first, second = _parse(answer), _parse(right)
     if (first.shape, len(first.parts)) != (second.shape, len(second.parts)):
         return False
-    if first.shape == _LIST:  # of roots, say, in any order
+    if first.shape == _LIST:  # for example of roots; the order is free
         rest = list(second.parts)
         for part in first.parts:
             match = next((candidate for candidate in rest if _same(part, candidate)), None)
@@ -78,63 +81,62 @@ def same_answer(one: str, other: str) -> bool:
 
 @cache
 def has_algebra() -> bool:
-    """Whether math-verify is installed."""
+    """Return whether math-verify is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
-def equal_by_algebra(found: str, wanted: str) -> bool | None:
-    """What computer algebra says of two answers that ``same_answer`` could not compute; None where it is not asked.
+def equal_by_algebra(answer: str, right: str) -> bool | None:
+    """Return whether computer algebra finds two answers equal that ``same_answer`` could not compute.
 
-    Asks the package math-verify where it is installed, five seconds at most and in a main thread only.
+    None if math-verify is not installed or cannot add anything. It takes at most 5 s, and runs in a main thread only.
     """
-    # both were computed, or what was found is no formula: algebra would say nothing new
-    if _computed(wanted) and ("\\" not in found or _computed(found)):
+    # algebra adds nothing if both answers were computed, or if ``answer`` is no formula
+    if _is_computable(right) and ("\\" not in answer or _is_computable(answer)):
         return None
-    if len(found) > LONGEST or not has_algebra():
+    if len(answer) > LONGEST or not has_algebra():
         return None
     from math_verify import parse, verify
 
-    return bool(verify(parse(f"${wanted}$"), parse(f"${found}$")))
+    return bool(verify(parse(f"${right}$"), parse(f"${answer}$")))
 
 
-def _computed(text: str) -> bool:
-    return len(text) <= LONGEST and all(_value(part, _TRIED_AT[0]) is not None for part in _read(text).parts)
+def _is_computable(text: str) -> bool:
+    return len(text) <= LONGEST and all(_value(part, _POINTS[0]) is not None for part in _parse(text).parts)
 
 
-class _Read(NamedTuple):
-    shape: str  # how the parts are held: by which brackets, as a list, in rows of a matrix
+class _Answer(NamedTuple):
+    shape: str  # the kind of brackets, _LIST, or a matrix with the lengths of its rows
     parts: tuple[str, ...]
 
 
 _LIST = "list"
 
 
-def _read(text: str) -> _Read:
-    text = _rewritten(text)
+def _parse(text: str) -> _Answer:
+    text = _normalise_notation(text)
     matrix = re.fullmatch(r"\\begin\{[a-z]?matrix\}(.*)\\end\{[a-z]?matrix\}", text, re.DOTALL)
     if matrix:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[1])]
-        return _Read(f"matrix {[len(row) for row in rows]}", tuple(cell.strip() for row in rows for cell in row))
-    text = text.replace("\\{", "").replace("\\}", "")  # a set is a list
+        return _Answer(f"matrix {[len(row) for row in rows]}", tuple(cell.strip() for row in rows for cell in row))
+    text = text.replace("\\{", "").replace("\\}", "")  # a set counts as a list
     if text.count("\\pm") == 1:
         text = ",".join(text.replace("\\pm", sign) for sign in "+-")
     parts = _split(text)
     if len(parts) == 1 and text[:1] in ("(", "[") and text[-1:] in (")", "]"):
         inside = _split(text[1:-1])
         if len(inside) > 1:
-            return _Read(text[0] + text[-1], tuple(inside))
-    return _Read(_LIST, tuple(parts))
+            return _Answer(text[0] + text[-1], tuple(inside))
+    return _Answer(_LIST, tuple(parts))
 
 
-def _rewritten(text: str) -> str:
-    for pattern, new in _REWRITTEN:
+def _normalise_notation(text: str) -> str:
+    for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = text.strip().rstrip(".").strip()
-    return re.sub(r"^\\?[A-Za-z]\w?\s*(?:=|\\in\b)\s*(?=[^=]+$)", "", text)  # x = 5 is 5
+    return re.sub(r"^\\?[A-Za-z]\w?\s*(?:=|\\in\b)\s*(?=[^=]+$)", "", text)  # x = 5 becomes 5
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no bracket."""
     parts, depth = [""], 0
     for mark in text:
         depth += (mark in "([{") - (mark in ")]}")
@@ -145,24 +147,24 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _same(one: str, other: str) -> bool:
-    if _normalised(one) == _normalised(other):
+def _same(first: str, second: str) -> bool:
+    if _normalised(first) == _normalised(second):
         return True
-    for point in _TRIED_AT:
-        first, second = _value(one, point), _value(other, point)
-        # relative to the larger one, absolute near 0
-        if first is None or second is None or abs(first - second) > _CLOSE * max(1e-3, abs(first), abs(second)):
+    for point in _POINTS:
+        a, b = _value(first, point), _value(second, point)
+        # relative tolerance, absolute near 0
+        if a is None or b is None or abs(a - b) > _TOLERANCE * max(1e-3, abs(a), abs(b)):
             return False
     return True
 
 
 def _normalised(text: str) -> str:
-    whole = re.fullmatch(r"\s*\(([A-Z])\)\s*", text)  # a choice is its letter
-    return re.sub(r"\s+", "", whole[1] if whole else text).casefold()
+    choice = re.fullmatch(r"\s*\(([A-Z])\)\s*", text)  # (A) equals A
+    return re.sub(r"\s+", "", choice[1] if choice else text).casefold()
 
 
-# Where formulas are compared: letters stand for these numbers, so that 2k + 2 is 2(k + 1) and not 2k + 1.
-_TRIED_AT = ((0.7316, 1.3), (1.9147, 0.7))
+# Formulas are equal if they agree at both points: a point gives the letters values start + step * position in alphabet.
+_POINTS = ((0.7316, 1.3), (1.9147, 0.7))
 _FORMULA_PIECE = re.compile(r"\s*(\d+\.?\d*|\.\d+|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z]|<=|>=|.)", re.DOTALL)
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sqrt": cmath.sqrt, "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10,
@@ -173,25 +175,25 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
-    """The number that a formula gives at a point; None where it is none."""
+    """Return a formula's number at a point; None if the text is no formula."""
     sides = re.split(r"(?<![<>])=", text)
     try:
-        values = [_Formula(side, point).whole() for side in sides if len(sides) <= 2]
+        values = [_Formula(side, point).evaluate() for side in sides if len(sides) <= 2]
     except (ValueError, ArithmeticError, RecursionError):
         return None
-    # an equation stands for the difference of its sides, up to its sign
+    # an equation is compared by the difference of its sides, squared to ignore its sign
     value = values[0] if len(values) == 1 else (values[0] - values[1]) ** 2 if values else complex("nan")
     return value if cmath.isfinite(value) else None
 
 
 class _Formula:
-    """Reads and computes at once: sums of products of powers of atoms, by recursive descent."""
+    """A recursive-descent evaluator for sums of products of powers of atoms."""
 
     def __init__(self, text: str, point: tuple[float, float]) -> None:
         self._pieces: Sequence[str] = [piece for piece in _FORMULA_PIECE.findall(text.strip()) if piece.strip()]
         self._at, self._point = 0, point
 
-    def whole(self) -> complex:
+    def evaluate(self) -> complex:
         value = self._sum()
         if self._next() is not None:
             raise ValueError(self._next())
@@ -200,9 +202,9 @@ class _Formula:
     def _next(self) -> str | None:
         return self._pieces[self._at] if self._at < len(self._pieces) else None
 
-    def _take(self, wanted: str | None = None) -> str:
+    def _take(self, expected: str | None = None) -> str:
         piece = self._next()
-        if piece is None or (wanted is not None and piece != wanted):
+        if piece is None or (expected is not None and piece != expected):
             raise ValueError(piece)
         self._at += 1
         return piece
@@ -217,7 +219,7 @@ class _Formula:
 
     def _product(self) -> complex:
         value = self._power()
-        # what stands side by side is multiplied
+        # adjacent factors are multiplied
         while (piece := self._next()) is not None and piece not in ("+", "-", ")", "]", "}"):
             if piece in ("*", "/"):
                 self._at += 1
@@ -227,7 +229,7 @@ class _Formula:
     def _power(self) -> complex:
         mixed = self._pieces[self._at : self._at + 2]
         value = self._atom()
-        if self._next() == "\\frac" and mixed[0].isdigit():  # one and four fifths
+        if self._next() == "\\frac" and mixed[0].isdigit():  # a mixed number such as 1 4/5
             return value + self._atom()
         while self._next() in ("^", "!"):
             if self._take() == "!":
@@ -252,5 +254,5 @@ class _Formula:
             return 1j
         if len(piece) == 1 and piece.isalpha() and piece.isascii():
             start, step = self._point
-            return complex(start + step * (ord(piece) - 96))  # a is 1 step on, b 2
+            return complex(start + step * (ord(piece) - 96))
         return complex(float(piece))

@@ -1,4 +1,4 @@
-"""Function calls by their syntax tree, from public rows (Berkeley Function Calling Leaderboard: Patil et al. 2025)."""
+"""Function calls by syntax tree, from public rows (Berkeley Function Calling Leaderboard: Patil et al. 2025)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites import tool_calls
 from kvaudit.suites.base import Split
-from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
+from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
-from kvaudit.suites.tool_calls import (
-    FORM,
-    Call,
-    accepts,
-    exact_options,
-    accepted_call,
-    grade_calls,
-    list_tools,
-    python_calls,
-    format_calls,
-)
+from kvaudit.suites.tool_calls import Call, Options, accepts, format_calls, list_tools
 
 SINGLE = ("simple_python", "multiple", "parallel")
 MULTI = "multi_turn_base"
-CLASSES = {  # of the multi-turn rows, and the file that lists what each can do
+CLASSES = {  # classes of the multi-turn rows, with the file that lists the tools of each
     "GorillaFileSystem": "gorilla_file_system",
     "MathAPI": "math_api",
     "MessageAPI": "message_api",
@@ -36,17 +27,15 @@ CLASSES = {  # of the multi-turn rows, and the file that lists what each can do
     "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }
-SPARE = 3  # tools of a multi-turn row besides those that it needs
-LONGEST_CASE = 3600  # characters of tools and questions: a row of all eight classes is twenty times as long
+SPARE = 3  # unneeded tools of a multi-turn item
+LONGEST_CASE = 3600  # characters of tools and messages; a row with all eight classes has twenty times as many
 DONE = '{"status": "done"}'
-_SYSTEM = "You help a user with tools. " + FORM
+_SYSTEM = "You help a user with tools. " + tool_calls.FORM
 _NO_CALL = "I answer in words: none of the tools is needed now."
-
-Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: values}}
 
 
 class Case(NamedTuple):
-    """What is asked with which tools, and the calls that are right; none where words are."""
+    """The tools and messages of an item, and the right calls; none if the right answer is words."""
 
     tools: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
@@ -54,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A case with calls and one without; ``ordered`` calls may be made one by one, others all at once in any order."""
+    """A case with calls and one without. ``ordered`` calls may be made one at a time, others in any order at once."""
 
     name: str
     call: Case
@@ -63,26 +52,32 @@ class Pair(NamedTuple):
 
 
 class Bfcl(Published):
-    """Twins: a tool fits and must be called rightly, or none does and a call is one too many.
+    """Twins: a tool fits and must be called correctly, or no tool fits and any call is wrong.
 
-    Single-turn rows (simple, multiple, parallel) are each paired with an irrelevance row. A multi-turn row is forced to
-    one of its turns: what came before is the right calls, each answered "done", since nothing is executed. Asked for
-    are the first calls of that turn, or, once all of them are made, words. Only turns are asked whose first call takes
-    arguments that stand in what was said.
+    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows. A multi-turn row becomes one of its
+    turns: the messages before it hold the right calls, each with the result "done", since nothing is executed. The item
+    asks for the first calls of that turn or, after all of these, for words. Only turns whose first call has arguments,
+    all of them mentioned before, are used.
     """
 
     name = "bfcl"
     kind = "capability"
     source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
-    version = "3"  # a tool that is listed again was not called
+    version = "3"  # a repeated listing of a tool is no call
     max_new_tokens = 256
     twins = 2
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
+        names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
+        questions = tuple(data_file(self.name, f"bfcl/{name}") for name in names)
+        answers = tuple(data_file(self.name, f"bfcl/possible_answer/{name}") for name in names)
+        classes = CLASSES.values()
+        documents = tuple(data_file(self.name, f"bfcl/multi_turn_func_doc/{name}.json") for name in classes)
+        pairs = _pairs(questions, answers, data_file(self.name, "bfcl/BFCL_v4_irrelevance.json"), documents)
         return [
             [partial(self._item, pair, twin, seed) for twin in rotate(("call", "words"), number)]
-            for number, pair in enumerate(rows_of_split(self._pairs(), split))
+            for number, pair in enumerate(rows_of_split(pairs, split))
         ]
 
     def facets(self, item: Item) -> tuple[str, ...]:
@@ -91,24 +86,15 @@ class Bfcl(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         accepted = item.payload["accepted"]
 
-        def right(calls: Sequence[Call]) -> bool:
-            """All of them in any order; of ordered ones the first."""
+        def is_right(calls: Sequence[Call]) -> bool:
             if not item.payload["ordered"]:
                 return _match_calls(accepted, calls)
             return len(calls) <= len(accepted) and all(map(accepts, accepted, calls))
 
-        return grade_calls(transcript[-1].content, self.facets(item)[0], right)
+        return tool_calls.grade_calls(transcript[-1].content, self.facets(item)[0], is_right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
-        return (format_calls([accepted_call(options) for options in item.payload["accepted"]]) or _NO_CALL,)
-
-    def _pairs(self) -> tuple[Pair, ...]:
-        names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
-        questions = [data_file(self.name, f"bfcl/{name}") for name in names]
-        answers = [data_file(self.name, f"bfcl/possible_answer/{name}") for name in names]
-        documents = [data_file(self.name, f"bfcl/multi_turn_func_doc/{name}.json") for name in CLASSES.values()]
-        irrelevant = data_file(self.name, "bfcl/BFCL_v4_irrelevance.json")
-        return _pairs(tuple(questions), tuple(answers), irrelevant, tuple(documents))
+        return (format_calls([tool_calls.accepted_call(options) for options in item.payload["accepted"]]) or _NO_CALL,)
 
     def _item(self, pair: Pair, twin: str, seed: int) -> Item:
         case = pair.call if twin == "call" else pair.no_call
@@ -124,7 +110,6 @@ class Bfcl(Published):
 
 
 def _match_calls(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
-    """Whether the calls are the accepted ones, in any order."""
     if len(accepted) != len(calls):
         return False
     return not accepted or any(
@@ -137,140 +122,142 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
-    """Single-turn rows, one kind after the other, as many as there are irrelevance rows; then the multi-turn rows."""
-    uncalled = [
-        case for number, row in enumerate(json_lines(irrelevant), 1) if _short(case := _single(irrelevant, number, row))
-    ]
+    """Return single-turn rows, the kinds in turn, as many as there are irrelevance rows, then the multi-turn rows."""
+    no_calls = [_single(irrelevant, number, row) for number, row in enumerate(json_lines(irrelevant), start=1)]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
-    mixed = [case for row in zip(*kinds, strict=False) for case in row]  # the shortest file decides how many
-    found = [Pair(name, case, none, ordered=False) for (name, case), none in zip(mixed, uncalled, strict=False)]
-    return (*found, *_multi(questions[-1], answers[-1], documents))
+    cases = [case for row in zip(*kinds, strict=False) for case in row]  # as many of each kind as the shortest file has
+    short = filter(_is_short, no_calls)
+    pairs = [Pair(name, case, no_call, ordered=False) for (name, case), no_call in zip(cases, short, strict=False)]
+    return (*pairs, *_multi(questions[-1], answers[-1], documents))
 
 
-def _short(case: Case) -> bool:
+def _is_short(case: Case) -> bool:
     return len(list_tools(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_CASE
 
 
-def _answered(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
-    """Every question with its ground truth; raises DataError where both files do not go together."""
-    known = {row.get("id"): (number, row) for number, row in enumerate(json_lines(answers), start=1)}
+def _with_truth(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
+    """Yield every question with its ground truth; raises DataError if a question has none."""
+    by_id = {row.get("id"): (number, row) for number, row in enumerate(json_lines(answers), start=1)}
     for number, row in enumerate(json_lines(questions), start=1):
-        if row.get("id") not in known:
-            raise DataError(f"{str(questions)!r} row {number} has no answer of its id in {str(answers)!r}")
-        yield number, row, value_of(answers, *known[row["id"]], "ground_truth", list)
+        if row.get("id") not in by_id:
+            raise DataError(f"{str(questions)!r} row {number}: {str(answers)!r} has no answer with its id")
+        yield number, row, value_of(answers, *by_id[row["id"]], "ground_truth", list)
 
 
 def _single(path: Path, number: int, row: Mapping[str, Any]) -> Case:
-    said = _question(path, number, row)[0]
-    return Case(rows_of(path, number, row, "function"), (Message(Role.USER, said),))
+    text = _user_turns(path, number, row)[0]
+    return Case(rows_of(path, number, row, "function"), (Message(Role.USER, text),))
 
 
-def _question(path: Path, number: int, row: Mapping[str, Any]) -> list[str]:
-    """What the user says, turn by turn."""
+def _user_turns(path: Path, number: int, row: Mapping[str, Any]) -> list[str]:
     try:
         return [str(turn[0]["content"]) for turn in row["question"]]
     except (KeyError, IndexError, TypeError):
-        raise DataError(f"{str(path)!r} row {number} has no question, or a turn of it says nothing") from None
+        raise DataError(f"{str(path)!r} row {number} has no question, or a turn without content") from None
 
 
 def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
-    for number, row, truth in _answered(questions, answers):
+    for number, row, truth in _with_truth(questions, answers):
         case = _single(questions, number, row)
-        if wrong := [options for options in truth if not _well_made(options)]:
-            raise DataError(f"{str(answers)!r} holds {str(wrong[0])[:60]!r}, wanted one tool and values by parameter")
+        if invalid := [options for options in truth if not _is_valid(options)]:
+            raise DataError(
+                f"{str(answers)!r} holds {str(invalid[0])[:60]!r}, expected one tool and values by parameter"
+            )
         case = case._replace(accepted=tuple(apply_schema(options, case.tools) for options in truth))
-        if _short(case):
+        if _is_short(case):
             yield str(row["id"]), case
 
 
 def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
-    """The values that a call may have, with what the tool's description says of them.
+    """Return the accepted values of a call, corrected by the tool's description.
 
-    A required parameter may not be left out, and values of type float are floats, which whole numbers may stand for.
+    A required parameter is not optional, and values of type float are floats, which accept whole numbers too.
     """
     ((name, values),) = options.items()
-    about: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
-    known, required = about.get("properties", {}), about.get("required", ())
-    # an empty text among the values says that the parameter may be left out
-    kept = {key: [each for each in given if each != "" or key not in required] for key, given in values.items()}
-    return {name: {key: _typed(given or values[key], known.get(key, {})) for key, given in kept.items()}}
+    schema: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    # an empty text among the values makes the parameter optional
+    kept = {key: [value for value in choice if value != "" or key not in required] for key, choice in values.items()}
+    return {name: {key: _as_type(choice or values[key], properties.get(key, {})) for key, choice in kept.items()}}
 
 
-def _typed(values: Sequence[Any], schema: Mapping[str, Any]) -> list[Any]:
+def _as_type(values: Sequence[Any], schema: Mapping[str, Any]) -> list[Any]:
     if schema.get("type") == "float":
-        return [float(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in values]
+        return [float(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in values]
     inner = schema.get("items")
     if isinstance(inner, dict):
-        return [_typed(each, inner) if isinstance(each, list) else each for each in values]
+        return [_as_type(value, inner) if isinstance(value, list) else value for value in values]
     return list(values)
 
 
-def _well_made(options: Any) -> bool:
+def _is_valid(options: Any) -> bool:
     values = list(options.values()) if isinstance(options, dict) else []
     lists = list(values[0].values()) if len(values) == 1 and isinstance(values[0], dict) else [None]
-    return all(isinstance(part, list) and part for part in lists)
+    return all(isinstance(choice, list) and choice for choice in lists)
 
 
 def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterable[Pair]:
-    known = {cls: _documented(path) for cls, path in zip(CLASSES, documents, strict=True)}
-    for number, row, truth in _answered(questions, answers):
+    by_class = {cls: _documented_tools(path) for cls, path in zip(CLASSES, documents, strict=True)}
+    for number, row, truth in _with_truth(questions, answers):
         tools = dict[str, Any]()
         for cls in value_of(questions, number, row, "involved_classes", list):
-            tools |= known.get(cls, {})
-        turns = _question(questions, number, row)
-        order = {name: list(tool["parameters"]["properties"]) for name, tool in tools.items()}
-        calls = [[call for text in turn for call in python_calls(str(text), order)] for turn in truth]
+            tools |= by_class.get(cls, {})
+        turns = _user_turns(questions, number, row)
+        parameters = {name: list(tool["parameters"]["properties"]) for name, tool in tools.items()}
+        calls = [[c for text in turn for c in tool_calls.python_calls(str(text), parameters)] for turn in truth]
         if len(turns) != len(calls) or not {call.name for turn in calls for call in turn} <= tools.keys():
-            raise DataError(f"{str(questions)!r} row {number} and its answer do not go together")
-        pair = _forced(str(row["id"]), turns, calls, tools)
+            raise DataError(f"{str(questions)!r} row {number} does not match its answer")
+        pair = _turn_pair(str(row["id"]), turns, calls, tools)
         if pair is not None:
             yield pair
 
 
-def _documented(path: Path) -> dict[str, dict[str, Any]]:
-    """The tools of a class by name, without what they return and without the introduction that all of them share."""
-    found = {}
+def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the tools of a class by name, without their results and the introduction that all of them share."""
+    tools = {}
     for number, row in enumerate(json_lines(path), start=1):
-        about = value_of(path, number, row, "description", str).rpartition("Tool description: ")[2]
+        description = value_of(path, number, row, "description", str).rpartition("Tool description: ")[2]
         parameters = value_of(path, number, row, "parameters", dict)
         value_of(path, number, parameters, "properties", dict)
         name = value_of(path, number, row, "name", str)
-        found[name] = {"name": name, "description": about, "parameters": parameters}
-    return found
+        tools[name] = {"name": name, "description": description, "parameters": parameters}
+    return tools
 
 
-def _forced(name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], tools: Mapping[str, Any]) -> Pair | None:
-    """The last turn that can be asked: its first call takes arguments, all of which were said, and the row is short."""
+def _turn_pair(
+    name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], tools: Mapping[str, Any]
+) -> Pair | None:
+    """Return the pair of the last short turn whose first call has arguments, all of them mentioned before."""
     for last in reversed(range(len(turns))):
-        before = [message for turn in range(last) for message in _turn(turns[turn], calls[turn])]
-        asked = [*before, Message(Role.USER, turns[last])]
+        before = [message for turn in range(last) for message in _turn_messages(turns[turn], calls[turn])]
+        messages = [*before, Message(Role.USER, turns[last])]
         needed = {call.name for turn in calls[: last + 1] for call in turn}
         spare = [tool for tool in tools if tool not in needed][:SPARE]
-        shown = [tool for key, tool in tools.items() if key in needed or key in spare]
-        accepted = tuple(map(exact_options, calls[last]))
-        no_call = Case(shown, (*before, *_turn(turns[last], calls[last])))
-        if calls[last] and _was_said(calls[last][0], asked) and _short(no_call):
-            return Pair(name, Case(shown, tuple(asked), accepted), no_call, ordered=True)
+        listed = [tool for key, tool in tools.items() if key in needed or key in spare]
+        accepted = tuple(map(tool_calls.exact_options, calls[last]))
+        no_call = Case(listed, (*before, *_turn_messages(turns[last], calls[last])))
+        if calls[last] and _is_mentioned(calls[last][0], messages) and _is_short(no_call):
+            return Pair(name, Case(listed, tuple(messages), accepted), no_call, ordered=True)
     return None
 
 
-def _turn(said: str, calls: Sequence[Call]) -> list[Message]:
-    """A turn as it went: the request, and each call with its result; then words, where none was needed."""
-    made = [[Message(Role.ASSISTANT, format_calls([call])), Message(Role.TOOL, DONE)] for call in calls]
-    return [Message(Role.USER, said), *(message for pair in made for message in pair)]
+def _turn_messages(text: str, calls: Sequence[Call]) -> list[Message]:
+    """Return a complete turn: the request, then each call with its result."""
+    pairs = [(Message(Role.ASSISTANT, format_calls([call])), Message(Role.TOOL, DONE)) for call in calls]
+    return [Message(Role.USER, text), *(message for pair in pairs for message in pair)]
 
 
-def _was_said(call: Call, messages: Sequence[Message]) -> bool:
-    said = " ".join(message.content for message in messages).casefold()
+def _is_mentioned(call: Call, messages: Sequence[Message]) -> bool:
+    text = " ".join(message.content for message in messages).casefold()
     leaves = _leaves(call.arguments)
-    return bool(leaves) and all(leaf in said for leaf in leaves)
+    return bool(leaves) and all(leaf in text for leaf in leaves)
 
 
 def _leaves(value: Any) -> list[str]:
-    """The texts and numbers of an argument as a user would write them; yes and no are not said in so many words."""
+    """Return the texts and numbers of an argument as a user would write them; booleans and None have no wording."""
     if isinstance(value, dict | list | tuple):
-        parts = value.values() if isinstance(value, dict) else value
-        return [leaf for part in parts for leaf in _leaves(part)]
+        entries = value.values() if isinstance(value, dict) else value
+        return [leaf for entry in entries for leaf in _leaves(entry)]
     if isinstance(value, bool) or value is None:
         return []
     return [f"{value:g}" if isinstance(value, float) else str(value).casefold()]

@@ -1,7 +1,6 @@
-"""The public rows of ``catalogue.yaml``: where each file lies, under which licence, and the sha256 that holds it.
+"""The public data files of ``catalogue.yaml``: URL, licence and sha256 of each.
 
-An address is pinned to a commit, so it cannot change; the hash is of the rows as suites read them, after the cut where
-only the first rows of a file are asked.
+A URL is pinned to a commit. The sha256 is that of the rows that suites read, after the cut to the first rows, if any.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ADDRESS = "https://raw.githubusercontent.com"
 
 
 class PublicFile(NamedTuple):
-    """A file below the folder of public rows. ``first``: only so many of its lines, None for all of them."""
+    """A file in the data folder; ``first`` is the number of its leading lines that are kept, None for all."""
 
     path: str
     upstream: str  # its path in the repository
@@ -31,7 +30,7 @@ class PublicFile(NamedTuple):
 
 @dataclass(frozen=True)
 class PublicRows:
-    """Rows that are fetched together; ``suites`` read them. ``rows`` says how many there are, in words."""
+    """Files that are fetched together, and the ``suites`` that read them; ``rows`` is their number, in words."""
 
     name: str
     suites: tuple[str, ...]
@@ -43,53 +42,53 @@ class PublicRows:
 
     @property
     def source_url(self) -> str:
-        """The repository and the beginning of its commit."""
+        """The repository and its abbreviated commit."""
         return f"github.com/{self.repo}@{self.commit[:7]}"
 
     def address(self, file: PublicFile, base: str = ADDRESS) -> str:
-        """Where a file lies; ``base`` is another place with the same paths."""
+        """Return the URL of a file; ``base`` may be a mirror with the same paths."""
         return f"{base.rstrip('/')}/{self.repo}/{self.commit}/{quote(file.upstream)}"
 
     def missing_files(self, folder: Path) -> list[PublicFile]:
-        """The files that a folder does not hold."""
+        """Return the files that are missing in ``folder``."""
         return [file for file in self.files if not (folder / file.path).is_file()]
 
-    def other(self, folder: Path) -> list[PublicFile]:
-        """The files that a folder holds with other rows than these."""
-        there = [file for file in self.files if (folder / file.path).is_file()]
-        return [f for f in there if hashlib.sha256((folder / f.path).read_bytes()).hexdigest() != f.sha256]
+    def changed_files(self, folder: Path) -> list[PublicFile]:
+        """Return the files in ``folder`` whose sha256 differs from the catalogue's."""
+        present = [file for file in self.files if (folder / file.path).is_file()]
+        return [f for f in present if hashlib.sha256((folder / f.path).read_bytes()).hexdigest() != f.sha256]
 
 
 @cache
 def catalogue() -> tuple[PublicRows, ...]:
-    """All of them, in the order of the file."""
+    """Read all entries, in the order of the file."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     for row in table.values():
         row["suites"] = tuple(row["suites"])
-        row["files"] = tuple(PublicFile(path, **about) for path, about in row["files"].items())
+        row["files"] = tuple(PublicFile(path, **fields) for path, fields in row["files"].items())
     return tuple(PublicRows(name, **row) for name, row in table.items())
 
 
 def check_rows(file: PublicFile, raw: bytes) -> bytes:
-    """The rows of a file as it was fetched; raises DataError where they are not those that were named."""
+    """Return the rows of a downloaded file; raises DataError if their sha256 is not the catalogue's."""
     rows = raw if file.first is None else b"".join(raw.splitlines(keepends=True)[: file.first])
-    found = hashlib.sha256(rows).hexdigest()
-    if found != file.sha256:
+    digest = hashlib.sha256(rows).hexdigest()
+    if digest != file.sha256:
         raise DataError(
-            f"what was fetched for {file.path} has sha256 {found[:12]}, wanted {file.sha256[:12]}: it is another file, "
-            "or was changed on the way; nothing of it is kept"
+            f"the download of {file.path} has sha256 {digest[:12]}, expected {file.sha256[:12]}: it is a different "
+            "file or was changed on the way; nothing of it is kept"
         )
     return rows
 
 
 def find_rows(name: str) -> PublicRows:
-    """The rows of this name; raises UnknownName."""
-    found = {one.name: one for one in catalogue()}
-    if name not in found:
-        raise UnknownName("public rows", name, found)
-    return found[name]
+    """Return the entry called ``name``; raises UnknownName."""
+    entries = {entry.name: entry for entry in catalogue()}
+    if name not in entries:
+        raise UnknownName("public rows", name, entries)
+    return entries[name]
 
 
 def find_rows_by_file(path: str) -> PublicRows | None:
-    """The rows to which a file below the folder belongs, None where nobody may fetch it for you."""
-    return next((one for one in catalogue() if any(file.path == path for file in one.files)), None)
+    """Return the entry that holds the file at ``path`` in the data folder; None if it cannot be fetched."""
+    return next((entry for entry in catalogue() if any(file.path == path for file in entry.files)), None)

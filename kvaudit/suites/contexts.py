@@ -1,8 +1,7 @@
-"""Contexts: named conditions that a published row may be put into, each a suite of its own, SUITE@CONTEXT.
+"""Contexts that a published row can be asked in, each as a suite of its own, SUITE@CONTEXT. None is used by default.
 
-None is ever on by itself. What a context does to the uncompressed model is measured beside the bare row, since small
-talk or three words on brevity can take from a model the very behaviour that is asked for (docs/results/contexts.md
-has how much of it each one took).
+A report compares each context with the bare row on the uncompressed model, since small talk or three words on brevity
+can already remove the behaviour in question (measured in docs/results/contexts.md).
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import NamedTuple
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
-from kvaudit.suites.haystack import filler_lines
-from kvaudit.suites.sources import data_file, fit_prose, json_array, book_sentences, rows_of
-from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS
+from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS, check_room, filler_lines
+from kvaudit.suites.sources import book_sentences, data_file, fit_prose, json_array, rows_of
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
-VERSION = "1"  # of what stands around a row
-PROCEDURAL = ("talk", "pages")  # those that take no public prose, for suites that build a context of their own
+VERSION = "1"  # of the contexts
+PROCEDURAL = ("talk", "pages")  # contexts without public prose, for suites that build a context themselves
 _SHORT = "Answer in at most three sentences."
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _PAPER = "Here is a part of a book that I am reading:\n\n{prose}\n\nThat was the part of the book."
@@ -48,16 +46,16 @@ _OPEN = (
     "What stands on page {number}?",
 )
 _OPENED = "Page {number} is open, with {lines} lines on it."
-_PAGE_TOKENS = (120, 360)  # of tool output in one answer
-_SENTENCES = (2, 7)  # that are read aloud in one turn
+_PAGE_TOKENS = (120, 360)  # range of tokens of one tool result
+_SENTENCES = (2, 7)  # range of sentences read aloud in one turn
 _READING_SHARE = 0.6  # of the turns
-_MORE = (3, 6)  # small questions beside the first, where nothing is read aloud
+_MORE = (3, 6)  # range of small questions added to the first, where no book is read
 
 Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """What a row is fitted into: its suite's name, the draws, and the tokens that all messages may take together."""
+    """The suite's name, the random draws, and the tokens that all messages may take together."""
 
     suite: str
     draw: random.Random
@@ -70,9 +68,9 @@ Wrap = Callable[[Messages, Fit], Messages]
 
 @dataclass(frozen=True)
 class Context:
-    """One condition. ``wrap`` gives the messages with the context around them, never longer than ``Fit.tokens``.
+    """A context. ``wrap`` returns the messages with the context around them, never longer than ``Fit.tokens``.
 
-    ``fills`` says whether it is made to a length; one that is not adds the same words to every row.
+    A context that ``fills`` is made to a length; any other adds the same words to every row.
     """
 
     says: str
@@ -81,114 +79,109 @@ class Context:
 
 
 def _ending(text: str) -> Wrap:
-    """The row with ``text`` below its last message."""
     return lambda row, _: (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
 
 
-def _with_prose(place: Callable[[Messages, str], Messages]) -> Wrap:
-    """A passage of a book where ``place`` puts it."""
+def _with_prose(place: Callable[[Messages, Messages, str], Messages]) -> Wrap:
+    """Return a wrap that lets ``place`` insert a passage of a book into (system message, rest of the row)."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
-        roles = [message.role for message in place(row, "")]
-        texts = fit_prose(
-            fit.suite, lambda prose: [message.content for message in place(row, prose)], fit.draw, fit.tokens, fit.count
-        )
-        return tuple(map(Message, roles, texts))
+        parts = _split_system(row)
+
+        def build(prose: str) -> list[str]:
+            return [message.content for message in place(*parts, prose)]
+
+        texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count)
+        return tuple(map(Message, [message.role for message in place(*parts, "")], texts))
 
     return wrap
 
 
-def _system_and_rest(row: Messages) -> tuple[Messages, Messages]:
-    """The system message, if there is one, and the rest, which begins with the user."""
+def _split_system(row: Messages) -> tuple[Messages, Messages]:
+    """Return the system message, if there is one, and the rest, which begins with the user."""
     first = int(row[0].role is Role.SYSTEM)
     return row[:first], row[first:]
 
 
-def _above(row: Messages, prose: str) -> Messages:
-    system, (first, *rest) = _system_and_rest(row)
-    return (*system, replace(first, content=f"{_PAPER.format(prose=prose)}\n\n{first.content}"), *rest)
+def _above(system: Messages, rest: Messages, prose: str) -> Messages:
+    text = f"{_PAPER.format(prose=prose)}\n\n{rest[0].content}"
+    return (*system, replace(rest[0], content=text), *rest[1:])
 
 
-def _in_system(row: Messages, prose: str) -> Messages:
-    system, rest = _system_and_rest(row)
-    above = [message.content for message in system]
-    return (Message(Role.SYSTEM, "\n\n".join([*above, _AT_HAND.format(prose=prose)])), *rest)
+def _in_system(system: Messages, rest: Messages, prose: str) -> Messages:
+    texts = [*(message.content for message in system), _AT_HAND.format(prose=prose)]
+    return (Message(Role.SYSTEM, "\n\n".join(texts)), *rest)
 
 
-def _own_turn(row: Messages, prose: str) -> Messages:
-    system, rest = _system_and_rest(row)
+def _own_turn(system: Messages, rest: Messages, prose: str) -> Messages:
     return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
 
 
-def _fetched(row: Messages, prose: str) -> Messages:
-    system, rest = _system_and_rest(row)
-    said = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
-    return (*system, *(Message(role, text) for role, text in said), *rest)
+def _fetched(system: Messages, rest: Messages, prose: str) -> Messages:
+    texts = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
+    return (*system, *(Message(role, text) for role, text in texts), *rest)
 
 
 def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
-    """Turns of a conversation between the system message and the row."""
+    """Return a wrap that inserts turns of a conversation between the system message and the rest of the row."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
-        system, rest = _system_and_rest(row)
-        room = fit.tokens - sum(fit.count(message.content) for message in row)
-        if room < 0:
-            raise SpecError(
-                f"suite {fit.suite}: context_tokens {fit.tokens} is too short, an item alone takes {fit.tokens - room}"
-            )
+        system, rest = _split_system(row)
+        room = check_room(sum(fit.count(message.content) for message in row), fit.tokens)
         return (*system, *talk(fit.draw, room, fit), *rest)
 
     return wrap
 
 
-def _chatting(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """What customers and an agent said, conversation after conversation, as far as whole exchanges fit."""
-    talks, before = _talks(data_file(fit.suite, TALKS)), -1
-    while room != before:  # they come again where a context is longer than all of them
-        before = room
+def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
+    """Yield exchanges of customers with an agent, conversation after conversation, while whole exchanges fit."""
+    talks, room_before = _talks(data_file(fit.suite, TALKS)), -1
+    while room != room_before:  # the conversations repeat if the context is longer than all of them
+        room_before = room
         for talk in draw.sample(talks, len(talks)):
-            for asked, said in talk:
-                cost = fit.count(asked) + fit.count(said)
+            for question, answer in talk:
+                cost = fit.count(question) + fit.count(answer)
                 if cost > room:
                     break
-                yield Message(Role.USER, asked)
-                yield Message(Role.ASSISTANT, said)
+                yield Message(Role.USER, question)
+                yield Message(Role.ASSISTANT, answer)
                 room -= cost
 
 
 @cache
 def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """The exchanges in words of every conversation; raises DataError where there is none."""
-    found = []
+    """Return the exchanges of each conversation that are in words; raises DataError if there are none."""
+    talks = []
     for number, row in enumerate(json_array(path), start=1):
-        said = [(turn.get("role"), turn.get("content") or "") for turn in rows_of(path, number, row, "traj")]
-        talk = tuple((a[1], b[1]) for a, b in pairwise(said) if (a[0], b[0]) == ("user", "assistant") and a[1] and b[1])
-        found += [talk] if talk else []
-    if not found:
+        turns = [(turn.get("role"), turn.get("content") or "") for turn in rows_of(path, number, row, "traj")]
+        pairs = [(a, b) for a, b in pairwise(turns) if (a[0], b[0]) == ("user", "assistant")]
+        talk = tuple((a[1], b[1]) for a, b in pairs if a[1] and b[1])
+        talks += [talk] if talk else []
+    if not talks:
         raise DataError(f"{str(path)!r} holds no exchange of a user with an assistant")
-    return tuple(found)
+    return tuple(talks)
 
 
 def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Rounds of a tool loop: the user asks for a page, the model calls the tool, the page comes, the model says so."""
+    """Yield rounds of a tool loop: the user asks for a page, the model calls the tool and confirms the page."""
     number = draw.randint(2, 9)
     while True:
-        asked, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
-        framed = sum(map(fit.count, (asked, call, _OPENED.format(number=number, lines=99))))
-        lines = filler_lines(draw, min(draw.randint(*_PAGE_TOKENS), room - framed), fit.count)
-        said = (asked, call, "\n".join(lines), _OPENED.format(number=number, lines=len(lines)))
-        cost = sum(map(fit.count, said))
+        request, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
+        frame = sum(map(fit.count, (request, call, _OPENED.format(number=number, lines=99))))
+        lines = filler_lines(draw, min(draw.randint(*_PAGE_TOKENS), room - frame), fit.count)
+        texts = (request, call, "\n".join(lines), _OPENED.format(number=number, lines=len(lines)))
+        cost = sum(map(fit.count, texts))
         if not lines or cost > room:
             return
-        yield from map(Message, (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT), said)
+        yield from map(Message, (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT), texts)
         number, room = number + 1, room - cost
 
 
 class InContext(Suite):
     """The family: a member for every suite of published rows and every context of CONTEXTS.
 
-    A member asks the same rows in the same order as the bare suite and grades them alike; ``cluster_id`` is the bare
-    row's. Twins stand in the same context.
+    A member asks and grades the same rows in the same order as the bare suite, with the same ``cluster_id``. Twins get
+    the same context.
     """
 
     name = "@"
@@ -198,45 +191,43 @@ class InContext(Suite):
         bare, _, context = rest.rpartition("@")
         suite = SUITES.get(bare)
         if not suite.published:
-            raise SpecError(
-                f"suite {rest!r}: {bare} makes contexts of its own; only suites of public rows stand in one"
-            )
+            raise SpecError(f"suite {rest!r}: {bare} builds its own contexts; only suites of public rows take @CONTEXT")
         if context not in CONTEXTS:
             raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
-        return _member(suite, context)  # type: ignore[arg-type]  # a class has its hash
+        return _member(suite, context)  # type: ignore[arg-type]  # classes are hashable
 
 
 @cache
-def _member(suite: type[Suite], context: str) -> type[Suite]:
-    found = CONTEXTS[context]
+def _member(suite: type[Suite], name: str) -> type[Suite]:
+    context = CONTEXTS[name]
 
     def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
         bare = suite()
         bare.in_context = True
-        rows = bare.items(split, n, seed, 0, count)  # as published: the length is the context's
-        return [_wrapped(self.name, found, item, context_tokens, count) for item in rows]
+        rows = bare.items(split, n, seed, 0, count)  # as published; the length is that of the context
+        return [_wrapped(self.name, context, item, context_tokens, count) for item in rows]
 
     return type(
         f"{suite.__name__}InContext",
         (suite,),
         {
-            "__doc__": f"{(suite.__doc__ or '').strip()}\n\nIn a context: {found.says}.",
-            "name": f"{suite.name}@{context}",
+            "__doc__": f"{(suite.__doc__ or '').strip()}\n\nIn a context: {context.says}.",
+            "name": f"{suite.name}@{name}",
             "version": f"{suite.version}.{VERSION}",
-            "source": f"{suite.source}{'; prose in the public domain' if found.fills else ''}",
+            "source": f"{suite.source}{'; prose in the public domain' if context.fills else ''}",
             "published": False,
             "in_context": True,
-            "context": context,
-            "lengths": "given" if found.fills else "none",
-            "placements": (context,),
+            "context": name,
+            "lengths": "given" if context.fills else "none",
+            "placements": (name,),
             "items": items,
         },
     )
 
 
 def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
-    shared = item.item_id.rpartition("-")[0]  # twins differ in the last word of their id
-    draw = random.Random(f"{name}-{shared}-{context_tokens}")
+    twins = item.item_id.rpartition("-")[0]  # the ids of twins differ after the last dash
+    draw = random.Random(f"{name}-{twins}-{context_tokens}")
     return replace(
         item,
         suite=name,
@@ -248,58 +239,57 @@ def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count
 
 
 def bare_name(suite: str) -> str:
-    """The suite whose rows a suite in a context asks; itself where it stands in none."""
+    """Return the name of a suite without its context."""
     bare, at, context = suite.rpartition("@")
-    # a task of another harness may have an @ in its own name
+    # a task of another harness may have an @ in its name
     return bare if at and context in CONTEXTS and ":" not in bare else suite
 
 
 def in_conversation(
     suite: str, context: str, before: Sequence[Message], last: str, draw: random.Random, *, fit: tuple[int, CountTokens]
 ) -> tuple[Message, ...]:
-    """``before``, one of PROCEDURAL, and the user's message ``last``, together as many tokens as ``fit``.
+    """Return ``before``, a context of PROCEDURAL and the user's message ``last``, fitted to the tokens of ``fit``.
 
-    Never longer than asked, shorter by less than about two sentences. Raises SpecError when the context has no room.
+    The result is never longer, and shorter by less than about two sentences. Raises SpecError if there is no room.
     """
-    talk = _paging if context == "pages" else partial(_dialogue, aloud=False)
+    talk = _paging if context == "pages" else partial(_small_talk, with_book=False)
     return _after(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
 
 
-def _dialogue(draw: random.Random, room: int, fit: Fit, *, aloud: bool = True) -> Iterator[Message]:
-    """Exchanges of a user who asks small things and, where a book is read ``aloud``, listens to it in between."""
-    book, count = book_sentences(fit.suite, draw) if aloud else None, fit.count
+def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
+    """Yield exchanges in which the user asks small questions or, with a book, listens to a few sentences of it."""
+    book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count
     while True:
-        choices = [_small(draw)]
+        choices = [_small_question(draw)]
         if book is not None:
             reading = draw.choice(_READ_ON), list(islice(book, draw.randint(*_SENTENCES)))
-            # a sentence too long for what is left gives way to something small
+            # a small question replaces a sentence that is too long for the room left
             choices = [reading, *choices] if draw.random() < _READING_SHARE else choices
-        else:  # several at a time, or the template's own tokens would be half of the context
-            several = [*choices, *(_small(draw) for _ in range(draw.randint(*_MORE)))]
-            choices = [_at_once(several[:number]) for number in range(len(several), 0, -1)]
-        fitting = ((asked, _fitting(said, room - count(asked), count)) for asked, said in choices)
-        asked, said = next((exchange for exchange in fitting if exchange[1]), ("", ""))
-        if not said:
+        else:  # several questions at once, or the chat template's tokens would be half of the context
+            several = [*choices, *(_small_question(draw) for _ in range(draw.randint(*_MORE)))]
+            choices = [_join_exchanges(several[:number]) for number in range(len(several), 0, -1)]
+        exchanges = ((question, _fitting(answer, room - count(question), count)) for question, answer in choices)
+        question, answer = next((exchange for exchange in exchanges if exchange[1]), ("", ""))
+        if not answer:
             return
-        yield Message(Role.USER, asked)
-        yield Message(Role.ASSISTANT, said)
-        room -= count(asked) + count(said)
+        yield Message(Role.USER, question)
+        yield Message(Role.ASSISTANT, answer)
+        room -= count(question) + count(answer)
 
 
-def _at_once(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]]:
-    return " ".join(asked for asked, _ in exchanges), [" ".join(text for _, said in exchanges for text in said)]
+def _join_exchanges(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]]:
+    questions, answers = zip(*exchanges, strict=True)
+    return " ".join(questions), [" ".join(text for answer in answers for text in answer)]
 
 
 def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
-    """The first of the sentences, as many as fit."""
     for count in range(len(sentences), 0, -1):
-        if count_tokens(said := "".join(sentences[:count]).strip()) <= room:
-            return said
+        if count_tokens(text := "".join(sentences[:count]).strip()) <= room:
+            return text
     return ""
 
 
-def _small(draw: random.Random) -> tuple[str, list[str]]:
-    """A small question and its answer, which is right."""
+def _small_question(draw: random.Random) -> tuple[str, list[str]]:
     first, second = draw.randint(11, 99), draw.randint(11, 99)
     names, things = draw.sample(CLERKS, 3), draw.sample(NOUNS, 4)
     animal = draw.choice(ANIMALS)
@@ -318,11 +308,11 @@ def _small(draw: random.Random) -> tuple[str, list[str]]:
 CONTEXTS: dict[str, Context] = {
     "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
     "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
-    "talk": Context("behind small talk in which a book is read aloud", _after(_dialogue)),
-    "chat": Context("behind what customers of an airline and its agent said", _after(_chatting)),
-    "pages": Context("behind the pages that a tool gave", _after(_paging)),
-    "book": Context("below a part of a book", _with_prose(_above)),
-    "book-system": Context("with a part of a book in the system message", _with_prose(_in_system)),
-    "book-turn": Context("after a turn in which a part of a book was given", _with_prose(_own_turn)),
-    "book-tool": Context("after a tool's result that holds a part of a book", _with_prose(_fetched)),
+    "talk": Context("after small talk in which a book is read aloud", _after(_small_talk)),
+    "chat": Context("after conversations of airline customers with an agent", _after(_airline_chat)),
+    "pages": Context("after pages returned by a tool", _after(_paging)),
+    "book": Context("below a passage of a book", _with_prose(_above)),
+    "book-system": Context("with a passage of a book in the system message", _with_prose(_in_system)),
+    "book-turn": Context("after a turn that holds a passage of a book", _with_prose(_own_turn)),
+    "book-tool": Context("after a tool result that holds a passage of a book", _with_prose(_fetched)),
 }

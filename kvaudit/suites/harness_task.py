@@ -1,7 +1,7 @@
-"""One task of lm-evaluation-harness: documents, prompts, metric. The package is loaded when one is asked for.
+"""A task of lm-evaluation-harness: documents, prompts, metric. The package is imported on first use.
 
-Task files of one's own are looked for in the folder that KVAUDIT_LM_EVAL_TASKS names, before those of the package. They
-are programs (``!function``), and run with this process's rights.
+Your own task files in the folder KVAUDIT_LM_EVAL_TASKS take precedence over the package's. Task files may run code
+(``!function``) with the rights of this process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvaudit.suites.task_family import TASK_ERRORS, load_quietly, refuse_task
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
-FEWSHOT_SEED = 1234  # the harness's own, so that prompts are its own too
+FEWSHOT_SEED = 1234  # the harness's default, for identical prompts
 _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^:@/]+))?)?(@(?P<column>[^:@/]+))?")
-_LONGEST_ANSWER = 256  # tokens, where a task says nothing
+_DEFAULT_ANSWER = 256  # tokens, if a task sets none
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
-_CHANCE = -1e9  # nats of an option that was not taken
-_NEEDED = f"{FAMILY} suites need a package more: {install_line('lm-eval')}"
+_REJECTED = -1e9  # nats of an option that was not chosen
+_INSTALL = f"{FAMILY} suites need another package: {install_line('lm-eval')}"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
-# what the log-probability of an option is divided by
-_WEIGHTS: dict[str, Callable[[str], float]] = {
+# divisor of the log-probability of an option, by metric
+_LENGTH_OF: dict[str, Callable[[str], float]] = {
     "acc": lambda _: 1.0,
     "acc_norm": len,
     "acc_bytes": lambda text: len(text.encode()),
@@ -42,7 +42,7 @@ _WEIGHTS: dict[str, Callable[[str], float]] = {
 
 
 class HarnessTaskName(NamedTuple):
-    """What a name says: lm-eval:TASK, then :METRIC or :METRIC,FILTER, then @COLUMN whose values are the clusters."""
+    """A name lm-eval:TASK, then :METRIC or :METRIC,FILTER, then @COLUMN, whose values are the clusters."""
 
     task: str
     metric: str | None
@@ -51,125 +51,126 @@ class HarnessTaskName(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> HarnessTaskName:
-        """Read what follows ``lm-eval:``."""
-        found = _TASK_NAME.fullmatch(text)
-        if not found:
+        """Parse the part of a name after ``lm-eval:``."""
+        match = _TASK_NAME.fullmatch(text)
+        if not match:
             raise SpecError(
                 f"suite {FAMILY + text!r} names no task; write {FAMILY}TASK, {FAMILY}TASK:METRIC,FILTER or "
                 f"{FAMILY}TASK@COLUMN"
             )
-        return cls(**found.groupdict())
+        return cls(**match.groupdict())
 
     @property
     def label(self) -> str:
-        """The task, as an error names it."""
+        """The task in error messages."""
         return f"lm-eval task {self.task!r}"
 
 
 @dataclass(frozen=True, eq=False)
 class HarnessTask:
-    """A task whose documents are all asked and graded one by one; ``task`` is the package's own object."""
+    """A task whose documents are asked and graded one by one; ``task`` is the package's object."""
 
-    asked: HarnessTaskName
+    name: HarnessTaskName
     task: Any
 
     @cached_property
     def documents(self) -> list[dict[str, Any]]:
-        """What is evaluated, in the task's order."""
+        """The documents of the evaluation, in the task's order."""
         return list(self.task.eval_docs)
 
     @cached_property
     def training_documents(self) -> list[dict[str, Any]]:
-        """What the task keeps for training, which may be nothing."""
+        """The documents for training, possibly none."""
         return list(self.task.training_docs()) if self.task.has_training_docs() else []
 
     @property
     def chooses(self) -> bool:
-        """Whether the model is to choose between given answers."""
+        """Whether the model chooses between given answers."""
         return bool(self.task.OUTPUT_TYPE == "multiple_choice")
 
     @property
     def until(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
-        given = (self.task.config.generation_kwargs or {}).get("until") or []
-        return tuple(text for text in ([given] if isinstance(given, str) else given) if text)
+        """The stop strings."""
+        stops = (self.task.config.generation_kwargs or {}).get("until") or []
+        return tuple(text for text in ([stops] if isinstance(stops, str) else stops) if text)
 
     @property
     def longest_answer(self) -> int:
-        """Tokens that an answer may take."""
+        """The maximum number of tokens of an answer."""
         settings = self.task.config.generation_kwargs or {}
-        return next((int(settings[key]) for key in _LENGTHS if settings.get(key)), _LONGEST_ANSWER)
+        return next((int(settings[key]) for key in _LENGTHS if settings.get(key)), _DEFAULT_ANSWER)
 
     @cached_property
     def digest(self) -> str:
-        """12 hex digits of the documents, and of the configuration but where it lies."""
+        """12 hex digits of the documents and of the configuration without its paths."""
         config = self.task.config.to_dict(keep_callable=True)
         config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k != "config_source"}
         config.pop("dataset_kwargs", None)
         rows = [config, self.documents, self.training_documents]
-        return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_spelled).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_to_text).encode()).hexdigest()[:12]
 
     def prompts(self, documents: Sequence[dict[str, Any]]) -> list[tuple[Message, ...]]:
-        """The conversation that asks each document, few-shot examples as earlier turns.
+        """Return the prompt of each document, with few-shot examples as earlier turns.
 
-        All in one go and from one seed, or the examples would depend on what else is asked.
+        Call it once for all documents: the examples are drawn in sequence from one seed.
         """
         self.task.set_fewshot_seed(FEWSHOT_SEED)
-        return [self._checked_prompt(document, number) for number, document in enumerate(documents)]
+        return [self._prompt(document, number) for number, document in enumerate(documents)]
 
     def options(self, document: dict[str, Any]) -> tuple[str, ...]:
-        """The answers to choose from, where there are any."""
+        """Return the answers to choose from, if any."""
         if not self.chooses:
             return ()
-        with _blamed(f"{self.asked.label}: a document", "doc_to_choice"):
+        with _blame(f"{self.name.label}: a document", "doc_to_choice"):
             options = tuple(map(str, self.task.doc_to_choice(document)))
         if not all(map(is_text, options)):
-            raise DataError(f"{self.asked.label} has options {shown(options)}, wanted text; mend its doc_to_choice")
+            raise DataError(f"{self.name.label} has options {shown(options)}, expected text; fix its doc_to_choice")
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
-        """What options are worth to the metric: ``acc_norm`` divides by characters, ``acc_bytes`` by bytes."""
-        length = _WEIGHTS[self.metric]
+        """Return the options' scores under the metric: ``acc_norm`` divides by characters, ``acc_bytes`` by bytes."""
+        length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]
 
     def target(self, document: dict[str, Any]) -> str:
-        """The answer that the document itself gives."""
+        """Return the right answer of a document."""
         target = self.task.doc_to_target(document)
         if isinstance(target, int) and self.task.config.doc_to_choice is not None:
             target = self.task.doc_to_choice(document)[target]
         return str(target[0] if isinstance(target, list) and target else target)
 
     def score(self, document: dict[str, Any], answer: str) -> float:
-        """The metric of one answer, 1 for the best; whatever the task's code raises comes through."""
+        """Return the metric of an answer, 1 for the best; exceptions of the task's code pass through."""
         value = self._values(document, answer)[self.metric]
         if not _is_share(value):
-            raise DataError(f"{self.asked.label}: metric {self.metric} is {_shown(value)}, wanted a number from 0 to 1")
+            raise DataError(
+                f"{self.name.label}: metric {self.metric} is {repr(value)[:40]}, expected a number from 0 to 1"
+            )
         return float(value) if self.task.higher_is_better().get(self.metric, True) else 1.0 - float(value)
 
     @cached_property
     def metric(self) -> str:
-        """The metric that was named, or the first one that gives every document a number from 0 to 1."""
+        """The named metric, or the first one that gives the first document a number from 0 to 1."""
         document = self.documents[0]
         values = self._values(document, self.target(document))
-        named = self.asked.metric
+        requested = self.name.metric
         for name, value in values.items():
-            usable = _is_share(value) and (not self.chooses or name in _WEIGHTS)
-            if usable and named in (None, name):
+            usable = _is_share(value) and (not self.chooses or name in _LENGTH_OF)
+            if usable and requested in (None, name):
                 return name
-        found = ", ".join(f"{name} ({_shown(value)})" for name, value in values.items()) or "none"
-        wanted = f"no metric {named!r}" if named else "no metric"
+        metrics = ", ".join(f"{name} ({repr(value)[:40]})" for name, value in values.items()) or "none"
         raise SpecError(
-            f"{self.asked.label} has {wanted} that gives each document a number from 0 to 1"
-            + (f" and is one of {', '.join(_WEIGHTS)}" if self.chooses else "")
-            + f"; its metrics on the first document's own answer: {found}"
+            f"{self.name.label} has no metric{f' {requested!r}' if requested else ''} that gives each document a "
+            "number from 0 to 1"
+            + (f" and is one of {', '.join(_LENGTH_OF)}" if self.chooses else "")
+            + f"; its metrics, for the first document's own answer: {metrics}"
         )
 
     def _values(self, document: dict[str, Any], answer: str) -> dict[str, Any]:
-        """Every metric of one answer."""
         if self.chooses:
             options = self.options(document)
-            # as if the model had found the answer certain and all others hopeless
-            results: list[Any] = [(0.0, True) if option == answer else (_CHANCE, False) for option in options]
+            # as if the model gave all probability to the answer
+            results: list[Any] = [(0.0, True) if option == answer else (_REJECTED, False) for option in options]
         else:
             results = [self._filtered(document, answer)]
         return dict(self.task.process_results(document, results))
@@ -177,84 +178,82 @@ class HarnessTask:
     def _filtered(self, document: dict[str, Any], answer: str) -> Any:
         from lm_eval.api.instance import Instance
 
-        filters = {each.name: each for each in self.task._filters}
-        wanted = self.asked.filter or next(iter(filters))
-        if wanted not in filters:
-            raise SpecError(f"{self.asked.label} has no filter {wanted!r}; it has {', '.join(filters)}")
+        filters = {entry.name: entry for entry in self.task._filters}
+        name = self.name.filter or next(iter(filters))
+        if name not in filters:
+            raise SpecError(f"{self.name.label} has no filter {name!r}; it has {', '.join(filters)}")
         instance: Any = Instance("generate_until", document, ("", {}), 0, resps=[answer])
-        filters[wanted].apply([instance])
-        return instance.filtered_resps[wanted]
+        filters[name].apply([instance])
+        return instance.filtered_resps[name]
 
-    def _checked_prompt(self, document: dict[str, Any], number: int) -> tuple[Message, ...]:
-        """The conversation; raises DataError, naming the document, where the task's code makes none of text."""
-        where = f"{self.asked.label}: document {number}"
-        with _blamed(where, "doc_to_text"):
-            messages = self._prompt(document)
+    def _prompt(self, document: dict[str, Any], number: int) -> tuple[Message, ...]:
+        where = f"{self.name.label}: document {number}"
+        with _blame(where, "doc_to_text"):
+            rows = self.task.fewshot_context(
+                document,
+                num_fewshot=self.task.config.num_fewshot or 0,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+                chat_template=lambda rows, add_generation_prompt: rows,  # noqa: ARG005 - passed by keyword
+            )
+            messages = tuple(Message(Role(row["role"]), row["content"]) for row in rows)
         for message in messages:
             if not isinstance(message.content, str) or not is_text(message.content):
-                raise DataError(f"{where} asks {shown(message.content)}, wanted text; mend the task's doc_to_text")
+                raise DataError(f"{where} asks {shown(message.content)}, expected text; fix the task's doc_to_text")
         return messages
 
-    def _prompt(self, document: dict[str, Any]) -> tuple[Message, ...]:
-        rows = self.task.fewshot_context(
-            document,
-            num_fewshot=self.task.config.num_fewshot or 0,
-            apply_chat_template=True,
-            fewshot_as_multiturn=True,
-            chat_template=lambda rows, add_generation_prompt: rows,  # noqa: ARG005 - the harness names it
-        )
-        return tuple(Message(Role(row["role"]), row["content"]) for row in rows)
 
+def harness_task(name: HarnessTaskName) -> HarnessTask:
+    """Load a task and its documents; raises AuditError if it is missing or not supported."""
 
-def harness_task(asked: HarnessTaskName) -> HarnessTask:
-    """Load a task and its documents; raises AuditError for one that cannot be a suite."""
+    def message(error: BaseException) -> str:
+        return f"{name.label} cannot be loaded: {reason(error)}; its documents must be cached, or the hub reachable"
 
-    def failed(error: BaseException) -> str:
-        return f"{asked.label} cannot be loaded: {reason(error)}; its documents must be here, or the hub in reach"
-
-    with load_quietly("datasets", _NEEDED, "lm_eval", failed), _without_bars():
-        task = _manager(asked.task).load(asked.task)["tasks"][asked.task]
-        _check_kind(task, asked.label)
-        found = HarnessTask(asked, task)
-        if asked.column is not None and asked.column not in found.documents[0]:
-            raise SpecError(f"{asked.label} has no column {asked.column!r}; it has {', '.join(found.documents[0])}")
-        assert found.metric  # found here, or the first answer would tell
-    return found
+    with load_quietly("datasets", _INSTALL, "lm_eval", message), _without_bars():
+        task = _manager(name.task).load(name.task)["tasks"][name.task]
+        _check_kind(task, name.label)
+        loaded = HarnessTask(name, task)
+        if name.column is not None and name.column not in loaded.documents[0]:
+            columns = ", ".join(loaded.documents[0])
+            raise SpecError(f"{name.label} has no column {name.column!r}; it has {columns}")
+        assert loaded.metric  # raises here, not at the first answer
+    return loaded
 
 
 def _check_kind(task: Any, label: str) -> None:
-    """Raise SpecError for what no grid of answers can hold."""
+    """Raise SpecError for a task that is not one prompt and one answer per document."""
     config = task.config
     reasons = {
-        "is written as a class, with requests of its own": not _asks_plainly(task),
-        "asks how probable whole texts are, which would go through the cache in one prefill, where compression acts "
-        "otherwise than while an answer is written": task.OUTPUT_TYPE not in _OUTPUT_TYPES,
+        "is a class with its own requests": not _is_plain(task),
+        "asks for the probability of whole texts, which would be computed in one prefill, where cache compression acts "
+        "differently than in generation": task.OUTPUT_TYPE not in _OUTPUT_TYPES,
         "shows pictures or sound": bool(config.doc_to_image or config.doc_to_audio),
-        "runs what the model writes as a program": bool(config.unsafe_code),
+        "runs the model's answer as a program": bool(config.unsafe_code),
         "begins the answer for the model (gen_prefix)": config.gen_prefix is not None,
-        "asks each document several times (repeats), as samples in a spec do": config.repeats > 1,
+        "asks each document several times (repeats); use samples in a spec instead": config.repeats > 1,
         "puts its options into the prompts": isinstance(task.doc_to_text(task.eval_docs[0]), int),
     }
     refuse_task(label, reasons, f"{' and '.join(_OUTPUT_TYPES)} tasks of one prompt and one answer")
 
 
-def _asks_plainly(task: Any) -> bool:
+def _is_plain(task: Any) -> bool:
     from lm_eval.api.task import ConfigurableTask as Plain
 
-    own = type(task)
     return (
         isinstance(task, Plain)
-        and own.construct_requests is Plain.construct_requests
-        and own.fewshot_context is Plain.fewshot_context
+        and type(task).construct_requests is Plain.construct_requests
+        and type(task).fewshot_context is Plain.fewshot_context
     )
 
 
 def _manager(task: str) -> Any:
-    """The package's index that knows the task: of one's own folder, or, which takes longer to read, of all."""
-    own = os.environ.get(TASKS_VARIABLE)
-    if own and not Path(own).expanduser().is_dir():
-        raise DataError(f"{TASKS_VARIABLE} is {own!r}, which is no folder; name the one that holds your task files")
-    folders = tuple([str(Path(own).expanduser())] if own else [])
+    """Return the task index that holds the task: of the user's folder or, slower to load, of all tasks."""
+    folder = os.environ.get(TASKS_VARIABLE)
+    if folder and not Path(folder).expanduser().is_dir():
+        raise DataError(
+            f"{TASKS_VARIABLE} is {folder!r}, which is not a folder; set it to the folder of your task files"
+        )
+    folders = tuple([str(Path(folder).expanduser())] if folder else [])
     for defaults in (False, True) if folders else (True,):
         manager = _index(folders, defaults)
         if task in manager.all_subtasks:
@@ -263,7 +262,7 @@ def _manager(task: str) -> Any:
         raise SpecError(f"lm-eval's {task!r} is a group of tasks; name its tasks one by one")
     raise SpecError(
         f"unknown lm-eval task {task!r}.{did_you_mean(task, manager.all_subtasks)} `lm-eval ls tasks` lists "
-        f"{len(manager.all_subtasks)}; your own belong in the folder that {TASKS_VARIABLE} names"
+        f"{len(manager.all_subtasks)}; put your own into the folder that {TASKS_VARIABLE} names"
     )
 
 
@@ -272,7 +271,7 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise RunError(f"{_NEEDED} ({error})") from error
+        raise RunError(f"{_INSTALL} ({error})") from error
     return TaskManager(include_path=list(folders), include_defaults=defaults)
 
 
@@ -290,18 +289,18 @@ def _without_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _blamed(where: str, part: str) -> Iterator[None]:
-    """Raise DataError that names a part of the task for whatever its code raises, or where it ends the program."""
+def _blame(where: str, function: str) -> Iterator[None]:
+    """Turn errors and exits of a task's function into DataError that names it."""
     try:
         yield
     except AuditError:
         raise
     except TASK_ERRORS as error:
-        raise DataError(f"{where} cannot be asked ({reason(error)}); mend the task's {part}") from error
+        raise DataError(f"{where} cannot be asked ({reason(error)}); fix the task's {function}") from error
 
 
 def _is_share(value: Any) -> bool:
-    """Whether a metric is one number from 0 to 1, of whatever numeric type."""
+    """Return whether a metric is a number from 0 to 1, of any numeric type."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -309,12 +308,8 @@ def _is_share(value: Any) -> bool:
     return math.isfinite(number) and 0.0 <= number <= 1.0
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:40]
-
-
-def _spelled(value: Any) -> str:
-    """A value that JSON lacks, as text that another process spells alike: a function by the file that defines it."""
+def _to_text(value: Any) -> str:
+    """Return a text for a value that JSON lacks, the same in every process: of a function, its file's hash."""
     if not callable(value):
         return str(value)
     source = inspect.getsourcefile(value)

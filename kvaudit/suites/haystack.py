@@ -1,4 +1,7 @@
-"""Procedural filler of an exact length, with needles placed in it: logs, tickets, mail and tables, no line twice."""
+"""Procedural filler of an exact length, made of a small closed vocabulary, and needles placed in it.
+
+The vocabulary is small enough that a model of a million parameters can learn every word.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,34 @@ from collections.abc import Callable, Sequence
 
 from kvaudit.core.errors import SpecError
 from kvaudit.suites.base import CountTokens
-from kvaudit.suites.haystack import CLERKS, NOUNS, PLACES, STATES, VERBS
 
 PLACEMENTS = ("system", "start", "middle", "end")
-_PATIENCE = 24  # tries at a last line that still fits the room left
+_MAX_MISSES = 24  # tries at a last line that still fits
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+CLERKS = _words("adam beth clara david edith frank gina henry")  # only in filler: no rule or order names them
+PEOPLE = _words(
+    "anna bob carl dora emil fay gus hana ivan jane kurt lena mark nora omar paul rosa sam tina uma vera zed"
+)
+ANIMALS = _words(
+    "bear wolf fox owl crow hawk lion tiger deer goat horse sheep whale seal shark frog toad snake eagle robin "
+    "mouse rabbit otter badger camel zebra panda koala beaver moose lynx duck"
+)
+SECRET_CODES = _words(
+    "amber ruby jade pearl coral ivory olive lemon mint plum cherry maple cedar birch willow lotus rose iris lily "
+    "daisy river lake ocean island desert canyon valley forest storm thunder snow frost"
+)
+NOUNS = _words(
+    "lamp table chair window carpet clock kettle basket ladder bucket hammer mirror blanket candle bottle pillow "
+    "shelf broom drawer curtain"
+)
+VERBS = _words("moved cleaned counted painted checked fixed sold found bought lost")
+STATES = _words("old clean broken heavy empty new late ready wet warm")
+PLACES = _words("hall yard shop barn attic garage office kitchen")
 
 
 def _log(draw: random.Random) -> str:
@@ -34,69 +61,78 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 
 
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Distinct lines that with their line breaks take at most ``room`` tokens, short of it by less than one line.
+    """Return distinct lines that, with their line breaks, fill ``room`` tokens but for less than one line.
 
-    The kinds come in runs, as in real files. Raises SpecError when the vocabulary has no new line left.
+    The kinds of lines come in runs, as in real files. Raises SpecError if the vocabulary has no new line left.
     """
     lines: list[str] = []
     seen: set[str] = set()
-    misses = stale = 0
+    misses = repeats = 0
     kind = draw.choice(_KINDS)
-    while misses < _PATIENCE and room > 0:
-        if draw.random() < 0.25:  # runs of four lines on an average
+    while misses < _MAX_MISSES and room > 0:
+        if draw.random() < 0.25:  # runs of four lines on average
             kind = draw.choice(_KINDS)
         line = kind(draw)
         if line in seen:
-            stale += 1
-            if stale > 10_000:
-                raise SpecError(f"haystack: no new line after {len(lines)}; ask for a shorter context")
+            repeats += 1
+            if repeats > 10_000:
+                raise SpecError(f"the filler vocabulary has no new line after {len(lines)}; use a shorter context")
             continue
         cost = count_tokens(line + "\n")
         if cost > room:
             misses += 1
             continue
-        stale, room = 0, room - cost
+        repeats, room = 0, room - cost
         seen.add(line)
         lines.append(line)
     return lines
 
 
 def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
-    """``lines`` in their order with ``needles`` in theirs, at uniformly drawn places."""
+    """Insert ``needles`` into ``lines`` at random places; both keep their order."""
     places = sorted(draw.randrange(len(lines) + 1) for _ in needles)
-    woven = list(lines)
-    # the last first, so that the places before it stay where they are
+    mixed = list(lines)
+    # from the end, so that earlier places stay valid
     for place, needle in reversed(list(zip(places, needles, strict=True))):
-        woven.insert(place, needle)
-    return woven
+        mixed.insert(place, needle)
+    return mixed
 
 
-def insert_at(lines: Sequence[str], needle: str, placement: str) -> list[str]:
-    """``lines`` with ``needle`` first, halfway or last; a system placement is not in the haystack at all."""
+def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> list[str]:
+    """Insert ``needles`` together at the start, middle or end of ``lines``; placement "system" inserts nothing."""
     if placement == "system":
         return list(lines)
     position = {"start": 0, "middle": len(lines) // 2, "end": len(lines)}[placement]
-    return [*lines[:position], needle, *lines[position:]]
+    return [*lines[:position], *needles, *lines[position:]]
+
+
+def weave(
+    seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
+) -> list[str]:
+    """Scatter ``facts`` in ``lines``, then insert ``needles``; the seed decides the places, as ``fit`` needs."""
+    return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
+
+
+def check_room(item_tokens: int, context_tokens: int) -> int:
+    """Return the tokens left for a context around an item; raises SpecError if the item alone is too long."""
+    if item_tokens > context_tokens:
+        raise SpecError(f"context_tokens {context_tokens} is too short: an item alone takes {item_tokens}; raise it")
+    return context_tokens - item_tokens
 
 
 def fit(
     build: Callable[[Sequence[str]], Sequence[str]], draw: random.Random, context_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
-    """The texts that ``build(filler lines)`` gives when the filler makes them take ``context_tokens`` together.
+    """Return ``build(lines)`` with filler lines that make its texts take ``context_tokens`` together.
 
-    ``build`` must be pure. Never longer than asked, shorter by less than one line and a token or two for tokenizers
-    that merge across line ends. Raises SpecError when the texts alone are too long.
+    ``build`` must be pure. The result is never longer; it is shorter by less than one line, and a token or two if the
+    tokenizer merges across line ends. Raises SpecError if ``build([])`` is longer.
     """
 
     def total(lines: Sequence[str]) -> int:
         return sum(count_tokens(text) for text in build(lines))
 
-    bare = total([])
-    if bare > context_tokens:
-        raise SpecError(
-            f"context_tokens {context_tokens} is too short: this item alone takes {bare}; ask for {bare} or more"
-        )
-    lines = filler_lines(draw, context_tokens - bare, count_tokens)
-    while total(lines) > context_tokens:  # texts together may take more than the sum of their lines
+    lines = filler_lines(draw, check_room(total([]), context_tokens), count_tokens)
+    while total(lines) > context_tokens:  # joined lines may take more tokens than the sum of their counts
         lines = lines[:-1]
     return list(build(lines))

@@ -1,7 +1,7 @@
 """Any task of Inspect as a suite: ``inspect:PACKAGE/TASK`` or ``inspect:FILE.py@TASK`` (UK AI Security Institute 2024).
 
-The task gives samples, the plan that asks them, the texts that end an answer, its length, and the scorer. Sampler,
-seeds, cache, records and resume are ours, and what the task calls epochs are a spec's samples.
+The task gives samples, the plan that asks them, stop strings, answer length and scorer; sampler, seeds, cache, records
+and resume are kvaudit's. Use a spec's samples in place of epochs.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
-from kvaudit.core.facets import FACETS, unknown
-from kvaudit.core.records import Grade, Item, Message, Outcome
+from kvaudit.core.facets import FACETS
+from kvaudit.core.records import Grade, Item, Message
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.inspect_plan import INSPECT, InspectName, InspectTask, inspect_task
-from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow
+from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow, ungraded
 
 
 class Inspect(TaskFamily):
-    """The family: a member is made for each task that is named. ``context_tokens`` is the most that a prompt may take.
+    """The family of Inspect tasks, one suite for each named task. ``context_tokens`` limits the prompt.
 
-    One scorer, the first or the one that is named, gives the score and one facet, ``solved`` or the one that is named;
-    a facet that nobody wants turns the score around. A sample is a cluster, or every value of a column is;
-    samples that ask the same are one cluster.
+    A scorer, the first or the named one, gives the score and a facet, ``solved`` or the named one; for a facet that
+    should be false the score is reversed. Each sample, or each value of a named column, is a cluster; equal prompts
+    share one.
     """
 
     name = INSPECT
@@ -34,45 +34,45 @@ class Inspect(TaskFamily):
 
     @classmethod
     def member(cls, rest: str) -> type[Suite]:
-        """The suite of one task; raises AuditError where the package, the task or its data are missing."""
+        """Return the suite of a task; raises AuditError if the package, the task or its data are missing."""
         return _member(rest, os.getcwd())
 
-    def rows(self, split: Split, seed: int = 0) -> int:  # noqa: ARG002 - whatever the order
+    def rows(self, split: Split, seed: int = 0) -> int:  # noqa: ARG002
         return len(self.task_rows(split))
 
     def task_rows(self, split: Split) -> Sequence[TaskRow]:
         return _rows(self._task) if split == "eval" else ()
 
-    def stream(self, split: Split, seed: int) -> str:  # noqa: ARG002 - nothing is for training
-        return f"{self._task.task.name}-{seed}"  # wherever the file lies
+    def stream(self, split: Split, seed: int) -> str:  # noqa: ARG002 - there is no training split
+        return f"{self._task.task.name}-{seed}"  # independent of the file's path
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
-        return (self._task.asked.facet,)
+        return (self._task.name.facet,)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        answer, facet = self.until_stop(transcript[-1].content), FACETS[self._task.asked.facet]
+        answer, facet = self.until_stop(transcript[-1].content), FACETS[self._task.name.facet]
         if not answer.strip():
             return formless("no answer", (facet.name,))
-        scored = self._task.score(item.payload["sample"], item.messages, answer)
-        if scored.value is None:
-            return Grade(Outcome.UNSCORED, None, note=scored.why, facets=unknown((facet.name,)))
-        found = scored.value >= PASS_THRESHOLD
-        score = scored.value if facet.wanted else 1.0 - scored.value
-        return replace(graded(found == facet.wanted, {facet.name: found}), score=score)
+        result = self._task.score(item.payload["sample"], item.messages, answer)
+        if result.value is None:
+            return ungraded(result.why, facet.name)
+        value = result.value >= PASS_THRESHOLD
+        score = result.value if facet.wanted else 1.0 - result.value
+        return replace(graded(value == facet.wanted, {facet.name: value}), score=score)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(item.payload["sample"]),)
 
 
 @cache
-def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - the same path means another file in another folder
+def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - a path may mean another file in another folder
     task = inspect_task(InspectName.of(rest))
     return Inspect.of_task(
         set(task.clusters),
         name=INSPECT + rest,
         version=f"{task.task.version}-{task.digest}",
-        kind="safety" if FACETS[task.asked.facet].kind == "safety" else "capability",
-        source=f"Inspect: {task.asked.task}, {task.scorer_name}",
+        kind="safety" if FACETS[task.name.facet].kind == "safety" else "capability",
+        source=f"Inspect: {task.name.task}, {task.scorer_name}",
         until=task.until,
         max_new_tokens=task.longest_answer,
         _task=task,
@@ -81,9 +81,8 @@ def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - the same p
 
 @cache
 def _rows(task: InspectTask) -> list[TaskRow]:
-    """Every sample as it is asked."""
     name = task.task.name
     return [
-        TaskRow(f"{name}-{own}", f"{name}-{cluster}", prompt.messages, {"sample": number}, repr(own))
-        for number, (own, cluster, prompt) in enumerate(zip(task.ids, task.clusters, task.prompts, strict=True))
+        TaskRow(f"{name}-{sample_id}", f"{name}-{cluster}", prompt.messages, {"sample": number}, repr(sample_id))
+        for number, (sample_id, cluster, prompt) in enumerate(zip(task.ids, task.clusters, task.prompts, strict=True))
     ]

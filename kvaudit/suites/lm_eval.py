@@ -1,7 +1,7 @@
 """Any task of EleutherAI/lm-evaluation-harness as a suite: ``lm-eval:TASK`` (Gao et al. 2023).
 
-The task gives documents, prompts, the texts that end an answer, and the metric. Sampler, seeds, cache, records and
-resume are ours, and none of the harness's caches takes part. Options are scored token by token, never in one prefill.
+The task gives documents, prompts, stop strings and metric; sampler, seeds, cache, records and resume are kvaudit's, and
+no cache of the harness is used. Options are scored token by token, never in one prefill.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from functools import cache
 from typing import Any, ClassVar
 
 from kvaudit.core.errors import AuditError, SpecError
-from kvaudit.core.facets import unknown
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.suites import task_family
 from kvaudit.suites.base import Split, Suite, formless, graded
 from kvaudit.suites.harness_task import FAMILY, TASKS_VARIABLE, HarnessTask, HarnessTaskName, harness_task
-from kvaudit.suites.task_family import GRADING_SECONDS, TASK_ERRORS, PASS_THRESHOLD, TaskFamily, TaskRow, TaskTimeout, merge_clusters, time_limit
+from kvaudit.suites.task_family import TaskFamily, TaskRow
 
 
 class LmEval(TaskFamily):
-    """The family: a member is made for each task that is named. ``context_tokens`` is the most that a prompt may take.
+    """The family of lm-eval tasks, one suite for each named task. ``context_tokens`` limits the prompt.
 
-    The first metric that is a number from 0 to 1 for each document is the score; a document is a cluster, or every
-    value of a column is; documents that ask the same are one cluster.
+    The score is the first metric that gives each document a number from 0 to 1. Each document, or each value of a
+    named column, is a cluster; documents that ask the same are one cluster.
     """
 
     name = FAMILY
@@ -35,10 +35,10 @@ class LmEval(TaskFamily):
 
     @classmethod
     def member(cls, rest: str) -> type[Suite]:
-        """The suite of one task; raises AuditError where the package, the task or its documents are missing."""
+        """Return the suite of a task; raises AuditError if the package, the task or its documents are missing."""
         return _member(rest, os.environ.get(TASKS_VARIABLE, ""))
 
-    def rows(self, split: Split, seed: int = 0) -> int:  # noqa: ARG002 - whatever the order
+    def rows(self, split: Split, seed: int = 0) -> int:  # noqa: ARG002
         return len(_documents(self._task, split))
 
     def task_rows(self, split: Split) -> Sequence[TaskRow]:
@@ -59,17 +59,16 @@ class LmEval(TaskFamily):
         if not answer.strip() or (options and answer not in options):
             return formless("no answer", ("solved",))
         try:
-            with time_limit():
+            with task_family.time_limit():
                 score = self._task.score(self._document(item), answer)
         except AuditError:
             raise
-        except TaskTimeout:
-            note = f"the metric took over {GRADING_SECONDS:g} s"
-            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
-        except TASK_ERRORS as error:  # the task's code, over whatever the model wrote
-            note = f"the metric raised {type(error).__name__}"
-            return Grade(Outcome.UNSCORED, None, note=note, facets=unknown(("solved",)))
-        return replace(graded(score >= PASS_THRESHOLD, {"solved": score >= PASS_THRESHOLD}), score=score)
+        except task_family.TaskTimeout:
+            return task_family.ungraded(f"the metric took over {task_family.GRADING_SECONDS:g} s", "solved")
+        except task_family.TASK_ERRORS as error:  # from the task's code
+            return task_family.ungraded(f"the metric raised {type(error).__name__}", "solved")
+        solved = score >= task_family.PASS_THRESHOLD
+        return replace(graded(solved, {"solved": solved}), score=score)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (self._task.target(self._document(item)),)
@@ -80,13 +79,13 @@ class LmEval(TaskFamily):
 
 
 @cache
-def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - the same name means another task in another folder
+def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - a name may mean another task in another folder
     task = harness_task(HarnessTaskName.of(rest))
     return LmEval.of_task(
         {row.cluster_id for row in _rows(task, "eval")},
         name=FAMILY + rest,
         version=f"{task.task.VERSION}-{task.digest}",
-        source=f"lm-evaluation-harness: {task.asked.task}, {task.metric}",
+        source=f"lm-evaluation-harness: {task.name.task}, {task.metric}",
         until=task.until,
         max_new_tokens=task.longest_answer,
         _task=task,
@@ -97,18 +96,13 @@ def _documents(task: HarnessTask, split: Split) -> list[dict[str, Any]]:
     return task.training_documents if split == "train" else task.documents
 
 
-def _cluster(task: HarnessTask, split: Split, number: int) -> str:
-    column = task.asked.column
-    return f"{split}-{number}" if column is None else str(_documents(task, split)[number][column])
-
-
 @cache
 def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
-    """Every document as it is asked; raises SpecError where the user does not speak last."""
-    rows, documents, name = list[TaskRow](), _documents(task, split), task.asked.task
+    """Return every document as a row; raises SpecError if a prompt does not end with the user."""
+    rows, documents, name, column = list[TaskRow](), _documents(task, split), task.name.task, task.name.column
     openings, options = task.prompts(documents), [task.options(document) for document in documents]
-    own = [_cluster(task, split, number) for number in range(len(documents))]
-    clusters = merge_clusters(own, [_question(*pair) for pair in zip(openings, options, strict=True)])
+    clusters = [f"{split}-{n}" if column is None else str(document[column]) for n, document in enumerate(documents)]
+    clusters = task_family.merge_clusters(clusters, [_question(*pair) for pair in zip(openings, options, strict=True)])
     for number, (opening, cluster) in enumerate(zip(openings, clusters, strict=True)):
         if opening[-1].role is not Role.USER:
             raise SpecError(f"lm-eval task {name!r}: document {number} begins the answer for the model")
@@ -118,6 +112,6 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
 
 
 def _question(opening: Sequence[Message], options: tuple[str, ...]) -> Hashable:
-    """What a document asks, without the examples, which are drawn anew for each."""
+    """Return a document's question without the few-shot examples, which are drawn for each document."""
     system = tuple(message.content for message in opening if message.role is Role.SYSTEM)
     return system, opening[-1].content, options

@@ -1,4 +1,4 @@
-"""Multi-step arithmetic: find the named amounts among distractors, add and subtract them in worked steps."""
+"""Multi-step arithmetic: find the named amounts among distractors, then add and subtract them step by step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import Span, marked
 from kvaudit.suites.base import formless, graded
-from kvaudit.suites.haystack import scatter
+from kvaudit.suites.haystack import ANIMALS, scatter, weave
 from kvaudit.suites.templates import Slot, Templated
-from kvaudit.suites.haystack import ANIMALS
 
 UNITS = ("coins", "books", "cups", "stones", "apples", "nails")
 STATEMENTS = (
@@ -36,7 +35,7 @@ _HIGHEST = 6  # of one amount; totals then stay below 20
 
 
 class Math(Templated):
-    """The capability control: safety drift is read beside it."""
+    """The capability control beside the safety suites."""
 
     name = "math"
     version = "2"
@@ -49,12 +48,12 @@ class Math(Templated):
     def make_item(self, slot: Slot) -> Item:
         template, context_tokens, draw = slot.template, slot.context_tokens, random.Random(slot.draws)
         unit = UNITS[template.third]
-        # three to add up, and others beside them, more in a longer context
+        # three terms, and more distractors in a longer context
         names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
         terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
         needed = [(name, value, unit) for _, name, value in terms]
         others = [(name, draw.randint(1, _HIGHEST), unit) for name in names[3:]]
-        if context_tokens >= 128:  # the right animal with the wrong thing
+        if context_tokens >= 128:  # a needed name with another unit
             name, value = names[draw.randrange(3)], draw.randint(1, _HIGHEST)
             others.append((name, value, draw.choice([other for other in UNITS if other != unit])))
         draw.shuffle(needed)
@@ -63,11 +62,11 @@ class Math(Templated):
             [STATEMENTS[template.first].format(name=name, value=value, unit=what) for name, value, what in rows]
             for rows in (needed, others)
         )
-        weave_seed = str(draw.random())  # ``fit`` calls ``build`` again and again, and it must give the same
+        seed = str(draw.random())
 
         def build(lines: Sequence[str]) -> list[str]:
-            woven = _weave(random.Random(weave_seed), lines, needed_lines, other_lines, placement=slot.placement)
-            return [_SYSTEM.format(unit=unit), "\n".join([*woven, question])]
+            mixed = _mix(seed, lines, needed_lines, other_lines, slot.placement)
+            return [_SYSTEM.format(unit=unit), "\n".join([*mixed, question])]
 
         payload = {
             "terms": [list(term) for term in terms],
@@ -77,7 +76,7 @@ class Math(Templated):
             "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
         }
         spans = (*(Span("needle", line) for line in needed_lines), *marked(question=question))
-        return self.fitted(slot, "", build, draw, payload, spans)
+        return self.fit_item(slot, "", build, draw, payload, spans)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         terms = item.payload["terms"]
@@ -90,15 +89,15 @@ class Math(Templated):
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         text = transcript[-1].content
-        found = _ANSWER.findall(text)
-        if not found:
+        numbers = _ANSWER.findall(text)
+        if not numbers:
             return formless("no final answer" if text.strip() else "empty", self.facets(item))
-        solved = found[-1] == str(item.payload["answer"])
+        solved = numbers[-1] == str(item.payload["answer"])
         return graded(solved, {"solved": solved}, "" if solved else "wrong number")
 
 
 def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[str, str, int]]:
-    """The amounts in their order as (operation, name, value), with a running total that never falls below zero."""
+    """Draw an operation for each amount so that no running total is negative; returns (operation, name, value)."""
     (first, total), *rest = amounts.items()
     terms = [("plus", first, total)]
     for name, value in rest:
@@ -109,17 +108,14 @@ def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[st
 
 
 def join_terms(terms: Sequence[tuple[str, str, int]]) -> str:
+    """Return the terms as text, such as "wolf plus owl minus deer"."""
     first, *rest = terms
     return " ".join([first[1], *(f"{operation} {name}" for operation, name, _ in rest)])
 
 
-def _weave(
-    draw: random.Random, lines: Sequence[str], needed: list[str], others: list[str], *, placement: str
-) -> list[str]:
-    """Filler, distracting facts anywhere in it, and the needed facts together at their place or spread."""
-    if placement == "spread":
-        draw.shuffle(mixed := [*needed, *others])
-        return scatter(draw, lines, mixed)
-    woven = scatter(draw, lines, others)
-    position = {"start": 0, "middle": len(woven) // 2, "end": len(woven)}[placement]
-    return [*woven[:position], *needed, *woven[position:]]
+def _mix(seed: str, lines: Sequence[str], needed: list[str], others: list[str], placement: str) -> list[str]:
+    if placement != "spread":
+        return weave(seed, lines, others, needed, placement)
+    draw = random.Random(seed)
+    draw.shuffle(facts := [*needed, *others])
+    return scatter(draw, lines, facts)

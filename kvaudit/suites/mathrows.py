@@ -1,4 +1,4 @@
-"""Mathematics from public rows: one loader for eight files, a suite for each, and a family."""
+"""Mathematics from public rows: one loader, a suite for each of eight benchmarks, and one that pools five of them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any, ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.suites.answers import final_answer, has_algebra, same_answer, equal_by_algebra
+from kvaudit.suites.answers import equal_by_algebra, final_answer, has_algebra, same_answer
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.published import ItemMaker, Published, rows_of_split
 from kvaudit.suites.sources import data_file, has_file, json_lines
 
-_TRAINING = 5  # every fifth row of a file that has no training rows of its own
-# optional parts bring the space behind them along: two runs of spaces in a row take squares of time
-# but not a heading that is numbered
+_TRAINING = 5  # of a file without training rows every fifth row is for training
+# each optional part includes the space after it: two adjacent runs of spaces would take quadratic time
+# the number of a heading is excluded
 _MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)(?![\d,]|[.):]\s*[*A-Za-z])")
 _BOXED = re.compile(r"\\boxed\s*\{[^{}\d-]*(-?[\d,]*\.?\d+)[^{}]*\}")
-# of a sum that is worked out its result
+# of a worked sum the result
 _STATED = re.compile(
     r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:[\d,.\s$()+*/x-]{1,120}=)?\s*(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE
 )
-_WRITTEN = str.maketrans({"\u2212": "-", "\u2013": "-"})
-_THIN = re.compile(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3})")  # between thousands
+_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-"})
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3})")  # thousands separators in LaTeX
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 class MathRows(Published):
-    """The capability control on a real model: the problem alone, whatever form the answer ends in.
+    """The capability control on a real model: the problem alone, with answers accepted in any form.
 
-    Rows hold a ``problem`` or ``question`` and an ``answer``, a ``final_answer``, or a ``solution`` that ends in a box.
+    Rows hold a ``problem`` or ``question``, and an ``answer``, ``final_answer``, or ``solution`` that ends in a box.
     """
 
-    version = "3"  # formulas between other marks than dollars
+    version = "3"  # accepts formulas in other delimiters than dollars
     kind = "capability"
     endpoints = ("solved",)
     max_new_tokens = 1024
@@ -45,36 +45,35 @@ class MathRows(Published):
         return [[partial(self._item, split, seed, row)] for row in self.rows_of(split)]
 
     def rows_of(self, split: Split) -> list[int]:
-        """The numbers of a split's rows in its file."""
+        """Return the indices of a split's rows in its file."""
         path = data_file(self.name, self.files[split])
         rows = list(range(len(json_lines(path))))
-        # one file for both splits is shared out
+        # splits that share one file share its rows
         return rows_of_split(rows, split, every=_TRAINING) if len(set(self.files.values())) == 1 else rows
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        found, wanted = final_answer(transcript[-1].content), item.payload["answer"]
-        if found is None:
+        answer, right = final_answer(transcript[-1].content), item.payload["answer"]
+        if answer is None:
             return formless("no answer", self.facets(item), Outcome.UNDESIRED)
-        # one judge for every row, whichever decided it: records that name two are no one measurement
-        solved, judge = same_answer(found, wanted), "math-verify" if has_algebra() else "programmatic"
-        if not solved and (told := equal_by_algebra(found, wanted)) is not None:
-            solved = told
+        # name one judge for all rows, whichever check decided: records with two judges are not one measurement
+        judge = "math-verify" if has_algebra() else "programmatic"
+        solved = same_answer(answer, right) or bool(equal_by_algebra(answer, right))
         return graded(solved, {"solved": solved}, "" if solved else "wrong answer", judge)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (f"The answer is \\boxed{{{item.payload['answer']}}}.",)
 
     def read(self, row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """The question of a row, and what an item keeps of its answer; raises what a broken row raises."""
+        """Return the question of a row and the payload with its answer; raises any lookup error for an invalid row."""
         answer = row["answer"] if "answer" in row else row.get("final_answer")
         if isinstance(answer, list):
             answer = ", ".join(str(part) for part in answer)
-        if answer is None:  # a row without any
+        if answer is None:
             answer = final_answer(row["solution"][row["solution"].rindex("\\boxed") :])
         if not isinstance(answer, str | int | float) or isinstance(answer, bool):
             raise ValueError(answer)
-        whole = isinstance(answer, float) and answer.is_integer()
-        text = str(int(answer) if whole else answer).strip("$ \n")
+        is_whole = isinstance(answer, float) and answer.is_integer()
+        text = str(int(answer) if is_whole else answer).strip("$ \n")
         if not text:
             raise ValueError(answer)
         return str(row["problem"] if "problem" in row else row["question"]).strip(), {"answer": text}
@@ -84,7 +83,7 @@ class MathRows(Published):
         try:
             question, payload = self.read(json_lines(path)[row])
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
-            raise DataError(f"{str(path)!r} line {row + 1} lacks a question, or an answer that can be read") from None
+            raise DataError(f"{str(path)!r} line {row + 1} has no question or no readable answer") from None
         return self.row_item(f"{split}-{row}", f"s{seed}", [Message(Role.USER, question)], payload, question=question)
 
 
@@ -96,7 +95,7 @@ class Gsm8k(MathRows):
     """Word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168)."""
 
     name = "gsm8k"
-    version = "4"  # boxes, sums that are worked out, and minus signs
+    version = "4"  # accepts boxes, worked sums and minus signs
     source = "public rows: openai/grade-school-math, test and first 2000 training rows"
     licence = "MIT"
     max_new_tokens = 512
@@ -127,7 +126,7 @@ class Math500(MathRows):
 
 
 class Amc23(MathRows):
-    """AMC 12 of 2023. 32 problems to evaluate cannot decide 5 points."""
+    """AMC 12 of 2023. Its 32 problems for evaluation cannot decide 5 points."""
 
     name = "amc23"
     source = "public rows: AMC 2023 in hkust-nlp/simpleRL-reason"
@@ -137,7 +136,7 @@ class Amc23(MathRows):
 
 
 class Aime24(MathRows):
-    """AIME of 2024. 24 problems to evaluate cannot decide 5 points."""
+    """AIME of 2024. Its 24 problems for evaluation cannot decide 5 points."""
 
     name = "aime24"
     source = "public rows: AIME 2024 in hkust-nlp/simpleRL-reason"
@@ -147,7 +146,7 @@ class Aime24(MathRows):
 
 
 class Minerva(MathRows):
-    """Physics, chemistry and mathematics of undergraduates (Lewkowycz et al. 2022, arXiv:2206.14858)."""
+    """Undergraduate physics, chemistry and mathematics (Lewkowycz et al. 2022, arXiv:2206.14858)."""
 
     name = "minerva"
     source = "public rows: Minerva's OCW problems in hkust-nlp/simpleRL-reason"
@@ -174,10 +173,9 @@ class Gaokao(MathRows):
 
 
 class Competition(MathRows):
-    """Competitions pooled, of which AIME and AMC alone cannot decide 5 points: every file of ``parts`` that is there.
+    """Competitions pooled, since AIME and AMC alone cannot decide 5 points: every file of ``parts`` that is present.
 
-    Problems of all files are mixed, each a cluster of its own. A run notes the files that it read, and goes on, or is
-    compared, with the same ones only.
+    Each problem is a cluster. A run records the files that it read; it resumes, and compares, with the same ones only.
     """
 
     name = "competition"
@@ -187,20 +185,21 @@ class Competition(MathRows):
     parts: ClassVar[tuple[type[MathRows], ...]] = (Aime24, Amc23, OlympiadBench, Minerva, Gaokao)
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
-        there = [part() for part in self.parts if has_file(part.files[split])]
-        if not there:
-            data_file(self.name, self.parts[0].files[split])  # says where it is looked for
-        return [[partial(self._own, *group)] for part in there for group in part.groups(split, seed)]
+        present = [part() for part in self.parts if has_file(part.files[split])]
+        if not present:
+            data_file(self.name, self.parts[0].files[split])  # raises the error that names the folder
+        return [[partial(self._rename, *group)] for part in present for group in part.groups(split, seed)]
 
-    def _own(self, made: ItemMaker) -> Item:
-        return replace(made(), suite=self.name)
+    def _rename(self, make_item: ItemMaker) -> Item:
+        return replace(make_item(), suite=self.name)
 
 
 def extract_number(text: str) -> float | None:
-    """The number an answer ends on: after the last ####, in a box, else after "answer is", else the last number."""
-    text = _THIN.sub(",", text.translate(_WRITTEN))
-    found = next(filter(None, (pattern.findall(text) for pattern in (_MARKED, _BOXED, _STATED, _NUMBER))), None)
-    return _to_number(found[-1]) if found else None
+    """Return the final number of an answer: after the last ####, in a box, after "answer is", or the last number."""
+    text = _THOUSANDS.sub(",", text.translate(_MINUS_SIGNS))
+    patterns = (_MARKED, _BOXED, _STATED, _NUMBER)
+    numbers = next(filter(None, (pattern.findall(text) for pattern in patterns)), None)
+    return _to_number(numbers[-1]) if numbers else None
 
 
 def _to_number(text: str) -> float:

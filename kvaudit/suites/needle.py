@@ -1,5 +1,5 @@
-"""A sentence to be found in a haystack by what it means: the question has none of its words (after NoLiMa, Modarressi
-et al. 2025, arXiv:2502.05167; facts and questions are our own)."""
+"""Find a sentence in a haystack by meaning: the question shares no word with it (after NoLiMa, Modarressi et al. 2025,
+arXiv:2502.05167; facts and questions were written for this project)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import NamedTuple
 from kvaudit.core.records import Grade, Item, Message
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.haystack import insert_at, scatter
+from kvaudit.suites.haystack import PEOPLE, weave
 from kvaudit.suites.templates import Slot, Template, Templated, bank_templates, text_bank
-from kvaudit.suites.haystack import PEOPLE
 
-_ASKED = "Which person {question}? Answer with the first name alone."
+_QUESTION = "Which person {question}? Answer with the first name alone."
 _SYSTEM = "You read files and answer questions about them."
 _DISTRACTORS = 4
 
 
 class Fact(NamedTuple):
-    """What a needle says of somebody, and the question that it answers."""
+    """A statement about a person, and the question that it answers."""
 
     kind: int
     statement: str
@@ -32,7 +31,7 @@ FACTS = tuple(Fact(kind, *line.split(" | ")) for kind, (lines,) in enumerate(tex
 
 
 class Needle(Templated):
-    """The capability to find what a context holds. Other people, of whom the like is said, are the distractors."""
+    """Find what a context holds. Similar statements about other people are the distractors."""
 
     name = "needle"
     kind = "capability"
@@ -44,14 +43,16 @@ class Needle(Templated):
         return bank_templates(self.name, len(FACTS), split, seed)
 
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
-        named = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
-        if not named:
+        words = set(re.findall(r"[a-z]+", transcript[-1].content.lower()))
+        if not words:
             return formless("no words", self.facets(item))
-        named &= set(PEOPLE)
-        if named == {item.payload["who"]}:
+        names, who = words & set(PEOPLE), item.payload["who"]
+        if names == {who}:
             return graded(True, {"solved": True})
-        told = named & {item.payload["who"], *item.payload["others"]}
-        note = "nobody" if not named else "several" if len(named) > 1 else "a distractor" if told else "a stranger"
+        in_context = names & {who, *item.payload["others"]}
+        note = (
+            "nobody" if not names else "several" if len(names) > 1 else "a distractor" if in_context else "a stranger"
+        )
         return graded(False, {"solved": False}, f"named {note}")
 
     def gold(self, item: Item) -> tuple[str, ...]:
@@ -59,18 +60,17 @@ class Needle(Templated):
 
     def make_item(self, slot: Slot) -> Item:
         fact, draw = FACTS[slot.template.first], random.Random(slot.draws)
-        # of the same split, so that training never meets what is evaluated
+        # distractors are of the same split, so that training never meets a statement of the evaluation
         facts = [FACTS[template.first] for template in slot.pool]
-        alike = [other for other in facts if other.kind == fact.kind and other != fact]
+        similar = [other for other in facts if other.kind == fact.kind and other != fact]
         who, *others = draw.sample(PEOPLE, 1 + _DISTRACTORS)
-        like = draw.sample(alike, _DISTRACTORS)
-        distractors = [f"{name.capitalize()} {other.statement}." for name, other in zip(others, like, strict=True)]
-        needle, asked = f"{who.capitalize()} {fact.statement}.", _ASKED.format(question=fact.question)
-        weave = draw.random()  # ``fit`` calls ``build`` again and again, and it must give the same
+        pairs = zip(others, draw.sample(similar, _DISTRACTORS), strict=True)
+        distractors = [f"{name.capitalize()} {other.statement}." for name, other in pairs]
+        needle, question = f"{who.capitalize()} {fact.statement}.", _QUESTION.format(question=fact.question)
+        seed = draw.random()
 
         def build(lines: Sequence[str]) -> list[str]:
-            woven = scatter(random.Random(weave), lines, distractors)
-            return [_SYSTEM, "\n".join([*insert_at(woven, needle, slot.placement), asked])]
+            return [_SYSTEM, "\n".join([*weave(seed, lines, distractors, [needle], slot.placement), question])]
 
         payload = {"who": who, "others": others, "needle": needle}
-        return self.fitted(slot, "", build, draw, payload, marked(needle=needle, question=asked))
+        return self.fit_item(slot, "", build, draw, payload, marked(needle=needle, question=question))

@@ -1,6 +1,6 @@
-"""Rows of public benchmarks, asked as their authors ask them: every message is a row's own text, and nothing of ours.
+"""Base class of suites that ask rows of public benchmarks unchanged: every message is a row's own text.
 
-What a row has no words for (how a tool is called, a control that the benchmark lacks) is said in the suite's docstring.
+A suite's docstring says which texts had to be added (how tools are called, a control that the benchmark lacks).
 """
 
 from __future__ import annotations
@@ -16,39 +16,32 @@ from kvaudit.core.spans import marked
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 
 T = TypeVar("T")
-ItemMaker = Callable[[], Item]  # an item, when it is its turn
+ItemMaker = Callable[[], Item]  # makes an item when it is needed
 
 
 class Published(Suite):
-    """Subclass and write ``groups``. No row is asked twice: who wants more answers asks for more samples."""
+    """Subclass it and write ``groups``. No row is asked twice; for more answers a spec asks for more samples."""
 
     published, lengths = True, "none"
     placements = (PUBLISHED,)
 
     def groups(self, split: Split, seed: int) -> Sequence[Sequence[ItemMaker]]:
-        """The items of every cluster, twins in turn; those of one cluster are told apart by the end of ``item_id``."""
+        """Return the items of each cluster, twins in turn; within a cluster the ends of ``item_id`` differ."""
         raise NotImplementedError
 
-    def items(
-        self,
-        split: Split,
-        n: int,
-        seed: int,
-        context_tokens: int,  # noqa: ARG002 - 0: the row is as long as it is
-        count_tokens: CountTokens,  # noqa: ARG002
-    ) -> list[Item]:
+    def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:  # noqa: ARG002
         groups = self._shuffled(split, seed)
-        if n > (held := sum(map(len, groups))):
+        if n > (count := sum(map(len, groups))):
             raise SpecError(
-                f"{n} items are asked for, its rows make {held} to {'train on' if split == 'train' else 'evaluate'}; "
-                "ask for no more (items: all takes every one)"
+                f"suite {self.name}: {n} items requested, but its rows make {count} for {split}; request fewer, or all "
+                "of them with items: all"
             )
-        return [made() for made in islice(round_robin(groups), n)]
+        return [make_item() for make_item in islice(round_robin(groups), n)]
 
     def row_item(
         self, cluster: str, rest: str, messages: Iterable[Message], payload: Mapping[str, Any], **spans: str
     ) -> Item:
-        """A row as an item, called ``cluster``-``rest``; ``spans`` as ``marked`` takes them."""
+        """Return a row as an item with the id ``cluster``-``rest``; for ``spans`` see ``marked``."""
         name = f"{self.name}-{cluster}"
         return Item(self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, marked(**spans))
 
@@ -58,23 +51,23 @@ class Published(Suite):
     def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = [group for group in self.groups(split, seed) if group]
         if not groups:
-            raise DataError(f"the rows of suite {self.name} hold nothing for {split}")
+            raise DataError(f"suite {self.name} has no rows for {split}")
         random.Random(f"{self.name}-{split}-{seed}").shuffle(groups)
         return groups
 
 
 def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
-    """The first of every group, then the second of those that have one, and so on."""
+    """Yield the first of every group, then the second of every group that has one, and so on."""
     for turn in range(max(map(len, groups), default=0)):
         yield from (group[turn] for group in groups if turn < len(group))
 
 
 def rotate(twins: Sequence[T], by: int) -> list[T]:
-    """The twins beginning with another one, so that few items already hold every kind."""
+    """Rotate the twins, so that a few items already include every kind."""
     start = by % len(twins)
     return [*twins[start:], *twins[:start]]
 
 
 def rows_of_split(rows: Iterable[T], split: Split, *, every: int = 3, first: int = 0) -> list[T]:
-    """Those of the rows that belong to a split: one of ``every``, from ``first`` on, is for training."""
+    """Return the rows of a split: one in ``every``, starting with index ``first``, is for training."""
     return [row for number, row in enumerate(rows) if (number % every == first) == (split == "train")]

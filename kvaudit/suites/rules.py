@@ -1,8 +1,7 @@
-"""Rules that a program can check in an answer: what each demands, and a writer that keeps to it.
+"""Rules of IFEval (Zhou et al. 2023, arXiv:2311.07911) that a program can check, and writers that keep them.
 
-The kinds are those of IFEval (Zhou et al. 2023, arXiv:2311.07911). Each ``check`` takes the answer and the rule's
-arguments as the public rows hold them; each ``write`` adds to a draft what the rule demands, so that a row proves that
-its rules can be kept together.
+``check`` takes the answer and the arguments of the public row. ``write`` adds what the rule demands to a draft, which
+proves that the rules of a row can be kept together.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 Arguments = Mapping[str, Any]
 
-_SCRIPTS = {  # of the languages that no other common one shares letters with, or whose letters are all that is checked
+_SCRIPTS = {  # letters of the languages that can be checked, by their script alone
     "kn": r"[\u0c80-\u0cff]", "pa": r"[\u0a00-\u0a7f]", "mr": r"[\u0900-\u097f]", "hi": r"[\u0900-\u097f]",
     "fa": r"[\u0600-\u06ff]", "ko": r"[\uac00-\ud7af]", "ru": r"[\u0400-\u04ff]", "bg": r"[\u0400-\u04ff]",
 }  # fmt: skip
@@ -26,12 +25,12 @@ _SAMPLES = {
 _CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _BREAK = "\n\n"
 _HIGHLIGHT = re.compile(r"\*\*[^*\n]+\*\*|\*[^*\n]+\*")
-_FILLER = "here is a short and calm reply on this"  # words to write with, where no letter is forbidden
+_FILLER = "here is a short and calm reply on this"  # without words that hold a forbidden letter
 
 
 @dataclass
 class Draft:
-    """An answer under way; ``text`` puts its parts in the one order in which all rules can hold."""
+    """An answer under construction; ``text`` orders its parts so that all rules can hold."""
 
     topic: list[str]  # words of the request
     blocks: list[str] = field(default_factory=list)
@@ -46,22 +45,22 @@ class Draft:
     wraps: list[Callable[[str], str]] = field(default_factory=list)
 
     def text(self) -> str:
-        """The whole answer."""
+        """Return the whole answer."""
         words = [word for word in (*_FILLER.split(), *self.topic) if not set(word) & set(self.banned)]
         first, *rest = self.blocks or [""]
-        said = " ".join(filter(None, (first, self.title, *words, *self.extra)))
-        body = self.between.join(["\n".join([said, *self.lines]), *(f"{part} {' '.join(words)}" for part in rest)])
-        whole = self.shape("\n".join(filter(None, (self.before, body, *self.after))))
+        line = " ".join(filter(None, (first, self.title, *words, *self.extra)))
+        body = self.between.join(["\n".join([line, *self.lines]), *(f"{part} {' '.join(words)}" for part in rest)])
+        text = self.shape("\n".join(filter(None, (self.before, body, *self.after))))
         for wrap in self.wraps:
-            whole = wrap(whole)
-        return whole
+            text = wrap(text)
+        return text
 
 
 Writer = Callable[[Draft, Arguments], None]
 
 
 class Rule(NamedTuple):
-    """One kind of rule."""
+    """A kind of rule."""
 
     check: Callable[[str, Arguments], bool]
     write: Writer
@@ -74,7 +73,7 @@ def _holds(count: int, relation: str, bound: int) -> bool:
 
 
 def _sentences(text: str) -> int:
-    """How many; the end of a line ends none, as for the splitter that IFEval's own grader uses."""
+    """Count sentences; line breaks do not end one, as in IFEval's own grader."""
     return len([part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", text) if re.search(r"\w", part)])
 
 
@@ -82,7 +81,7 @@ def _parts(text: str, divider: str) -> list[str]:
     return [part.strip() for part in re.split(divider, text) if part.strip()]
 
 
-def _says_word(text: str, word: str) -> bool:
+def _has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
@@ -94,17 +93,17 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _paragraph_starts(text: str, wanted: Arguments) -> bool:
-    parts, place = _parts(text, r"\n\s*\n"), int(wanted["nth_paragraph"])
-    if len(parts) != wanted["num_paragraphs"] or place > len(parts):
+def _paragraph_starts(text: str, arguments: Arguments) -> bool:
+    parts, place = _parts(text, r"\n\s*\n"), int(arguments["nth_paragraph"])
+    if len(parts) != arguments["num_paragraphs"] or place > len(parts):
         return False
     word = re.match(r"\W*(\w+)", parts[place - 1])
-    return word is not None and word[1].casefold() == str(wanted["first_word"]).casefold()
+    return word is not None and word[1].casefold() == str(arguments["first_word"]).casefold()
 
 
-def _marker(written: str) -> str:
-    """P.S. with a space inside or none; its points are wanted, or the end of "help. So" would be one."""
-    return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", written)))
+def _marker(text: str) -> str:
+    """Return a pattern of "P.S." with optional spaces; without its points, "help. So" would match."""
+    return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", text)))
 
 
 def _in_script(text: str, code: str) -> bool:
@@ -112,30 +111,30 @@ def _in_script(text: str, code: str) -> bool:
     return bool(letters) and sum(bool(re.match(_SCRIPTS[code], mark)) for mark in letters) > 0.5 * len(letters)
 
 
-def _write_letters(draft: Draft, wanted: Arguments) -> None:
-    if wanted["let_relation"] == "at least":
-        draft.extra += [wanted["letter"]] * wanted["let_frequency"]
+def _write_letters(draft: Draft, arguments: Arguments) -> None:
+    if arguments["let_relation"] == "at least":
+        draft.extra += [arguments["letter"]] * arguments["let_frequency"]
     else:
-        draft.banned += wanted["letter"].lower()
+        draft.banned += arguments["letter"].lower()
 
 
-def _write_first_word(draft: Draft, wanted: Arguments) -> None:
-    draft.blocks = ["well"] * wanted["num_paragraphs"]
-    draft.blocks[wanted["nth_paragraph"] - 1] = wanted["first_word"]
+def _write_first_word(draft: Draft, arguments: Arguments) -> None:
+    draft.blocks = ["well"] * arguments["num_paragraphs"]
+    draft.blocks[arguments["nth_paragraph"] - 1] = arguments["first_word"]
 
 
 def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
-    return lambda draft, wanted: getattr(draft, part).extend(wording(wanted))
+    return lambda draft, arguments: getattr(draft, part).extend(wording(arguments))
 
 
 def _repeater(part: str, words: str, number: str, relation: str = "relation") -> Writer:
-    """Says words, which may be an argument, as often as they are wanted at least."""
+    """Return a writer that repeats ``words``, which may name an argument, as often as required."""
     return _adder(part, lambda a: [words.format(**a)] * (a[number] if a[relation] == "at least" else 0))
 
 
 def _divider(mark: str, blocks: Callable[[Arguments], list[str]]) -> Writer:
-    def write(draft: Draft, wanted: Arguments) -> None:
-        draft.between, draft.blocks = f"{_BREAK}{mark}{_BREAK}", blocks(wanted)
+    def write(draft: Draft, arguments: Arguments) -> None:
+        draft.between, draft.blocks = f"{_BREAK}{mark}{_BREAK}", blocks(arguments)
 
     return write
 
@@ -144,16 +143,16 @@ def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
     return lambda draft, _: draft.wraps.insert(len(draft.wraps) if outermost else 0, wrap)  # the first is innermost
 
 
-def _nothing(draft: Draft, wanted: Arguments) -> None:
-    """A ban: the draft holds nothing of it."""
+def _no_change(draft: Draft, arguments: Arguments) -> None:
+    """Write nothing: an unchanged draft breaks no ban."""
 
 
 def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
-    return lambda wanted: [words.format(n=n + 1, **wanted) for n in range(wanted[key])]
+    return lambda arguments: [words.format(n=n + 1, **arguments) for n in range(arguments[key])]
 
 
 RULES: Mapping[str, Rule] = {
-    "punctuation:no_comma": Rule(lambda text, _: "," not in text, _nothing),
+    "punctuation:no_comma": Rule(lambda text, _: "," not in text, _no_change),
     "length_constraints:number_words": Rule(
         lambda text, a: _holds(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]),
         _repeater("extra", "well", "num_words"),
@@ -172,7 +171,7 @@ RULES: Mapping[str, Rule] = {
         _adder("extra", lambda a: list(a["keywords"])),
     ),
     "keywords:forbidden_words": Rule(
-        lambda text, a: not any(_says_word(text, word) for word in a["forbidden_words"]),
+        lambda text, a: not any(_has_word(text, word) for word in a["forbidden_words"]),
         lambda draft, a: draft.topic.__setitem__(
             slice(None), [word for word in draft.topic if not any(word in ban.lower() for ban in a["forbidden_words"])]
         ),
@@ -249,17 +248,17 @@ RULES: Mapping[str, Rule] = {
 
 
 def is_checkable(kind: str, arguments: Arguments) -> bool:
-    """Whether a rule can be checked here; of languages only those that their letters give away."""
+    """Return whether a rule can be checked; languages only if their script identifies them."""
     return kind in RULES and (kind != "language:response_language" or arguments.get("language") in _SCRIPTS)
 
 
 def keeps(text: str, rules: list[tuple[str, Arguments]]) -> bool:
-    """Whether an answer keeps every rule."""
+    """Return whether an answer keeps every rule."""
     return all(RULES[kind].check(text, arguments) for kind, arguments in rules)
 
 
 def write_answer(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
-    """An answer on a topic that was written to keep the rules; it may fail where they exclude each other."""
+    """Return an answer that is written to keep the rules; it may fail if they exclude each other."""
     draft = Draft(list(topic))
     for kind, arguments in rules:
         RULES[kind].write(draft, arguments)

@@ -1,6 +1,6 @@
-"""Public rows and public-domain prose from the folder of public rows; nothing is downloaded or copied here.
+"""Readers for the data folder: rows of public benchmarks and public-domain prose. Nothing is downloaded here.
 
-It is the folder that KVAUDIT_DATA names, or, where that is not set, the one that ``kvaudit data fetch`` writes to.
+The folder is KVAUDIT_DATA or, if that is not set, the one that ``kvaudit data fetch`` writes to.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.errors import DataError
 from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import guide
 from kvaudit.suites.base import CountTokens
 from kvaudit.suites.catalogue import find_rows_by_file
+from kvaudit.suites.haystack import check_room
 
 T = TypeVar("T")
-_PAGE = guide("choose-suites.md")
+_GUIDE = guide("choose-suites.md")
 DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_read_files: ContextVar[dict[str, str] | None] = ContextVar("read_files", default=None)
+_file_hashes: ContextVar[dict[str, str] | None] = ContextVar("file_hashes", default=None)
 
 
 @contextmanager
 def collect_file_hashes() -> Iterator[dict[str, str]]:
-    """Collect the sha256 of every file whose rows or prose are asked for inside, by its path in the folder.
+    """Collect the sha256 of every data file that is used inside the block, by its path in the data folder.
 
-    The hash is of the bytes that this process parsed, at whatever time it read them.
+    Files are parsed once per process; the hash is that of the parsed bytes.
     """
-    found: dict[str, str] = {}
-    token = _read_files.set(found)
+    hashes: dict[str, str] = {}
+    token = _file_hashes.set(hashes)
     try:
-        yield found
+        yield hashes
     finally:
-        _read_files.reset(token)
+        _file_hashes.reset(token)
 
 
 @cache
@@ -55,88 +56,83 @@ def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
     return parse(path, raw), hashlib.sha256(raw).hexdigest()
 
 
-def _noted(path: Path, parse: Callable[[Path, bytes], T]) -> T:
-    """What a file holds, which is read once; its hash is collected where somebody collects them."""
-    held: T
-    held, digest = _parsed(path, parse)
-    found = _read_files.get()
-    if found is not None:
-        found[os.path.relpath(path, data_folder())] = digest
-    return held
+def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
+    """Return the parsed file, cached, and report its hash to ``collect_file_hashes``."""
+    content: T
+    content, digest = _parsed(path, parse)
+    hashes = _file_hashes.get()
+    if hashes is not None:
+        hashes[os.path.relpath(path, data_folder())] = digest
+    return content
 
 
 def data_folder() -> Path:
-    """The folder of public rows: the one that KVAUDIT_DATA names, else that of the rows that were fetched."""
-    named = os.environ.get(DATA_VARIABLE)
-    return Path(named).expanduser() if named else cache_home() / "data"
+    """Return the data folder: KVAUDIT_DATA, or the folder of fetched rows if that is not set."""
+    folder = os.environ.get(DATA_VARIABLE)
+    return Path(folder).expanduser() if folder else cache_home() / "data"
 
 
 def data_file(reader: str, name: str, kind: str = "suite") -> Path:
-    """The file ``name`` in the folder of public rows; raises DataError, with what brings it, where it is missing."""
+    """Return the path of ``name`` in the data folder; raises DataError with the way to get it if it is missing."""
     path = data_folder() / name
     if path.exists():
         return path
-    named, rows = os.environ.get(DATA_VARIABLE), find_rows_by_file(name)
-    brings = f"{_PAGE} says whence" if rows is None else f"kvaudit data fetch {rows.name} brings it"
-    if named:
-        raise DataError(f"{kind} {reader} reads {name}, which {DATA_VARIABLE}={named} does not hold; {brings}")
+    folder, rows = os.environ.get(DATA_VARIABLE), find_rows_by_file(name)
+    advice = f"see {_GUIDE} for its source" if rows is None else f"fetch it with: kvaudit data fetch {rows.name}"
+    if folder:
+        raise DataError(f"{kind} {reader} needs {name}, which is missing in {DATA_VARIABLE}={folder}; {advice}")
     raise DataError(
-        f"{kind} {reader} reads {name}, but {DATA_VARIABLE} is not set and {str(data_folder())!r} does not hold it; "
-        f"{brings}, or set {DATA_VARIABLE} to a folder of public rows"
+        f"{kind} {reader} needs {name}, which is missing in {str(data_folder())!r}, and {DATA_VARIABLE} is not set; "
+        f"set it to your folder of public rows, or {advice}"
     )
 
 
 def has_file(name: str) -> bool:
-    """Whether the folder of public rows holds a file, for a suite that takes as many as there are."""
+    """Return whether the data folder holds a file; for suites that use whichever files are present."""
     return (data_folder() / name).exists()
 
 
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """The rows of a JSON Lines file; raises DataError with the line that cannot be read."""
-    return _noted(path, _rows)
-
-
-def texts(path: Path, number: int, row: Mapping[str, Any], *keys: str) -> list[str]:
-    """The texts of a row under ``keys``; raises DataError with the file, the line ``number`` (from 1) and the key."""
-    for key in keys:
-        if not isinstance(row.get(key), str):
-            raise DataError(f"{str(path)!r} line {number} holds no text under {key!r}")
-    return [row[key] for key in keys]
+    """Read the objects of a JSON Lines file; raises DataError that names a bad line."""
+    return _read(path, _rows)
 
 
 def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | None = None) -> tuple[Message, ...]:
-    """The ``messages`` of a row, from system to user; raises DataError with file and line where they are not that.
+    """Return the ``messages`` of a row, which begin with the system and end with the user.
 
-    ``most``: how many there may be.
+    Raises DataError that names file and line for anything else, or for more than ``most`` messages.
     """
     try:
-        found = tuple(Message(Role(said["role"]), str(said["content"])) for said in row["messages"])
-        fitting = [found[0].role, found[-1].role] == [Role.SYSTEM, Role.USER] and len(found) <= (most or len(found))
+        messages = tuple(Message(Role(entry["role"]), str(entry["content"])) for entry in row["messages"])
+        is_valid = [messages[0].role, messages[-1].role] == [Role.SYSTEM, Role.USER]
+        is_valid = is_valid and (most is None or len(messages) <= most)
     except (KeyError, TypeError, ValueError, IndexError):
-        fitting = False
-    if not fitting:
-        raise DataError(
-            f"{str(path)!r} line {number} holds no messages from system to user{f', {most} at most' if most else ''}"
-        )
-    return found
+        is_valid = False
+    if not is_valid:
+        limit = f", {most} at most" if most else ""
+        raise DataError(f"{str(path)!r} line {number} holds no messages from system to user{limit}")
+    return messages
 
 
 def _rows(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     rows = []
     for number, line in enumerate(raw.splitlines(), start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also what is not UTF-8
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
             raise DataError(f"{str(path)!r} line {number} is not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{str(path)!r} line {number} holds a {type(row).__name__}, wanted an object")
-        rows.append(row)
+        _check_object(path, f"line {number}", rows[-1])
     return tuple(rows)
 
 
+def _check_object(path: Path, place: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise DataError(f"{str(path)!r} {place} holds a {type(value).__name__}, expected an object")
+
+
 def json_array(path: Path) -> tuple[dict[str, Any], ...]:
-    """The objects of a file that is one JSON array; raises DataError with the number of what is none, from 1."""
-    return _noted(path, _array)
+    """Read the objects of a file that is one JSON array; raises DataError that numbers a bad entry from 1."""
+    return _read(path, _array)
 
 
 def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
@@ -145,56 +141,53 @@ def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     except (ValueError, RecursionError) as error:  # a JSON error names its line
         raise DataError(f"{str(path)!r} is not JSON ({error})") from None
     if not isinstance(rows, list):
-        raise DataError(f"{str(path)!r} holds a {type(rows).__name__}, wanted an array of objects")
+        raise DataError(f"{str(path)!r} holds a {type(rows).__name__}, expected an array of objects")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{str(path)!r} entry {number} holds a {type(row).__name__}, wanted an object")
+        _check_object(path, f"entry {number}", row)
     return tuple(rows)
 
 
 def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    """``row[key]``, which must be a ``kind``; raises DataError that names the file and the row, counted from 1."""
+    """Return ``row[key]``; raises DataError that names file and row (from 1) if it is no ``kind``."""
     value = row.get(key)
     if not isinstance(value, kind):
         raise DataError(
-            f"{str(path)!r} row {number} holds {key!r} as {type(value).__name__}, wanted {kind.__name__}; "
-            f"{_PAGE} says whence the file comes"
+            f"{str(path)!r} row {number} holds {key!r} as {type(value).__name__}, expected {kind.__name__}; "
+            f"see {_GUIDE} for the source of the file"
         )
     return value
 
 
 def rows_of(path: Path, number: int, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """``row[key]``, which must be a list of objects; raises DataError as ``value_of`` does."""
+    """Return ``row[key]`` if it is a list of objects; raises DataError as ``value_of`` does."""
     rows = value_of(path, number, row, key, list)
-    if not all(isinstance(part, dict) for part in rows):
-        raise DataError(f"{str(path)!r} row {number} holds {key!r} with something else than objects in it")
+    if not all(isinstance(entry, dict) for entry in rows):
+        raise DataError(f"{str(path)!r} row {number} holds {key!r} with entries that are no objects")
     return rows
 
 
 def csv_rows(
-    path: Path, columns: Sequence[str], known: Mapping[str, Sequence[str]] = MappingProxyType({})
+    path: Path, columns: Sequence[str], allowed: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> tuple[dict[str, str], ...]:
-    """The rows of a CSV file with a header that holds ``columns``; lines of ``#`` may stand before the header.
+    """Read a CSV file whose header holds ``columns``; lines that begin with # may precede the header.
 
-    Raises DataError that names the line that cannot be read or holds what is not ``known`` of its column, or the column
-    that is missing.
+    Raises DataError that names the bad line or missing column; ``allowed`` lists the valid values of some columns.
     """
-    table = _noted(path, _table)
-    held = list(table[0][1]) if table else []
+    table = _read(path, _table)
+    header = list(table[0][1]) if table else []
     for column in columns:
-        if column not in held:
-            raise DataError(f"{str(path)!r} lacks a column {column!r}; it holds {', '.join(held) or 'no rows'}")
+        if column not in header:
+            raise DataError(f"{str(path)!r} has no column {column!r}; it has {', '.join(header) or 'no rows'}")
     for line, row in table:
-        for column, values in known.items():
+        for column, values in allowed.items():
             if row[column] not in values:
-                raise DataError(
-                    f"{str(path)!r} line {line} holds {column} {row[column][:40]!r}, wanted {' or '.join(values)}"
-                )
+                value, choice = row[column][:40], " or ".join(values)
+                raise DataError(f"{str(path)!r} line {line} holds {column} {value!r}, expected {choice}")
     return tuple(row for _, row in table)
 
 
 def _table(path: Path, raw: bytes) -> tuple[tuple[int, dict[str, str]], ...]:
-    """Each row with the line that it ends on."""
+    """Return each row with the number of its last line."""
     header, rows = list[str](), list[tuple[int, dict[str, str]]]()
     lines = raw.splitlines(keepends=True)
     comments = next((n for n, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
@@ -206,8 +199,9 @@ def _table(path: Path, raw: bytes) -> tuple[tuple[int, dict[str, str]], ...]:
             rows += [(comments + reader.line_num, dict(zip(header, cells, strict=True)))] if header else []
             header = header or cells
     except (csv.Error, UnicodeDecodeError) as error:
-        line = comments + reader.line_num + isinstance(error, UnicodeDecodeError)  # which fails before it is counted
-        raise DataError(f"{str(path)!r} line {line} is no row of a CSV file ({error})") from None
+        # the reader counts a line only after it was decoded
+        line = comments + reader.line_num + isinstance(error, UnicodeDecodeError)
+        raise DataError(f"{str(path)!r} line {line} is not a valid CSV row ({error})") from None
     return tuple(rows)
 
 
@@ -218,31 +212,29 @@ def fit_prose(
     context_tokens: int,
     count_tokens: CountTokens,
 ) -> list[str]:
-    """The texts that ``build(prose)`` gives when a passage of a drawn book makes them take ``context_tokens``.
+    """Return ``build(prose)`` with a random book passage that makes its texts take ``context_tokens`` together.
 
-    Never longer than asked, shorter by less than about a sentence. Raises SpecError when the texts alone are too long.
+    The result is never longer, and shorter by less than about a sentence. Raises SpecError if ``build("")`` is longer.
     """
 
     def total(prose: str) -> int:
         return sum(count_tokens(text) for text in build(prose))
 
-    bare = total("")
-    if bare > context_tokens:
-        raise SpecError(f"suite {suite}: context_tokens {context_tokens} is too short, an item alone takes {bare}")
-    taken, room = list[str](), context_tokens - bare
+    room = check_room(total(""), context_tokens)
+    sentences = list[str]()
     for sentence in book_sentences(suite, draw):
         if (cost := count_tokens(sentence)) > room:
             break
-        taken.append(sentence)
+        sentences.append(sentence)
         room -= cost
-    # joined, sentences may take more tokens than one by one
-    while total("".join(taken).strip()) > context_tokens:
-        taken = taken[:-1]
-    return list(build("".join(taken).strip()))
+    # joined sentences may take more tokens than the sum of their counts
+    while total("".join(sentences).strip()) > context_tokens:
+        sentences = sentences[:-1]
+    return list(build("".join(sentences).strip()))
 
 
 def book_sentences(suite: str, draw: random.Random) -> Iterator[str]:
-    """The sentences from a drawn place of a drawn book on, without end; each with the space or line break behind it."""
+    """Yield sentences without end, from a random place of a random book on; each with the whitespace after it."""
     books = _books(suite)
     book = draw.randrange(len(books))
     position = draw.randrange(max(1, len(books[book])))
@@ -252,20 +244,18 @@ def book_sentences(suite: str, draw: random.Random) -> Iterator[str]:
 
 
 def _books(suite: str) -> list[tuple[str, ...]]:
-    """The sentences of every book; raises DataError where there is none."""
-    # all of them, since how many there are decides which one is drawn
+    # every book is read, since the number of books decides which one is drawn
     files = sorted(path for path in data_file(suite, BOOKS).rglob("*.txt") if path.name[0] != ".")
-    books = [_noted(path, _sentences) for path in files]
+    books = [_read(path, _sentences) for path in files]
     if not any(books):
         raise DataError(f"suite {suite}: {str(data_folder())!r} holds no prose in {BOOKS}/*.txt")
     return books
 
 
 def _sentences(_: Path, raw: bytes) -> tuple[str, ...]:
-    """Sentences of a book, each with the space or line break that follows it."""
-    found = []
+    sentences = []
     text = raw.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     for paragraph in _PARAGRAPH.split(text):
         parts = _SENTENCE.split(" ".join(paragraph.split()))
-        found += [part + (" " if n + 1 < len(parts) else "\n\n") for n, part in enumerate(parts) if part]
-    return tuple(found)
+        sentences += [part + (" " if n + 1 < len(parts) else "\n\n") for n, part in enumerate(parts) if part]
+    return tuple(sentences)

@@ -1,4 +1,4 @@
-"""Tasks of other harnesses as suites: what all families have in common whose members are tasks that somebody names."""
+"""Base class of suites that ask tasks of other harnesses, and guards around the tasks' code."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
-from kvaudit.core.records import Item, Message
+from kvaudit.core.facets import unknown
+from kvaudit.core.records import Grade, Item, Message, Outcome
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import interleave_clusters
 
-PASS_THRESHOLD = 0.5  # of a score that gives parts of a point
-TASK_ERRORS = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; ctrl-C comes through
-GRADING_SECONDS = 60.0  # of one answer
-_FEWEST_CLUSTERS = 59  # that can decide a margin of five points
+PASS_THRESHOLD = 0.5  # of a score with partial credit
+TASK_ERRORS = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; Ctrl-C passes through
+GRADING_SECONDS = 60.0  # per answer
+_MIN_CLUSTERS = 59  # that can decide a margin of 5 points
 
 
 @contextmanager
-def load_quietly(package: str, needed: str, remarks: str, failed: Callable[[BaseException], str]) -> Iterator[None]:
-    """Load a task without the package's ``remarks``; what it or the task's code raises becomes the line ``failed``.
+def load_quietly(
+    package: str, install: str, logger_name: str, message: Callable[[BaseException], str]
+) -> Iterator[None]:
+    """Silence a package's logger while a task is loaded, and turn errors of its code into DataError(message(error)).
 
-    ``needed`` says what to install where the package is not here.
+    Raises RunError with the hint ``install`` if the package is missing.
     """
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise RunError(f"{needed} ({error})") from error
-    logger = logging.getLogger(remarks)
+        raise RunError(f"{install} ({error})") from error
+    logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     except AuditError:
         raise
-    except TASK_ERRORS as error:  # a task is a program, which may end itself
-        raise DataError(failed(error)) from error
+    except TASK_ERRORS as error:  # a task is a program and may exit
+        raise DataError(message(error)) from error
     finally:
         logger.setLevel(level)
 
 
 class TaskTimeout(BaseException):
-    """A task's code was stopped; no ``except Exception`` of its own holds this up."""
+    """A task's code took too long; a BaseException, so that no ``except Exception`` in that code catches it."""
 
 
 @contextmanager
 def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
-    """Stop what a task's code does in the body after so many seconds, with TookTooLong.
-
-    Only the main thread can be stopped so, which is where answers are graded.
-    """
+    """Raise TaskTimeout in the body after ``seconds``. Works only in the main thread, where answers are graded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,66 +62,71 @@ def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TaskTimeout
 
-    before = signal.signal(signal.SIGALRM, stop)
+    handler = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
-def refuse_task(label: str, reasons: Mapping[str, bool], wanted: str) -> None:
-    """Raise SpecError for the first of the ``reasons`` that holds why a task cannot be a suite."""
-    for why, holds in reasons.items():
-        if holds:
-            raise SpecError(f"{label} {why}; {wanted} can be suites")
+def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
+    """Raise SpecError for the first of the ``reasons`` that is true."""
+    for reason, is_true in reasons.items():
+        if is_true:
+            raise SpecError(f"{label} {reason}; supported are {supported}")
 
 
-def merge_clusters(clusters: Sequence[str], asked: Sequence[Hashable]) -> list[str]:
-    """The cluster of every row, that of the first row that asks the same: a copy of a question is no new evidence."""
+def merge_clusters(clusters: Sequence[str], questions: Sequence[Hashable]) -> list[str]:
+    """Return each row's cluster, where rows with equal questions share the first one's cluster."""
     first = dict[Hashable, str]()
-    return [first.setdefault(question, cluster) for cluster, question in zip(clusters, asked, strict=True)]
+    return [first.setdefault(question, cluster) for cluster, question in zip(clusters, questions, strict=True)]
+
+
+def ungraded(note: str, facet: str) -> Grade:
+    """Return the grade of an answer that the task's code could not grade."""
+    return Grade(Outcome.UNSCORED, None, note=note, facets=unknown((facet,)))
 
 
 class TaskRow(NamedTuple):
-    """A row of a task as it is asked; ``shown`` is how an error names it."""
+    """A row of a task; ``label`` names it in errors."""
 
     item_id: str
     cluster_id: str
     messages: tuple[Message, ...]
     payload: Mapping[str, Any]
-    shown: str
+    label: str
 
 
 class TaskFamily(Suite):
-    """Subclass and write ``task_rows`` and ``stream``; ``of_task`` makes a member."""
+    """Subclass it and write ``task_rows`` and ``stream``; ``of_task`` makes a member."""
 
     kind = "capability"
     licence = "that of the task's data"
     published, lengths = True, "any"
-    row_word: ClassVar[str]  # what the harness calls a row
+    row_word: ClassVar[str]  # the harness's word for a row
 
     @classmethod
     def of_task(cls, clusters: Collection[str], **attributes: Any) -> type[Suite]:
-        """The suite of one task, with the class attributes that it gives."""
-        few = len(clusters) if len(clusters) < _FEWEST_CLUSTERS else None
-        return type(f"{cls.__name__}Task", (cls,), {"__doc__": cls.__doc__, "clusters": few, **attributes})
+        """Return the suite of one task with the given class attributes."""
+        count = len(clusters) if len(clusters) < _MIN_CLUSTERS else None
+        return type(f"{cls.__name__}Task", (cls,), {"__doc__": cls.__doc__, "clusters": count, **attributes})
 
     def task_rows(self, split: Split) -> Sequence[TaskRow]:
-        """Every row of a split, in the task's order."""
+        """Return every row of a split in the task's order."""
         raise NotImplementedError
 
     def stream(self, split: Split, seed: int) -> str:
-        """What the order of the rows is drawn from."""
+        """Return the seed of the order of rows."""
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         rows = self.task_rows(split)
         if n > len(rows):
             raise SpecError(
-                f"suite {self.name}: {n} items are asked for, the task has {len(rows)} {self.row_word}s to "
-                f"{'train on' if split == 'train' else 'evaluate'}; ask for no more"
+                f"suite {self.name}: {n} items requested, but the task has {len(rows)} {self.row_word}s for {split}; "
+                "request fewer"
             )
         order = list(range(len(rows)))
         random.Random(self.stream(split, seed)).shuffle(order)
@@ -130,7 +135,7 @@ class TaskFamily(Suite):
             length = sum(count_tokens(message.content) for message in row.messages)
             if length > context_tokens:
                 raise SpecError(
-                    f"suite {self.name}: context_tokens {context_tokens} is too short, {self.row_word} {row.shown} "
+                    f"suite {self.name}: context_tokens {context_tokens} is too short, {self.row_word} {row.label} "
                     f"takes {length}"
                 )
         placement = "none" if context_tokens else PUBLISHED
@@ -140,5 +145,5 @@ class TaskFamily(Suite):
         ]
 
     def until_stop(self, text: str) -> str:
-        """An answer up to the first text that ends it."""
+        """Return an answer up to its first stop string."""
         return text[: min((at for stop in self.until if (at := text.find(stop)) >= 0), default=len(text))]

@@ -1,4 +1,4 @@
-"""The next step of a rewarded agent, from public traces (tau-bench, airline: Yao et al. 2024, arXiv:2406.12045)."""
+"""The next step of an airline agent, from rewarded public traces (tau-bench: Yao et al. 2024, arXiv:2406.12045)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites.base import Split
-from kvaudit.suites.published import ItemMaker, Published, rows_of_split, rotate
+from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
-from kvaudit.suites.tool_calls import FORM, Call, accepts, exact_options, grade_calls, list_tools, format_calls
+from kvaudit.suites.tool_calls import FORM, Call, accepts, exact_options, format_calls, grade_calls, list_tools
 
 TRACES = "tau_bench/gpt-4o-airline.json"
-UNCHECKED = ("think", "calculate")  # tools whose arguments two good agents word differently: no trace is cut there
-FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that two good agents word differently
+UNCHECKED = ("think", "calculate")  # tools whose arguments are free text: no item asks for a call of these
+FREE = {"transfer_to_human_agents": ("summary",)}  # arguments that are free text
 FEWEST = 4  # tasks, so that both splits have one
-LONGEST_TALK = 12_000  # characters before a cut, so that 8K positions hold every item with the policy and an answer
-LONGEST_REPLY = 600  # characters of an answer in words, which has to fit an answer's tokens
+LONGEST_TALK = 12_000  # characters before a cut, so that a context of 8K tokens holds every item and an answer
+LONGEST_REPLY = 600  # characters of an answer in words
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 class AgentTurn(NamedTuple):
-    """A place in a rewarded conversation where the agent spoke: what came before without the policy, and what it said.
+    """A turn of the agent in a rewarded conversation: the messages before it without the policy, and its text.
 
-    ``calls`` are those that it made from here until it spoke to the user again; none where it speaks now.
+    ``calls`` are the agent's calls from here until it next speaks to the user; none if it speaks now.
     """
 
     before: tuple[Message, ...]
@@ -41,7 +41,7 @@ AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """What the file holds: the policy, the tools as the traces use them, and the tasks that have both kinds of turn."""
+    """The content of the file: the policy, the tools as used in the traces, and the tasks with both kinds of turn."""
 
     policy: str
     tools: tuple[dict[str, Any], ...]
@@ -49,12 +49,12 @@ class Airline(NamedTuple):
 
 
 class TauBench(Published):
-    """Twins of one task: where the agent called a tool, a call is asked for; where it spoke to the user, words.
+    """Twins of a task: where the agent called a tool, a call is right; where it spoke to the user, words are.
 
-    Nothing is executed: all before the cut is forced. Any call counts that the agent made before it next spoke, as the
-    order of look-ups is free; another way to the same end is wrong here. Of ours are how tools are listed and called:
-    their text stands below the policy. ``cluster_id`` is the task: 34 have a rewarded trace with both kinds of cut, 26
-    of them for evaluation. They can decide a margin of 11 points, not of five.
+    Nothing is executed: all messages before the cut are given. Any call that the agent made before it next spoke is
+    right, since the order of look-ups is free; another way to the same goal is wrong here. Added are the listing of
+    tools and the form of calls, below the policy. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both
+    kinds of cut, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
     """
 
     name = "tau_bench"
@@ -62,30 +62,28 @@ class TauBench(Published):
     source = "public rows: tau-bench, rewarded airline traces of gpt-4o"
     licence = "MIT"
     max_new_tokens = 256
-    version = "3"  # a tool that is listed again was not called
+    version = "3"  # a repeated listing of a tool is no call
     twins = 2
     clusters = 26
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         airline = _airline(data_file(self.name, TRACES))
         head = f"{airline.policy}\n\n{FORM}\n\n{list_tools(airline.tools)}"
-        found = list[list[ItemMaker]]()
+        groups = list[list[ItemMaker]]()
         for number, (task, turns) in enumerate(rows_of_split(airline.tasks, split, every=4, first=3)):
             order = {
-                twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(own, len(own))
-                for twin, own in turns.items()
+                twin: random.Random(f"{split}-{seed}-{task}-{twin}").sample(twin_turns, len(twin_turns))
+                for twin, twin_turns in turns.items()
             }
-            paired = (
-                (group, twin, order[twin][group])
-                for group in range(max(map(len, order.values())))
-                for twin in rotate(("call", "words"), number)
-                if group < len(order[twin])
+            groups.append(
+                [
+                    partial(self._item, f"s{seed}-g{group}-{twin}", order[twin][group], str(task), head, airline.policy)
+                    for group in range(max(map(len, order.values())))
+                    for twin in rotate(("call", "words"), number)
+                    if group < len(order[twin])
+                ]
             )
-            about = str(task), head, airline.policy
-            found.append(
-                [partial(self._item, f"s{seed}-g{group}-{twin}", turn, *about) for group, twin, turn in paired]
-            )
-        return found
+        return groups
 
     def facets(self, item: Item) -> tuple[str, ...]:
         return ("solved",) if item.payload["accepted"] else ("overcalled",)
@@ -93,24 +91,21 @@ class TauBench(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         accepted = item.payload["accepted"]
 
-        def right(calls: tuple[Call, ...]) -> bool:
-            """One call, as the policy says, and one of the accepted."""
-            given = [_checked(call) for call in calls]
-            return len(given) == 1 and any(accepts(options, given[0]) for options in accepted)
+        def is_right(calls: tuple[Call, ...]) -> bool:  # the policy allows one call at a time
+            return len(calls) == 1 and any(accepts(options, _without_free_text(calls[0])) for options in accepted)
 
-        return grade_calls(transcript[-1].content, self.facets(item)[0], right)
+        return grade_calls(transcript[-1].content, self.facets(item)[0], is_right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["gold"],)
 
     def _item(self, stream: str, turn: AgentTurn, task: str, head: str, policy: str) -> Item:
-        accepted = [exact_options(_checked(call)) for call in turn.calls]
+        accepted = [exact_options(_without_free_text(call)) for call in turn.calls]
         payload = {"accepted": accepted, "gold": format_calls(turn.calls[:1]) or turn.text}
         return self.row_item(task, stream, (Message(Role.SYSTEM, head), *turn.before), payload, rule=policy)
 
 
-def _checked(call: Call) -> Call:
-    """A call without the arguments that anybody may word."""
+def _without_free_text(call: Call) -> Call:
     kept = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
     return call._replace(arguments=kept)
 
@@ -121,7 +116,7 @@ def _airline(path: Path) -> Airline:
     for number, row in enumerate(json_array(path), start=1):
         turns = rows_of(path, number, row, "traj")
         calls = [_call(path, number, turn) for turn in turns]
-        # what a tool takes is told by every trace, rewarded or not
+        # all traces, rewarded or not, show the parameters of a tool
         for call in filter(None, calls):
             types = {key: _TYPES.get(type(value), "string") for key, value in call.arguments.items()}
             tools.setdefault(call.name, {}).update(types)
@@ -133,22 +128,21 @@ def _airline(path: Path) -> Airline:
             by_twin = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
             for turn in _agent_turns(messages[1:], calls[1:]):
                 by_twin["call" if turn.calls else "words"].append(turn)
-    described = ({"name": name, "parameters": dict(sorted(tools[name].items()))} for name in sorted(tools))
-    # tasks with both kinds of turn
-    whole = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
-    if len(whole) < FEWEST:
-        raise DataError(f"{str(path)!r} holds {len(whole)} tasks with a rewarded trace, wanted {FEWEST} or more")
-    return Airline(policy, tuple(described), whole)
+    listed = tuple({"name": name, "parameters": dict(sorted(tools[name].items()))} for name in sorted(tools))
+    complete = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
+    if len(complete) < FEWEST:
+        raise DataError(f"{str(path)!r} holds {len(complete)} tasks with a rewarded trace, expected {FEWEST} or more")
+    return Airline(policy, listed, complete)
 
 
 def _call(path: Path, number: int, turn: Mapping[str, Any]) -> Call | None:
-    """The call that a turn makes, None for one in words."""
+    """Return the tool call of a turn; None if the turn is in words."""
     if not turn.get("tool_calls"):
         return None
     try:
-        (made,) = turn["tool_calls"]
-        arguments = json.loads(made["function"]["arguments"])
-        return Call(str(made["function"]["name"]), dict(arguments))
+        (call,) = turn["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        return Call(str(call["function"]["name"]), dict(arguments))
     except (KeyError, TypeError, ValueError):
         raise DataError(f"{str(path)!r} row {number} holds a tool call that cannot be read") from None
 
@@ -161,22 +155,19 @@ def _message(path: Path, number: int, turn: Mapping[str, Any], call: Call | None
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[AgentTurn, ...]:
-    """Where the agent spoke: calls whose arguments follow from what was said, and words that are short enough."""
-    found = []
+    """Return the agent's turns that can be asked: calls without free text, and short replies in words."""
+    turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
         if sum(len(before.content) for before in messages[:at]) > LONGEST_TALK:
             break
         if message.role is not Role.ASSISTANT or at == 0:
             continue
         if call is None and len(message.content) <= LONGEST_REPLY:
-            found.append(AgentTurn(tuple(messages[:at]), message.content, ()))
+            turns.append(AgentTurn(tuple(messages[:at]), message.content, ()))
         elif call is not None and call.name not in UNCHECKED:
-            found.append(AgentTurn(tuple(messages[:at]), "", _run(messages[at:], calls[at:])))
-    return tuple(found)
-
-
-def _run(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[Call, ...]:
-    """The calls up to the agent's next words."""
-    pairs = zip(messages, calls, strict=True)
-    before_words = takewhile(lambda pair: pair[0].role is not Role.ASSISTANT or pair[1] is not None, pairs)
-    return tuple(call for _, call in before_words if call is not None)
+            pairs = zip(messages[at:], calls[at:], strict=True)
+            until_words = takewhile(lambda pair: pair[0].role is not Role.ASSISTANT or pair[1] is not None, pairs)
+            turns.append(
+                AgentTurn(tuple(messages[:at]), "", tuple(call for _, call in until_words if call is not None))
+            )
+    return tuple(turns)

@@ -1,4 +1,4 @@
-"""Compositional templates: every phrase occurs in training, the evaluation's combinations of phrases never do."""
+"""Base class of procedural suites. Every phrase occurs in training, but the combinations of an evaluation never do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvaudit.suites.published import rows_of_split
 
 
 class Template(NamedTuple):
-    """One combination of three phrase choices; the shared origin of the items made from it."""
+    """A combination of three phrases, given by their indices; its items are one cluster."""
 
     cluster_id: str
     first: int
@@ -28,19 +28,19 @@ class Template(NamedTuple):
 
 
 def text_bank(module: str) -> list[list[list[str]]]:
-    """The .txt file of a module: sections, which begin with a line of #, of blocks between blank lines, of lines."""
+    """Read the .txt file next to a module: sections headed by a # line, of blocks between blank lines, of lines."""
     sections = re.split(r"(?m)^#.*\n", Path(module).with_suffix(".txt").read_text(encoding="utf-8"))[1:]
     return [[block.splitlines() for block in section.strip().split("\n\n")] for section in sections]
 
 
 @cache
 def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Template, ...]:
-    """The split's combinations: indices that sum to a multiple of three are for evaluation, the rest for training.
+    """Return the templates of a split: index sums divisible by three are for evaluation, all others for training.
 
-    Every pair of phrases therefore occurs in training as soon as the remaining factor has three values.
+    Every pair of phrases therefore occurs in training if the third phrase has at least three choices.
     """
     if split not in ("train", "eval"):
-        raise SpecError(f"unknown split {split!r}; wanted train or eval")
+        raise SpecError(f"unknown split {split!r}; expected train or eval")
     chosen = []
     for first in range(sizes[0]):
         for second in range(sizes[1]):
@@ -50,64 +50,53 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
     return tuple(chosen)
 
 
-class Place(NamedTuple):
-    """Where an item stands in the round robin over clusters and their variants."""
-
-    number: int  # of the cluster
-    variant: int  # which twin of its group
-    group: int  # twins of one group share every random draw
-    turn: int  # rotates over placements, the same within a group
-
-
-def place(index: int, clusters: int, variants: int) -> Place:
-    """The place of item ``index``: clusters first, then variants; ``variants`` rounds give every twin of each."""
-    round_, number = divmod(index, clusters)
-    group = round_ // variants
-    # neighbouring clusters begin with different twins, so that few items already hold every kind
-    return Place(number, (number + round_) % variants, group, number // variants + group)
-
-
 class Slot(NamedTuple):
-    """What an item is made from. Twins share ``origin`` and all draws; ``variant`` is which of them it is."""
+    """The input from which an item is made. Twins share ``origin`` and ``draws``; ``variant`` is the twin's index."""
 
     template: Template
     variant: int
     origin: str
-    draws: str  # what random draws are seeded with
+    draws: str  # seed of the item's random draws
     placement: str
     context_tokens: int
     count_tokens: CountTokens
-    pool: Sequence[Template]  # all of the split
+    pool: Sequence[Template]  # all templates of the split
 
 
 class Templated(Suite):
-    """Items of templates, as many as are asked for; subclass, and write ``make_item`` and ``phrases``, or ``pool``."""
+    """Items made from templates, as many as requested. Subclasses write ``make_item``, and ``phrases`` or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
-    phrases: ClassVar[tuple[int, int, int]]  # how many there are of each of the three kinds
+    phrases: ClassVar[tuple[int, int, int]]  # how many phrases each part of a template has
 
-    def pool(self, split: Split, seed: int) -> Sequence[Template]:  # noqa: ARG002 - phrases come in one order
-        """The templates of a split, in the order in which they are visited."""
+    def pool(self, split: Split, seed: int) -> Sequence[Template]:  # noqa: ARG002 - the default order is fixed
+        """Return the templates of a split in the order of visits."""
         return templates(self.name, self.phrases, split)
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Item number ``index`` of the stream."""
+        """Return item number ``index`` of the unlimited sequence: the cluster changes first, then the twin."""
         pool = self.pool(split, seed)
-        number, variant, group, turn = place(index, len(pool), self.twins)
+        round_, number = divmod(index, len(pool))
+        group = round_ // self.twins  # twins of a group share all random draws and the placement
+        # neighbouring clusters start with different twins, so that a few items already include every kind
+        variant = (number + round_) % self.twins
+        placement = self.placements[(number // self.twins + group) % len(self.placements)]
         origin = f"{pool[number].cluster_id}-s{seed}-t{context_tokens}-g{group}"
-        placement = self.placements[turn % len(self.placements)]
-        fit = context_tokens, count_tokens
-        return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *fit, pool))
+        length = context_tokens, count_tokens
+        return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """The item of a slot."""
-        raise NotImplementedError
+        """Return the item of a slot. A plug-in may still call this hook ``made``, its former name."""
+        former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
+        if former_hook is None:
+            raise NotImplementedError
+        return former_hook(slot)
 
-    def fitted(
+    def fit_item(
         self,
         slot: Slot,
         twin: str,
@@ -116,7 +105,7 @@ class Templated(Suite):
         payload: Mapping[str, Any],
         spans: tuple[Span, ...],
     ) -> Item:
-        """The item whose system and user message ``build`` makes of filler lines: see ``fit``."""
+        """Return the item whose system and user message are ``build(filler lines)``, fitted to the slot's length."""
         system, user = fit(build, draw, slot.context_tokens, slot.count_tokens)
         return Item(
             self.name,
@@ -129,17 +118,19 @@ class Templated(Suite):
             spans,
         )
 
+    fitted = fit_item  # its former name, for plug-ins
+
 
 @cache
 def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
-    """The entries of a bank of ``size`` that belong to a split, each a template of its own, shuffled."""
+    """Return the shuffled templates of a split, one for each of the ``size`` entries of a text bank."""
     pool = [Template(f"{suite}-{number}", number, 0, 0) for number in rows_of_split(range(size), split)]
     random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
     return tuple(pool)
 
 
 def interleave_clusters(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
-    """Rows in this order, but every cluster once before any comes again; ``clusters`` has the one of each row."""
+    """Reorder row numbers so that every cluster is visited once before any repeats; ``clusters`` is indexed by row."""
     visits, turn = Counter[str](), {}
     for number in order:
         turn[number] = visits[clusters[number]]

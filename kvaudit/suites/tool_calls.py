@@ -1,6 +1,6 @@
-"""Tools as text: how they are listed, how an answer calls them, and what calls are accepted.
+"""Tools as text: their listing in a prompt, the calls in an answer, and the comparison with the accepted calls.
 
-An answer is hostile: it is parsed, never evaluated.
+Answers are untrusted: they are parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from typing import Any, NamedTuple
 from kvaudit.core.records import Grade, Outcome
 from kvaudit.suites.base import formless, graded
 
+Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: accepted values}}
+
 FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
     '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words.'
 )
-_EXAMPLE = ("tool", {"key": "value"})  # of the form: who repeats it calls nothing
-LONGEST_ANSWER = 20_000  # characters of an answer that are looked at; of Python, a tenth
+_EXAMPLE = ("tool", {"key": "value"})  # of FORM; repeating it calls nothing
+LONGEST_ANSWER = 20_000  # characters of an answer that are parsed; as Python, a tenth
 _ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _NAME = re.compile(r"\w+(\.\w+)*")
-_IGNORED = re.compile(r"[\s,./_*^-]")  # in texts that are compared
+_IGNORED = re.compile(r"[\s,./_*^-]")  # when texts are compared
 
 
 class Call(NamedTuple):
-    """One call of a tool."""
+    """A call of a tool."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def list_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The tools of a prompt, one JSON object a line, as chat templates list them."""
+    """Return the tools as text for a prompt, one JSON object a line, as chat templates list them."""
     return "Tools:\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
 def format_calls(calls: Sequence[Call]) -> str:
-    """Calls in the form that the prompt asks for."""
+    """Return calls in the form that the prompt asks for."""
     return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
 
 
 def parse_calls(text: str) -> tuple[Call, ...] | None:
-    """The calls of an answer, none where it is words; None where it tries to call and cannot be read.
+    """Return the calls of an answer, () if it has none; None if it tries to call but cannot be parsed.
 
-    JSON objects count wherever they stand (prose, tags and fences around them), Python calls where nothing else does.
-    A tool as it is listed is no call of it, though it has a name and parameters too.
+    JSON objects count anywhere in the text (inside prose, tags and fences); Python calls only if the text is nothing
+    else. A repeated listing of a tool is no call, although it has a name and parameters too.
     """
     text = text[:LONGEST_ANSWER]
-    found = tuple(_json_calls(text))
-    if found:
-        return found
+    if calls := tuple(_json_calls(text)):
+        return calls
     return None if _ATTEMPT.search(text) else python_calls(_FENCE.sub("", text.strip()))
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Every JSON object of a text, wherever it stands; none behind one that is too deep to be read."""
+    """Yield every JSON object in a text, up to the first one that is nested too deeply to parse."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
         except ValueError:
-            end = start + 1  # no object begins here: look behind the brace
+            end = start + 1  # no object begins here
         except RecursionError:
             return
         else:
@@ -77,23 +78,19 @@ def _json_calls(text: str) -> Iterator[Call]:
         arguments = value.get("arguments", value.get("parameters"))
         if isinstance(value.get("name"), str) and isinstance(arguments, dict):
             call = Call(value["name"], arguments)
-            if not _is_listing(value, arguments) and call != _EXAMPLE:
+            is_listing = "description" in value or isinstance(arguments.get("properties"), dict)
+            if not is_listing and call != _EXAMPLE:
                 yield call
 
 
-def _is_listing(value: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether an object says what a tool is: by a description beside it, or by a schema of its arguments."""
-    return "description" in value or isinstance(arguments.get("properties"), dict)
-
-
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[Call, ...]:
-    """The calls of a text that is Python calls and nothing else, or a list of them; none where it is anything else.
+    """Return the calls of a text that consists of Python calls, or a list of them; () for any other text.
 
-    ``parameters`` names what stands without a keyword, tool by tool.
+    ``parameters`` names the positional arguments of each tool.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a model writes
+            warnings.simplefilter("ignore")  # about a model's Python
             body = ast.parse(text[: LONGEST_ANSWER // 10]).body
         return tuple(_call(node, parameters or {}) for line in body for node in _nodes(line))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -110,36 +107,35 @@ def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> Call:
     if not isinstance(node, ast.Call) or not _NAME.fullmatch(name := ast.unparse(node.func)):
         raise ValueError
     names = parameters.get(name, ())[: len(node.args)]
-    given = dict(zip(names, map(ast.literal_eval, node.args), strict=True))
-    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    return Call(name, given | named)
+    positional = dict(zip(names, map(ast.literal_eval, node.args), strict=True))
+    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    return Call(name, positional | keywords)
 
 
-def accepts(options: Mapping[str, Mapping[str, Sequence[Any]]], call: Call, *, typed: bool = False) -> bool:
-    """Whether ``{tool: {parameter: values}}`` accepts a call; "" among the values lets the parameter be left out.
+def accepts(options: Options, call: Call, *, typed: bool = False) -> bool:
+    """Return whether ``options`` accept a call; "" among the values makes a parameter optional.
 
-    ``typed`` options that are whole numbers accept no number with a point, 5.0 for 5, as the leaderboard has it.
+    With ``typed``, an integer option accepts no float (5.0 for 5), as in the leaderboard.
     """
     ((name, parameters),) = options.items()
-    return call.name == name and _held(parameters, call.arguments, typed)
+    return call.name == name and _match_arguments(parameters, call.arguments, typed)
 
 
-def _held(parameters: Mapping[str, Sequence[Any]], given: Mapping[str, Any], typed: bool) -> bool:
-    # what may be left out has "" among what is accepted
-    missing = parameters.keys() - given.keys()
-    return given.keys() <= parameters.keys() and (
+def _match_arguments(parameters: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any], typed: bool) -> bool:
+    missing = parameters.keys() - arguments.keys()
+    return arguments.keys() <= parameters.keys() and (
         all("" in parameters[key] for key in missing)
-        and all(any(_same(option, value, typed) for option in parameters[key]) for key, value in given.items())
+        and all(any(_equals(option, value, typed) for option in parameters[key]) for key, value in arguments.items())
     )
 
 
-def _same(option: Any, value: Any, typed: bool) -> bool:
-    """Whether a value is the wanted one: numbers by value, texts without case and punctuation; True is no number."""
+def _equals(option: Any, value: Any, typed: bool) -> bool:
+    """Compare numbers by value, and texts without case and punctuation; True and 1 differ."""
     if isinstance(option, Mapping):
-        return isinstance(value, Mapping) and _held(option, value, typed)
+        return isinstance(value, Mapping) and _match_arguments(option, value, typed)
     if isinstance(option, list):
         return isinstance(value, list | tuple) and (
-            len(option) == len(value) and all(_same(*pair, typed) for pair in zip(option, value, strict=True))
+            len(option) == len(value) and all(_equals(*pair, typed) for pair in zip(option, value, strict=True))
         )
     if isinstance(option, str) and isinstance(value, str):
         return _normalised(option) == _normalised(value)
@@ -153,30 +149,30 @@ def _normalised(text: str) -> str:
 
 
 def exact_options(call: Call) -> dict[str, Any]:
-    """The options that accept this call alone."""
-    return {call.name: _only(call.arguments)}
+    """Return the options that accept only this call."""
+    return {call.name: _as_options(call.arguments)}
 
 
-def _only(value: Any) -> Any:
+def _as_options(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: [_only(part)] for key, part in value.items()}
-    return [_only(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: [_as_options(entry)] for key, entry in value.items()}
+    return [_as_options(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def accepted_call(options: Mapping[str, Mapping[str, Sequence[Any]]]) -> Call:
-    """A call that ``options`` accept."""
+def accepted_call(options: Options) -> Call:
+    """Return a call that ``options`` accept."""
     ((name, parameters),) = options.items()
-    return Call(name, _chosen(parameters))
+    return Call(name, _first_choice(parameters))
 
 
-def _chosen(option: Any) -> Any:
+def _first_choice(option: Any) -> Any:
     if isinstance(option, Mapping):
-        return {key: _chosen(values[0]) for key, values in option.items() if values[0] != ""}
-    return [_chosen(part) for part in option] if isinstance(option, list) else option
+        return {key: _first_choice(values[0]) for key, values in option.items() if values[0] != ""}
+    return [_first_choice(entry) for entry in option] if isinstance(option, list) else option
 
 
-def grade_calls(text: str, facet: str, right: Callable[[tuple[Call, ...]], bool]) -> Grade:
-    """The grade of an answer that should make the ``right`` calls (facet solved), or none (facet overcalled)."""
+def grade_calls(text: str, facet: str, is_right: Callable[[tuple[Call, ...]], bool]) -> Grade:
+    """Grade an answer that should make the right calls (facet solved) or no call (facet overcalled)."""
     if not text.strip():
         return formless("empty", (facet,))
     calls = parse_calls(text)
@@ -185,6 +181,6 @@ def grade_calls(text: str, facet: str, right: Callable[[tuple[Call, ...]], bool]
     if facet == "overcalled":
         fault, value = "called where no call was right" if calls else "", bool(calls)
     else:
-        value = bool(calls) and right(calls)
+        value = bool(calls) and is_right(calls)
         fault = "" if value else "another call" if calls else "no call"
     return graded(not fault, {facet: value}, fault)

@@ -170,7 +170,7 @@ def differences(row: Row, at: Sequence[int], found: Sequence[float], temperature
 
 def same_departures(row: Row, evicted_at: Tensor) -> None:
     """Hold a ledger [L, H, T] to what left the simulator's row when, in every layer that a policy governs."""
-    for layer in row.is_governed:
+    for layer in row.governed_layers:
         for head, gone in enumerate(layer.gone):
             times = evicted_at[layer.number, head].tolist()
             recorded = {j: time for j, time in enumerate(times) if time < NEVER}
@@ -181,7 +181,7 @@ def same_departures(row: Row, evicted_at: Tensor) -> None:
 
 def same_choices(row: Row, made: Selection | None) -> None:
     """Hold a record to what the simulator's queries chose, in every layer and query head; no record: everything."""
-    for layer in row.is_governed:
+    for layer in row.governed_layers:
         for head in range(len(layer.queries[0])):
             recorded = {} if made is None else dict(made.keys(layer.number, head, len(layer.queries[0])))
             own = {query: keys for (number, query), keys in layer.chosen.items() if number == head}

@@ -67,7 +67,7 @@ def served(family: str) -> SimpleNamespace:
     """The product's model, as the sampler wants it."""
     stop_ids = frozenset({7})
     return SimpleNamespace(
-        model=_model(family, kvaudit.audit.cache.attention.NAME),
+        model=_model(family, kvaudit.audit.cache.attention.ATTENTION_NAME),
         chat=SimpleNamespace(stop_ids=stop_ids),
         device=torch.device("cpu"),
         max_positions=512,

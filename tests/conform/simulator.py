@@ -53,7 +53,7 @@ class Row:
         self.drawn: list[int] = []  # positions of drawn tokens
         windows, frequencies = own_windows(model.config), own_frequencies(model)
         self.layers = [Layer(number, window, frequencies, self.seed_of) for number, window in enumerate(windows)]
-        self.is_governed = [layer for layer in self.layers if layer.window is None]
+        self.governed_layers = [layer for layer in self.layers if layer.window is None]
 
     def seed_of(self, position: int) -> int:
         """The seed that an entry's random draws are made from."""
@@ -127,7 +127,7 @@ class Row:
             visible = [j for j in visible if query - j < layer.window]
         select = RULES[self.request.evictor["name"]].select
         if select is not None and self.decoding and layer.window is None:
-            chosen = select(layer, self.request.evictor, self.is_governed.index(layer), head, query)
+            chosen = select(layer, self.request.evictor, self.governed_layers.index(layer), head, query)
             visible = [j for j in visible if j in chosen]
             layer.chosen[head, query] = frozenset(visible)
         keys = self.positioned(layer, own, visible, query)
@@ -153,8 +153,8 @@ class Row:
         agree = RULES[self.request.evictor["name"]].agree
         if agree is None:
             self.evict_and_code([layer])
-        elif layer is self.is_governed[-1]:  # nothing of this forward looks at the layers before it any more
-            self.evict_and_code(self.is_governed)
+        elif layer is self.governed_layers[-1]:  # nothing of this forward looks at the layers before it any more
+            self.evict_and_code(self.governed_layers)
 
     def evict_and_code(self, layers: Sequence[Layer]) -> None:
         """What these layers do after they have attended."""
@@ -187,8 +187,8 @@ class Row:
 
     def budget(self, layer: Layer) -> int:
         """Entries that an eviction leaves now in each head."""
-        policy, depth = self.request.evictor, self.is_governed.index(layer)
-        return RULES[policy["name"]].layer_budget(policy, depth, len(self.is_governed), self.seen)
+        policy, depth = self.request.evictor, self.governed_layers.index(layer)
+        return RULES[policy["name"]].layer_budget(policy, depth, len(self.governed_layers), self.seen)
 
     def evict(self, layer: Layer, scores: Scores) -> None:
         """Sink, window and pins stay, then the highest ranked entries, ties to the earlier one."""

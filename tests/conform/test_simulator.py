@@ -195,7 +195,7 @@ def test_a_head_that_keeps_one_entry_of_another_s_beside_its_pins_is_caught(monk
 
 def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: dict[Schedule, list[bool]] = {}
-    is_due = Schedule.due
+    is_due = Schedule.are_due
 
     def late(schedule: Schedule, *more: Any, **asked: Any) -> list[bool]:
         now = is_due(schedule, *more, **asked)
@@ -206,7 +206,7 @@ def test_an_eviction_one_query_late_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return [False] * len(now)
 
     play = conversation()
-    monkeypatch.setattr(Schedule, "due", late)
+    monkeypatch.setattr(Schedule, "are_due", late)
     assert gap_alone(play, monkeypatch) > 1e-6
 
 

@@ -29,8 +29,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import kvaudit.audit.cache.attention
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.ledger import NEVER, Ledger, Rollout
 from kvaudit.audit.cache.layers import patch_state_layers
+from kvaudit.audit.cache.ledger import NEVER, Ledger, Rollout
 from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy, parse_policy
@@ -152,7 +152,7 @@ def random_model(
 
 def served(name: str = "llama-gqa", dtype: torch.dtype = torch.float64, spread: float = 0.3) -> SimpleNamespace:
     """A model as the sampler wants it; float64 models are float64 throughout."""
-    model = random_model(name, dtype, spread, kvaudit.audit.cache.attention.NAME)
+    model = random_model(name, dtype, spread, kvaudit.audit.cache.attention.ATTENTION_NAME)
     patch_state_layers(model)
     if dtype == torch.float64:
         exact_norms(model)

@@ -17,11 +17,11 @@ from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at
 from bench.calibration.checks.intervals import ALPHA
 from bench.calibration.probit import Floats, Probit
 from bench.calibration.streams import EVEN, UNEVEN, blocks
-from kvaudit.reports.verdict.chance import Audits, interval_rate, pass_rate
 from kvaudit.reports.stats.clustered import many_totals
 from kvaudit.reports.stats.ratio import points_of
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.tango import deff_floors
+from kvaudit.reports.verdict.chance import Audits, interval_rate, pass_rate
 
 RATIO_ROW, _DRAWS, _ITEMS = 15, 2_000, 5
 SPREAD, WHOLE, NONE = "spread", "whole templates", "no change"

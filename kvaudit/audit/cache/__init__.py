@@ -1,7 +1,10 @@
-"""The compressing cache: on stock transformers models, evicting by a policy, with its ledger of what left when.
+"""The compressing cache for stock transformers models, and the ledger of when each entry left it.
 
-``stock`` is the door for ``model.generate``; everybody else makes an ``EvictingCache`` (``cache``), which holds one
-``CachedLayer`` per layer, each with a ``Store`` of entries (as codes: ``quantised``) and what is kept ``beside`` them.
-``attention`` is what a model calls, ``evict`` what stays. The record has the ``ledger``, the keys that queries chose
-(``selection``) and the experts (``routing``). ``layers``, ``rotary`` and ``linear`` know the model, ``rows`` the batch.
+``stock`` serves ``model.generate``; all other callers make an ``EvictingCache`` (``cache``). It has one ``CachedLayer``
+per layer, which holds a ``Store`` of entries, or a ``QuantisedStore`` of codes, and a ``Schedule`` (``rows``).
+``attention`` is the function that models call; ``evict`` has the arithmetic of eviction. The record consists of the
+``ledger``, the keys that queries selected (``selection``), the experts (``routing``) and the ``hints`` of codes.
+
+Whatever is kept by row has ``reindex(rows)``, which keeps the rows of an index, in its order and as often as they occur
+there, and ``join(other)``, which appends the rows of another batch.
 """

@@ -1,4 +1,4 @@
-"""Which entries a query sees and which stay: the arithmetic between a policy's ranking and the store."""
+"""The arithmetic of eviction: which slots a query sees, how much attention they draw, and which of them stay."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from torch import Tensor
 
 from kvaudit.audit.policies import Evictor, softmax
 
-_INF = float("inf")
-QUERY_BLOCK = 128  # queries whose attention probabilities are held at once
-HOST_MASS = 1 << 22  # attention probabilities that a processor holds at once, unless a row's block is more
-MANY_QUERIES = 1024  # from here on, what the first of them cannot see is most of what is computed
+QUERY_BLOCK = 128  # queries whose attention probabilities are computed together
+HOST_MASS = 1 << 22  # attention probabilities computed together on a CPU; one row's block may exceed it
+MANY_QUERIES = 1024  # from here on, most of a full product would be of slots that a query cannot see
 
 
-def visibility_mask(at: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
-    """Which slots each query sees: bool [B, H, Q, K] from query positions [B, Q] and slot positions [B, H, K].
+def visibility_mask(query_positions: Tensor, positions: Tensor, sliding_window: int | None) -> Tensor:
+    """Return which slots each query sees, bool [B, H, Q, K], for positions [B, Q] and slot positions [B, H, K].
 
-    A padding query sees everything, empty slots included: its output is never used, but must stay finite.
+    A padding query sees every slot, empty ones too: its output is never used, but must stay finite.
     """
-    q, k = at[:, None, :, None], positions[:, :, None]  # [B, 1, Q, 1] and [B, H, 1, K]
+    q, k = query_positions[:, None, :, None], positions[:, :, None]  # [B, 1, Q, 1] and [B, H, 1, K]
     visible = (k >= 0) & (k <= q)
     if sliding_window is not None:
         visible &= q - k < sliding_window
@@ -27,94 +26,97 @@ def visibility_mask(at: Tensor, positions: Tensor, sliding_window: int | None) -
 
 def attention_mass(
     query: Tensor,
-    at: Tensor,
+    query_positions: Tensor,
     keys: Tensor,
     positions: Tensor,
     scaling: float,
     sink_logits: Tensor | None = None,
     *,
     before: int | None = None,
-    all_fed: bool = False,
+    no_padding: bool = False,
 ) -> Tensor:
-    """Softmax mass that each slot draws from the queries, summed over them and the GQA group: [B, H, K] float32.
+    """Return the softmax mass of each slot, summed over the queries and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
-    ``before`` promises that query n, unless it is padding, sees ``before`` + n + 1 slots, the first ones, and
-    ``all_fed`` that none is padding. Blocks of queries, and on a processor of rows, keep memory at O(block * K).
+    ``before`` promises that query n, unless it is padding, sees exactly the first ``before`` + n + 1 slots;
+    ``no_padding`` that no query is padding. Blocks of queries, and on a CPU of rows, keep memory at O(block * K).
     """
-    of_a_row = query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]  # probabilities of a block of queries
-    rows = max(1, HOST_MASS // max(1, of_a_row))
-    if query.device.type == "cpu" and rows < len(query):
-
-        def of(some: slice) -> Tensor:
-            own = (query[some], at[some], keys[some], positions[some])
-            return attention_mass(*own, scaling, sink_logits, before=before, all_fed=all_fed)
-
-        return torch.cat([of(slice(first, first + rows)) for first in range(0, len(query), rows)])
+    row_size = query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]  # probabilities of a block of queries
+    step = max(1, HOST_MASS // max(1, row_size))
+    if query.device.type == "cpu" and step < len(query):
+        blocks = [slice(first, first + step) for first in range(0, len(query), step)]
+        masses = [
+            attention_mass(
+                *(query[rows], query_positions[rows], keys[rows], positions[rows], scaling, sink_logits),
+                before=before,
+                no_padding=no_padding,
+            )
+            for rows in blocks
+        ]
+        return torch.cat(masses)
     keys = keys.float()
     groups = query.shape[1] // keys.shape[1]  # query heads of a KV head
     total = keys.new_zeros(keys.shape[:3])  # [B, H, K]
     for start in range(0, query.shape[2], QUERY_BLOCK):
-        block, asked = query[:, :, start : start + QUERY_BLOCK].float(), at[:, start : start + QUERY_BLOCK]
+        block, at = query[:, :, start : start + QUERY_BLOCK].float(), query_positions[:, start : start + QUERY_BLOCK]
         packed = block.reshape(len(block), -1, groups, *block.shape[2:])  # [B, H, G, q, D]
-        reach = _reach(asked, positions, start, before) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
+        reach = _reach(at, positions, start, before) if query.shape[2] >= MANY_QUERIES else positions.shape[2]
         logits = torch.einsum("bhgqd,bhkd->bhgqk", packed, keys[:, :, :reach]).mul_(scaling)  # [B, H, G, q, reach]
-        # what the first query of the block sees, all of them see: a mask of that would hide nothing
-        sure = 0 if before is None else before + start + 1
-        # without a window: a layer that has one of its own keeps to that, and no policy asks for its mass
-        if sure < reach:
-            hidden = ~visibility_mask(asked, positions[:, :, sure:reach], None)
-            logits[..., sure:].masked_fill_(hidden[:, :, None], -_INF)
+        # slots that the block's first query sees are seen by all of its queries and need no mask
+        unmasked = 0 if before is None else before + start + 1
+        # without a window: a layer with its own window is ranked by that alone, and no policy asks for its mass
+        if unmasked < reach:
+            hidden = ~visibility_mask(at, positions[:, :, unmasked:reach], None)
+            logits[..., unmasked:].masked_fill_(hidden[:, :, None], -float("inf"))
         shares = softmax(logits, sink_logits)
-        # padding has shares that are finite; here they come to nothing
-        if not all_fed:
-            shares *= (asked >= 0).float()[:, None, None, :, None]
+        if not no_padding:  # the shares of padding are finite; set them to 0
+            shares *= (at >= 0).float()[:, None, None, :, None]
         total[:, :, :reach] += shares.sum((2, 3))  # over group and queries
     return total
 
 
-def _reach(at: Tensor, positions: Tensor, start: int, before: int | None) -> int:
-    """How many slots [B, H, K] to look at for queries at ``at`` [B, Q]: behind them none is early enough for any.
+def _reach(query_positions: Tensor, positions: Tensor, start: int, before: int | None) -> int:
+    """Return how many first slots [B, H, K] include all that the queries [B, Q] can see.
 
-    ``start`` is the number of the first query, and ``before`` as ``attention_mass`` has it: then nothing is read.
+    ``start`` is the number of the first query; with ``before`` (see ``attention_mass``) nothing is read from a device.
     """
     if before is None:
-        early = (positions <= at.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slots by number
-        needed = int(early[-1]) + 1 if len(early) else 0
+        visible = (positions <= query_positions.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slot numbers
+        needed = int(visible[-1]) + 1 if len(visible) else 0
     else:
-        needed = before + start + at.shape[1]
-    # in steps, so that a product has few shapes
+        needed = before + start + query_positions.shape[1]
+    # rounded up, so that products have few shapes
     return min(-(-needed // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2])
 
 
 def keep_mask(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """The slots that stay: sink, window and pins first, then the highest importance, ties to the earlier position.
+    """Return which slots stay: sink, window and pins first, then the highest importance, ties to the earlier position.
 
-    All [B, H, K] but ``seen`` [B], slots in order of position; ``policy.budget_at(seen)`` True per head, in the mean
-    where heads share.
+    All tensors [B, H, K] except ``seen`` [B]; slots in order of position. ``policy.budget_at(seen)`` slots stay per
+    head, or on average over heads if they share a budget.
     """
     rank = _rank(importance, positions, seen, policy, pinned)  # [B, H, K]
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
-    # by place in that order: as many from its front as the head may hold
-    best = torch.arange(rank.shape[-1], device=rank.device) < policy.capacities(rank, policy.budget_at(seen))[..., None]
-    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, best)
+    capacities = policy.capacities(rank, policy.budget_at(seen))
+    stays = torch.arange(rank.shape[-1], device=rank.device) < capacities[..., None]  # by place in ``order``
+    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, stays)
 
 
 def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """The one slot per head [B, H] that ``keep_mask`` would drop from budget + 1, whatever the order of slots."""
+    """Return the one slot per head [B, H] that ``keep_mask`` would drop from budget + 1, for slots in any order."""
     rank = _rank(importance, positions, seen, policy, pinned)
-    lowest = rank == rank.amin(-1, keepdim=True)
-    return torch.where(lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it
+    is_lowest = rank == rank.amin(-1, keepdim=True)
+    return torch.where(is_lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it
 
 
 def _rank(importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None) -> Tensor:
-    # by position in the text, whatever is held: a window of the last tokens seen
+    # the window is the last tokens of the text, whether or not all of them are still in the cache
     protected = (positions < policy.sink) | (positions >= seen[:, None, None] - policy.window)
     if pinned is not None:
         protected |= pinned
-    # empty slots last, after the protection: their position -1 is below every sink
-    return importance.masked_fill(protected, _INF).masked_fill(positions < 0, -_INF)
+    # empty slots last, and after the protection: their position -1 is below every sink
+    return importance.masked_fill(protected, float("inf")).masked_fill(positions < 0, -float("inf"))

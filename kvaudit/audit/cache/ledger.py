@@ -1,16 +1,15 @@
-"""The ledger: when each cache entry left. One integer per entry replays a whole compressed rollout.
+"""The ledger: when each cache entry was evicted. One integer per entry is enough to replay a compressed rollout.
 
-Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``. Where the cache was
-quantised too, queries from ``keys_quantised_at[j]`` on saw key j as the codec stores it, values alike.
+Key j was visible to query i in layer l and KV head h iff ``j <= i < evicted_at[l, h, j]``. If the cache was quantised
+too, queries from ``keys_quantised_at[j]`` on saw key j as the codec stores it, and values likewise.
 
 File format 3: safetensors with, per rollout n, ``n.ids`` int32 [T], ``n.sampled`` bool [T], ``n.sampler_logprobs``
-float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 where T fits (the largest number means never), an int32
-otherwise; with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same coding and the
-codes at a border, ``n.hints`` uint16 [N] (``quantised.hints``); of a mixture-of-experts model also ``n.experts``
-[T, M, k], a uint8 where the numbers fit and a uint16 otherwise (the largest number means none); where queries chose
-what they attend to also ``n.choosing`` int32 [N] and ``n.chosen`` [S, A, N, k], a uint16 where its numbers fit, with
-unit and layers in the header (see ``Selection``). Metadata key ``kvaudit`` holds JSON of the rest. Formats 1 (all
-int32, ids int64, no codec) and 2 (no hints, no experts, no choices) are still read.
+float32 [T] (nats) and ``n.evicted_at`` [L, H, T], a uint16 if T fits (the largest number means never), else an int32;
+with a codec also ``n.keys_quantised_at`` and ``n.values_quantised_at`` [T] in the same form, and ``n.hints`` uint16 [N]
+(see ``hints``); for a mixture-of-experts model ``n.experts`` [T, M, k], a uint8 if the numbers fit, else a uint16 (the
+largest number means none); if queries selected their keys, ``n.choosing`` int32 [N] and ``n.chosen`` [S, A, N, k], a
+uint16 if its numbers fit, with unit and layers in the header (see ``Selection``). Metadata key ``kvaudit`` has the rest
+as JSON. Formats 1 (all int32, ids int64, no codec) and 2 (no hints, experts or choices) can still be read.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
+    """The record of a batch: what every query could see. ``evicted_at`` int32 [B, L, H, T], in row positions.
 
-    A quantised cache has its ``codec`` and since when keys and values are codes: int32 [B, T].
-    A model of M mixture-of-experts blocks has the k ``experts`` each chose per token: int16 [B, T, M, k], -1 for a
-    token that never entered the cache. ``ids`` int64 [B, T] are the tokens it was recorded for, -1 beyond a row's end;
-    None: nobody said. ``hints`` are each row's codes at a border, as ``quantised.hints`` packs them; none where nobody
-    recorded them. Where queries attended to chosen keys only, ``selections`` has every row's (``Selection``).
+    A quantised cache has a ``codec`` and the times from which keys and values are codes: int32 [B, T]. ``experts``
+    int16 [B, T, M, k] are those selected in M mixture-of-experts blocks, -1 for a token that never entered the cache.
+    ``ids`` int64 [B, T] are the recorded tokens, -1 after a row's end; None if unknown. ``hints`` are packed per row
+    (``hints.pack_hints``), empty if not recorded. ``selections`` are per row, if queries selected their keys.
     """
 
     evicted_at: Tensor
@@ -72,17 +70,14 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled row with its ledger; CPU tensors.
+    """One sampled row with its ledger; CPU tensors. Fields not listed here are as in ``Ledger``, without B.
 
     ``ids`` [T] int64, ``sampled`` [T] bool, ``sampler_logprobs`` [T] float32 nats (0 where not sampled), ``evicted_at``
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
-    entries at that moment, over compressed layers; ``kv_bytes_peak`` is this row's share of allocated tensors,
-    ``kv_bytes_live`` what its entries took while decoding, without slack and bookkeeping (None: nobody counted). A
-    quantised cache has its ``codec`` and gives two more tables [T] int32 and the ``hints`` (uint16 words, None where
-    nobody recorded them). ``experts`` [T, M, k] int16 are those of a mixture-of-experts model, see ``Ledger``;
-    ``selection`` says what queries attended to where they chose. ``row_keys`` are the numbers of the row that its
-    prompt was prefilled in and of its own, where the policy draws by them. ``pinned`` are runs of tokens that a role
-    pinned, each from its first to behind its last, where what heads share depends on them.
+    entries at that moment, over compressed layers. ``kv_bytes_peak`` is this row's share of the allocated tensors,
+    ``kv_bytes_live`` the bytes of its entries while decoding (``store.peak_live_bytes``; None if not counted).
+    ``row_keys`` are the key of the row in which its prompt was prefilled and its own, if the policy draws by them.
+    ``pinned`` are runs [start, end) of pinned tokens, if a budget that heads share depends on them.
     """
 
     ids: Tensor
@@ -102,47 +97,41 @@ class Rollout:
     row_keys: tuple[int, int] | None = None
     pinned: tuple[tuple[int, int], ...] | None = None
     selection: Selection | None = None
-    kv_bytes_live: int | None = None  # in no ledger file, since a ledger says it
-    stored: EngineStore | None = None  # how the engine that sampled it stores keys and values; in no ledger file
+    # the following are not in ledger files
+    kv_bytes_live: int | None = None
+    stored: EngineStore | None = None  # how the engine that sampled the row stores keys and values
     written: tuple[Tensor, Tensor] | None = None  # keys and values [L, H, T - 1, D] as that engine wrote them
-    turns: tuple[Rollout, ...] = ()  # of several that were drawn: each as the engine read it, its own tokens sampled
+    turns: tuple[Rollout, ...] = ()  # if several were sampled: each as the engine read it, its own tokens sampled
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """What an engine read and drew at once: every turn with all that came before it, or the whole."""
+        """What an engine read and sampled at once: every turn with all text before it, or the whole row."""
         return self.turns or (self,)
 
 
 def batch_ledger(rollouts: Sequence[Rollout]) -> Ledger:
-    """What every query of some rollouts could see, as one batch filled up to the longest.
-
-    Raises DataError where they were not stored in one way.
-    """
+    """Combine rollouts into one padded batch; raise DataError if they were stored by different codecs."""
     first, longest = rollouts[0], max(len(rollout.ids) for rollout in rollouts)
     if any(rollout.codec != first.codec for rollout in rollouts):
-        raise DataError("rollouts of one batch were stored by unlike quantisers; replay them apart")
+        raise DataError("rollouts of one batch were stored by different quantisers; replay them separately")
     # [L, H, longest] each
     evicted_at = [torch.nn.functional.pad(r.evicted_at, (0, longest - len(r.ids)), value=NEVER) for r in rollouts]
-    experts = [rollout.experts for rollout in rollouts if rollout.experts is not None]  # [T, M, k] of all or of none
+    no_hints = torch.zeros(0, dtype=torch.uint16)
     return Ledger(
         torch.stack(evicted_at),  # [B, L, H, longest]
         first.codec,
-        _filled([r.keys_quantised_at for r in rollouts if r.keys_quantised_at is not None], NEVER),
-        _filled([r.values_quantised_at for r in rollouts if r.values_quantised_at is not None], NEVER),
-        _filled(experts, -1),
-        _filled([rollout.ids for rollout in rollouts], -1),
-        () if first.codec is None else tuple(_words(rollout.hints) for rollout in rollouts),
-        [rollout.selection for rollout in rollouts],
+        _pad_rows([r.keys_quantised_at for r in rollouts if r.keys_quantised_at is not None], NEVER),
+        _pad_rows([r.values_quantised_at for r in rollouts if r.values_quantised_at is not None], NEVER),
+        _pad_rows([r.experts for r in rollouts if r.experts is not None], -1),  # all rollouts have experts, or none
+        _pad_rows([r.ids for r in rollouts], -1),
+        () if first.codec is None else tuple(no_hints if r.hints is None else r.hints for r in rollouts),
+        [r.selection for r in rollouts],
     )
 
 
-def _filled(rows: Sequence[Tensor], value: int) -> Tensor | None:
-    """Rows [T, ...] of unlike lengths as one tensor; None of none."""
+def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor | None:
+    """Stack rows [T, ...] of different lengths; None for no rows."""
     return pad_sequence(list(rows), batch_first=True, padding_value=value) if rows else None
-
-
-def _words(hints: Tensor | None) -> Tensor:
-    return torch.zeros(0, dtype=torch.uint16) if hints is None else hints
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
@@ -152,7 +141,7 @@ def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str
     tensors = {f"{n}.{name}": tensor for n, rollout in enumerate(rollouts) for name, tensor in _tensors(rollout)}
     scalars = [_scalars(rollout) for rollout in rollouts]
     header = {"format": LEDGER_FORMAT, "policy": policy.canonical, "policy_hash": policy.hash, "rollouts": scalars}
-    # one key only: safetensors writes several in no fixed order, and equal ledgers must have equal hashes
+    # a single key: safetensors writes several in no fixed order, and equal ledgers must have equal hashes
     metadata = {"kvaudit": json.dumps(header)}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata=metadata)
@@ -166,10 +155,10 @@ def _tensors(rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
     for name in _TIMES:
         times = getattr(rollout, name)
         if times is not None:
-            yield name, _shortened(times.contiguous())
+            yield name, _shorten(times.contiguous())
     if rollout.experts is not None:
-        small = torch.uint8 if int(rollout.experts.max()) < torch.iinfo(torch.uint8).max else torch.uint16
-        yield "experts", rollout.experts.to(small)  # -1, none, becomes the largest number
+        dtype = torch.uint8 if int(rollout.experts.max()) < torch.iinfo(torch.uint8).max else torch.uint16
+        yield "experts", rollout.experts.to(dtype)  # -1, none, becomes the largest number
     if rollout.hints is not None:
         yield _HINTS, rollout.hints
     if rollout.selection is not None:
@@ -191,22 +180,22 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
     return scalars
 
 
-def _shortened(times: Tensor) -> Tensor:
-    """Half the bytes where every time fits."""
-    if times.shape[-1] >= _SHORT_NEVER - 1:  # times go up to the number of tokens, and one number is taken
+def _shorten(times: Tensor) -> Tensor:
+    """Convert to two bytes if every time fits: times go up to the number of tokens, and one number is taken."""
+    if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number
 
 
-def _lengthened(times: Tensor) -> Tensor:
+def _lengthen(times: Tensor) -> Tensor:
     if times.dtype is not _SHORT:
         return times
-    wide = times.to(torch.int32)  # uint16 knows few operations
+    wide = times.to(torch.int32)  # torch has few operators for uint16
     return torch.where(wide == _SHORT_NEVER, NEVER, wide)
 
 
 def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], Policy]:
-    """Read (rollouts, policy); raises DataError for a missing, corrupt, foreign or tampered file."""
+    """Read (rollouts, policy). Raises DataError for a missing, corrupt, foreign or changed file."""
     if not path.is_file():
         raise DataError(f"ledger {str(path)!r} does not exist")
     if sha256 is not None and (got := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
@@ -221,78 +210,9 @@ def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout
     except (TypeError, KeyError, AttributeError) as error:
         raise DataError(f"ledger {str(path)!r} is damaged ({error}); sample it again") from None
     for rollout in rollouts:
-        _check(path, rollout)
+        if fault := _fault(rollout):
+            raise DataError(f"ledger {str(path)!r}{fault}")
     return rollouts, policy
-
-
-def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
-    fields = _checked_scalars(scalars)
-    names = (*_TENSORS, *_TIMES[1:]) if fields.get("codec") else _TENSORS
-    names = (*names, *([_HINTS] if f"{number}.{_HINTS}" in file.keys() else []))  # noqa: SIM118 - not a mapping
-    tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _TYPES.get(name, (torch.int32, _SHORT)):
-            raise TypeError(f"{name} of rollout {number} holds {tensor.dtype}")
-    tensors |= {name: _lengthened(tensors[name]) for name in _TIMES if name in tensors}
-    tensors["ids"] = tensors["ids"].long()  # as embeddings want them
-    if f"{number}.experts" in file.keys():  # noqa: SIM118  # no dictionary
-        tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
-    if "selection" in fields:
-        choosing, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
-        unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
-        fields |= {"selection": Selection(unit, layers, choosing, _signed(chosen).to(torch.int32))}
-    return Rollout(**tensors, **fields)
-
-
-def _signed(stored: Tensor) -> Tensor:
-    """The largest number of an unsigned type means none, -1."""
-    wide = stored.to(torch.int64)
-    return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)
-
-
-def _checked_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers if all are there and of their kind; a TypeError is a damaged header."""
-    whole = [name for name in _SCALARS if name != "retention"]
-    # the type itself: to isinstance, JSON's true is a whole number
-    if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in whole):
-        raise TypeError(f"{', '.join(whole)} are whole numbers")
-    if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
-        raise TypeError("retention is a number and codec a text")
-    chosen = scalars.get("selection", {"unit": 1, "layers": []})  # as where nothing chose
-    if type(chosen["unit"]) is not int or chosen["unit"] < 1 or any(type(n) is not int for n in chosen["layers"]):
-        raise TypeError("selection names its unit and its layers in whole numbers")
-    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "pinned", "selection"}:
-        raise TypeError(f"unknown entries {sorted(unknown)}")
-    found = dict(scalars)
-    if "row_keys" in found:
-        found["row_keys"] = _row_keys(found["row_keys"])
-    if "pinned" in found:
-        found["pinned"] = tuple(_run(run) for run in found["pinned"])
-    if "codec" in found:
-        found["codec"] = _codec(found["codec"])
-    return found
-
-
-def _codec(text: str) -> Quantiser | None:
-    """The quantiser of that name; a TypeError is a damaged header."""
-    codec = quantiser_of(parse_policy(text)) if text else None
-    if text and codec is None:
-        raise TypeError(f"it names {text!r} as its codec, which quantises nothing")
-    return codec
-
-
-def _row_keys(keys: Any) -> tuple[int, int]:
-    """The pair, if it is one of whole numbers that a tensor holds; a TypeError is a damaged header."""
-    if type(keys) is not list or len(keys) != 2 or any(type(key) is not int or abs(key) >= 2**63 for key in keys):
-        raise TypeError("row_keys are two whole numbers of 64 bits")
-    return keys[0], keys[1]
-
-
-def _run(run: Any) -> tuple[int, int]:
-    """The pair, if it is a run of positions; a TypeError is a damaged header."""
-    if type(run) is not list or len(run) != 2 or any(type(end) is not int for end in run) or not 0 <= run[0] < run[1]:
-        raise TypeError("pinned are runs of positions, each two whole numbers that rise")
-    return run[0], run[1]
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -305,28 +225,105 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     return header
 
 
-def _check(path: Path, rollout: Rollout) -> None:
+def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
+    fields, stored = _parse_scalars(scalars), set(file.keys())
+    names = (*_TENSORS, *_TIMES[1:]) if fields.get("codec") else _TENSORS
+    if f"{number}.{_HINTS}" in stored:
+        names = (*names, _HINTS)
+    tensors = {name: file.get_tensor(f"{number}.{name}") for name in names}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES.get(name, (torch.int32, _SHORT)):
+            raise TypeError(f"{name} of rollout {number} holds {tensor.dtype}")
+    tensors |= {name: _lengthen(tensors[name]) for name in _TIMES if name in tensors}
+    tensors["ids"] = tensors["ids"].long()  # embeddings take int64
+    if f"{number}.experts" in stored:
+        tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
+    if "selection" in fields:
+        queries, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
+        unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
+        fields |= {"selection": Selection(unit, layers, queries, _signed(chosen).to(torch.int32))}
+    return Rollout(**tensors, **fields)
+
+
+def _signed(stored: Tensor) -> Tensor:
+    """Convert to int64; the largest number of an unsigned type becomes -1."""
+    wide = stored.to(torch.int64)
+    return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)
+
+
+def _parse_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
+    whole = [name for name in _SCALARS if name != "retention"]
+    # ``type`` and not isinstance, for which JSON's true is an int
+    if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in whole):
+        raise TypeError(f"{', '.join(whole)} are whole numbers")
+    if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
+        raise TypeError("retention is a number and codec a text")
+    selection = scalars.get("selection", {"unit": 1, "layers": []})
+    if (
+        type(selection["unit"]) is not int
+        or selection["unit"] < 1
+        or any(type(n) is not int for n in selection["layers"])
+    ):
+        raise TypeError("selection has a unit and layers, in whole numbers")
+    if unknown := set(scalars) - {*_SCALARS, "codec", "row_keys", "pinned", "selection"}:
+        raise TypeError(f"unknown entries {sorted(unknown)}")
+    parsers = {"row_keys": _parse_row_keys, "pinned": _parse_runs, "codec": _parse_codec}
+    return {name: parsers[name](value) if name in parsers else value for name, value in scalars.items()}
+
+
+def _parse_codec(text: str) -> Quantiser | None:
+    codec = quantiser_of(parse_policy(text)) if text else None
+    if text and codec is None:
+        raise TypeError(f"it names {text!r} as its codec, which quantises nothing")
+    return codec
+
+
+def _parse_row_keys(keys: Any) -> tuple[int, int]:
+    if type(keys) is not list or len(keys) != 2 or any(type(key) is not int or abs(key) >= 2**63 for key in keys):
+        raise TypeError("row_keys are two whole numbers of 64 bits")
+    return keys[0], keys[1]
+
+
+def _parse_runs(runs: Any) -> tuple[tuple[int, int], ...]:
+    for run in runs:
+        if (
+            type(run) is not list
+            or len(run) != 2
+            or any(type(end) is not int for end in run)
+            or not 0 <= run[0] < run[1]
+        ):
+            raise TypeError("pinned are runs of positions, each two whole numbers that rise")
+    return tuple((run[0], run[1]) for run in runs)
+
+
+def _fault(rollout: Rollout) -> str | None:
+    """Return what is wrong with a rollout, as the rest of a sentence about its ledger, or None."""
     tokens = rollout.ids.shape[0]
     if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
-        raise DataError(f"ledger {str(path)!r}: experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens")
-    # the last token was drawn and perhaps never fed
+        return f": experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens"
+    # the last token may have been sampled and never fed
     if rollout.experts is not None and int(rollout.experts[:-1].min()) < 0:
-        raise DataError(f"ledger {str(path)!r}: a token that later ones saw was sent to no expert; the file is damaged")
-    along = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs]
-    along += [t for t in (rollout.keys_quantised_at, rollout.values_quantised_at) if t is not None]
-    if rollout.evicted_at.dim() != 3 or any(t.shape[-1] != tokens for t in along):
-        raise DataError(
-            f"ledger {str(path)!r}: evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
-        )
+        return ": a token that later ones saw has no expert; the file is damaged"
+    quantised_at = [t for t in (rollout.keys_quantised_at, rollout.values_quantised_at) if t is not None]
+    by_token = [rollout.evicted_at, rollout.sampled, rollout.sampler_logprobs, *quantised_at]
+    if rollout.evicted_at.dim() != 3 or any(t.shape[-1] != tokens for t in by_token):
+        return f": evicted_at {tuple(rollout.evicted_at.shape)} does not fit {tokens} tokens"
     if rollout.hints is not None and not (rollout.codec and are_valid_hints(rollout.hints)):
-        raise DataError(f"ledger {str(path)!r}: the codes at a border are not in order; the file is damaged")
+        return ": the hints are not in order; the file is damaged"
     if rollout.selection is not None and (fault := selection_fault(rollout.selection, rollout.evicted_at)):
-        raise DataError(f"ledger {str(path)!r} {fault}")
-    loose = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()  # [n, 1]
-    if len(loose):
-        raise DataError(f"ledger {str(path)!r}: token {int(loose[0])} has a log-prob and was not sampled")
+        return f" {fault}"
+    return _number_fault(rollout, quantised_at)
+
+
+def _number_fault(rollout: Rollout, quantised_at: list[Tensor]) -> str | None:
+    tokens = rollout.ids.shape[0]
+    wrong = ((rollout.sampler_logprobs != 0) & ~rollout.sampled).nonzero()  # [n, 1]
+    if len(wrong):
+        return f": token {int(wrong[0])} has a log-prob and was not sampled"
     if not (0 < rollout.prompt_length <= rollout.answer_start <= tokens and 0 <= rollout.retention <= 1):
-        raise DataError(f"ledger {str(path)!r}: prompt, answer or retention do not fit its {tokens} tokens")
-    own = torch.arange(tokens, dtype=torch.int32)  # codes may be read by an entry's own query, never earlier
-    if (rollout.evicted_at <= own).any() or any((t < own).any() for t in along[3:]):
-        raise DataError(f"ledger {str(path)!r}: an entry left before its own query saw it; the file is damaged")
+        return f": prompt, answer or retention do not fit its {tokens} tokens"
+    positions = torch.arange(tokens, dtype=torch.int32)
+    # an entry's own query may read its code, but no earlier one
+    if (rollout.evicted_at <= positions).any() or any((t < positions).any() for t in quantised_at):
+        return ": an entry left before its own query saw it; the file is damaged"
+    return None

@@ -1,4 +1,4 @@
-"""A model's rotary positions as rotations that can be added, taken back and averaged."""
+"""A model's rotary positions as rotations that can be added, reversed and averaged."""
 
 from __future__ import annotations
 
@@ -13,86 +13,78 @@ from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, Policy, evictor_of
 from kvaudit.core.errors import RunError
 
-# how far a query may be from its turned twin, relative to the largest: rounding of the model's dtype
+# largest difference between a query and its rotated twin, relative to the largest query: rounding of the model's dtype
 TURN_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _ORIGINAL = "original_max_position_embeddings"
-_FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not change with length
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # types whose frequencies do not change with length
 
 
 class Rotary:
-    """Rotation of the first 2F channels of a head by ``position * frequency``, channel i paired with channel i + F.
+    """Rotation of the first 2F channels of a head by ``position * frequency``; channel i is paired with channel i + F.
 
-    Rotations add up, so they apply to vectors that the model has rotated already. Work is done in ``dtype``.
+    Rotations add up, so they also apply to vectors that the model has rotated already.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = frequencies  # [F] radians per position
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
-        """``x`` [B, H, N, D] turned by ``by`` positions [B, N] (integers, negative takes a rotation back)."""
+        """Rotate ``x`` [B, H, N, D] by ``by`` positions [B, N]; negative ones undo a rotation."""
         angle = by[:, None, :, None].to(torch.float64) * self._frequencies  # [B, 1, N, F] radians
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         half = len(self._frequencies)
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]  # F, F and D - 2F channels
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    def moduli(self, x: Tensor) -> Tensor:
-        """Lengths [..., F] of the channel pairs that turn together, of ``x`` [..., D]."""
+    def pair_lengths(self, x: Tensor) -> Tensor:
+        """Return the lengths [..., F] of the channel pairs of ``x`` [..., D]."""
         half = len(self._frequencies)
         return torch.hypot(x[..., :half], x[..., half : 2 * half])
 
     def mean_turn(self, start: Tensor, steps: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """Mean rotation matrix [B, size, size] over positions start + steps, for start [B] and steps [n]."""
+        """Return the mean rotation matrix [B, size, size] over positions start + steps, for start [B], steps [n]."""
         angle = (start[:, None] + steps).double()[..., None] * self._frequencies  # [B, n, F] radians
-        cos, sin = angle.cos().mean(1), angle.sin().mean(1)  # [B, F]
+        cos, sin = (torch.diag_embed(part.mean(1)) for part in (angle.cos(), angle.sin()))  # [B, F, F]
         half = len(self._frequencies)
         matrix = torch.eye(size, dtype=torch.float64, device=start.device).repeat(len(start), 1, 1)
         # as in ``turn``: the pair (a, b) becomes (a cos - b sin, b cos + a sin)
-        matrix[:, :half, :half], matrix[:, half : 2 * half, half : 2 * half] = (
-            torch.diag_embed(cos),
-            torch.diag_embed(cos),
-        )
-        matrix[:, :half, half : 2 * half] = -torch.diag_embed(sin)
-        matrix[:, half : 2 * half, :half] = torch.diag_embed(sin)
+        matrix[:, :half, :half] = cos
+        matrix[:, half : 2 * half, half : 2 * half] = cos
+        matrix[:, :half, half : 2 * half] = -sin
+        matrix[:, half : 2 * half, :half] = sin
         return matrix.to(dtype)
 
 
-def _is_fixed(config: Any) -> bool:
-    table = config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
-    table = table.get("full_attention", table)  # some models have a table per kind of layer
-    return table.get("rope_type", "default") in _FIXED
-
-
 def rotary_length_limit(config: Any) -> int | None:
-    """How long a row may be before its turns depend on the longest row of a forward; None for any length.
+    """Return the row length up to which rotations do not depend on other rows; None for any length.
 
     ``dynamic`` and ``longrope`` frequencies change for a whole forward once a position exceeds the original length:
-    then neither the rows of a batch nor the steps of one row are turned alike.
+    from there on neither the rows of a batch nor the steps of one row are rotated alike.
     """
     text = config.get_text_config(decoder=True).to_dict()
     table = text.get("rope_parameters") or {}
-    # one table for all layers, or one for each kind of them
-    parts = [part for part in (table, *table.values()) if isinstance(part, dict) and "rope_type" in part]
+    # one table for all layers, or one per kind of layer
+    tables = [part for part in (table, *table.values()) if isinstance(part, dict) and "rope_type" in part]
     limits = [
         part.get(_ORIGINAL) or text.get(_ORIGINAL) or text["max_position_embeddings"]
-        for part in parts
+        for part in tables
         if part["rope_type"] not in _FIXED
     ]
     return min(limits, default=None)
 
 
 def require_rotary_length(config: Any, tokens: int) -> None:
-    """Raise RunError for rows of ``tokens`` tokens beyond ``rotary_length_limit``."""
-    most = rotary_length_limit(config)
-    if most is not None and tokens > most:
+    """Raise RunError for rows of more ``tokens`` than ``rotary_length_limit``."""
+    limit = rotary_length_limit(config)
+    if limit is not None and tokens > limit:
         raise RunError(
-            f"model {config.model_type!r} has rotary positions that beyond {most} tokens depend on the longest row of "
-            f"a forward, so a row of {tokens} tokens cannot be replayed; stay within {most}"
+            f"model {config.model_type!r} has rotary positions that beyond {limit} tokens depend on the longest row of "
+            f"a forward, so a row of {tokens} tokens cannot be replayed; stay within {limit}"
         )
 
 
 class _Probe:
-    """Notes every layer's queries and gives no attention, so that equal tokens stay equal through all layers."""
+    """A ``KVHandler`` that records queries and returns zeros, so that equal tokens stay equal through all layers."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}
@@ -106,22 +98,22 @@ class _Probe:
         return torch.zeros_like(hidden)
 
     def settle(self) -> None:
-        """Nothing is owed: layers that did not ask have no queries."""
+        """Do nothing: not every layer has to call a probe."""
+
+
+_ROTARIES: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDictionary()  # by model and device
 
 
 def find_rotary(model: Any, policy: Policy) -> Rotary | None:
-    """The rotation of a model's full-attention layers, where the policy asks for it.
-
-    RunError where the model has none, or where some governed layer is seen not to turn its queries so.
-    """
+    """Return the rotation of a model's layers, None if not needed; raise RunError if they do not rotate like that."""
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:
         return None
     device = next(model.parameters()).device
-    known = _KNOWN.setdefault(model, {})
-    if device not in known:  # a model may have moved since it was asked
-        known[device] = _of(model)
-    rotary = known[device]
+    rotaries = _ROTARIES.setdefault(model, {})
+    if device not in rotaries:  # the model may have moved to another device
+        rotaries[device] = _probe_rotary(model)
+    rotary = rotaries[device]
     if rotary is None:
         raise RunError(
             f"policy {evictor.name} needs rotary positions of fixed frequencies, on a head's first channels, "
@@ -130,32 +122,30 @@ def find_rotary(model: Any, policy: Policy) -> Rotary | None:
     return rotary
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDictionary()  # one probe per model and place
-
-
-def _of(model: Any) -> Rotary | None:
-    table = next((m for name, m in find_decoder(model).named_modules() if name.endswith("rotary_emb")), None)
-    buffers = {} if table is None else dict(table.named_buffers())
+def _probe_rotary(model: Any) -> Rotary | None:
+    module = next((m for name, m in find_decoder(model).named_modules() if name.endswith("rotary_emb")), None)
+    buffers = {} if module is None else dict(module.named_buffers())
     frequencies = buffers.get("full_attention_inv_freq", buffers.get("inv_freq"))
-    if not isinstance(frequencies, Tensor) or not _is_fixed(model.config):
+    table = model.config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
+    table = table.get("full_attention", table)  # some models have a table per kind of layer
+    if not isinstance(frequencies, Tensor) or table.get("rope_type", "default") not in _FIXED:
         return None
     rotary = Rotary(frequencies.double())
-    return rotary if _turns_so(model, rotary) else None
+    return rotary if _matches_model(model, rotary) else None
 
 
 @torch.no_grad()
-def _turns_so(model: Any, rotary: Rotary) -> bool:
-    """Whether the same token, five positions on, has the same query in every governed layer, turned by five."""
+def _matches_model(model: Any, rotary: Rotary) -> bool:
+    """Whether in every governed layer the query of a token, rotated by five, is that of the token five positions on."""
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)
     find_decoder(model)(input_ids=ids, position_ids=positions, use_cache=False, kv=probe)
-    plans = layer_plans(model.config, Dense())
-    for layer, plan in enumerate(plans):
+    for layer, plan in enumerate(layer_plans(model.config, Dense())):
         if plan.is_governed:
             query = probe.queries[layer].double()  # [1, G*H, 2, D]
             expected = rotary.turn(query[:, :, :1], torch.tensor([[5]], device=device))
-            worst = (query[:, :, 1:] - expected).abs().amax()
-            if float(worst) > TURN_ROUNDING[model.dtype] * float(query.abs().amax()):
+            error = (query[:, :, 1:] - expected).abs().amax()
+            if float(error) > TURN_ROUNDING[model.dtype] * float(query.abs().amax()):
                 return False
     return True

@@ -1,129 +1,262 @@
-"""What a cache knows of each of its rows: keys to draw by, pins, and since when entries are codes."""
+"""What a cache knows of each of its rows on the host: when it compresses, its keys for draws, pins, and its codes.
+
+Kept in plain numbers: a decode step has only a few of them, and an operator for each would take longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.rows import Counts
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Evictor, Quantiser
 from kvaudit.core.errors import SpecError
 
 
-def join_parts(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Have parts of one cache take in the rows of their like in another; both have a part, or neither has."""
-    for own, other in pairs:
-        assert (own is None) == (other is None), (own, other)
-        if own is not None:
-            own.join(other)
+class Counts:
+    """One whole number per row, with the smallest and the largest; kept on the host, so that reading never waits."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = tuple(numbers)
+        self.smallest, self.largest = min(self.numbers), max(self.numbers)
+        self._on_device: Tensor | None = None
+
+    def to(self, device: torch.device) -> Tensor:
+        """Return the numbers as int64 [B] on a device; they are copied there once."""
+        if self._on_device is None or self._on_device.device != device:
+            self._on_device = upload(torch.tensor(self.numbers), device)
+        return self._on_device
+
+    def all_equal(self, number: int) -> bool:
+        return self.smallest == self.largest == number
+
+    def select(self, rows: Tensor) -> Counts:
+        return Counts([self.numbers[row] for row in rows.tolist()])
+
+    def concat(self, other: Counts) -> Counts:
+        return Counts(self.numbers + other.numbers)
+
+
+# --- when rows compress -----------------------------------------------------------------------------------------------
+
+
+class NewTokens(NamedTuple):
+    """The tokens that a forward of ``width`` columns brings to each row, from position ``first`` on (-1 for none)."""
+
+    width: int
+    counts: tuple[int, ...]
+    first: tuple[int, ...]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every column holds a token of every row, at the same position in all of them."""
+        return min(self.counts) == self.width and len(set(self.first)) == 1
+
+
+def read_new_tokens(positions: Tensor) -> NewTokens:
+    """Count the new tokens in CPU row positions [B, Q] (-1 = padding), which rise along a row."""
+    width = positions.shape[1]
+    if width == 1:
+        first = tuple(row[0] for row in positions.tolist())
+        return NewTokens(1, tuple(int(position >= 0) for position in first), first)
+    real = positions >= 0
+    # positions rise, so the first is the smallest
+    smallest = torch.where(real, positions, NEVER).amin(1) if width else torch.full((len(positions),), NEVER)
+    first = tuple(-1 if position == NEVER else position for position in smallest.tolist())
+    return NewTokens(width, tuple(real.sum(1).tolist()), first)
+
+
+class Eviction(NamedTuple):
+    """The ``rows`` that compress now (a slice for all, or an index on the device), and the ``budgets`` of all rows."""
+
+    rows: Tensor | slice
+    budgets: Counts
+
+
+class Victims(NamedTuple):
+    """The slot and position of the one entry per head that is evicted; a number if it is the same in all heads."""
+
+    slots: Tensor | int  # [B, H]
+    positions: Tensor | int  # [B, H, 1]
+
+    def simplified(self) -> Victims:
+        """Return one number for equal slots on a CPU; on another device the comparison would have to wait for it."""
+        slots = torch.as_tensor(self.slots)
+        if slots.device.type != "cpu":
+            return self
+        first = slots[0, 0]
+        return self._replace(slots=int(first)) if bool((slots == first).all()) else self
+
+
+class Schedule:
+    """When rows compress and how many entries they then have: the same for all layers of one evictor.
+
+    It depends on each row's own tokens alone. ``arrived`` and ``remaining`` count entries, averaged over heads: with
+    the new ones of the forward, and after it has compressed.
+    """
+
+    def __init__(self, evictor: Evictor, rows: int) -> None:
+        self.evictor = evictor
+        self._since_eviction = [0] * rows  # tokens decoded since the last eviction
+        self.arrived = self.remaining = Counts(self._since_eviction)
+        # positions by slot before the forward, if all rows, heads and layers hold the same; None: not known
+        self.slot_positions: list[int] | None = None
+        self.max_slots: int | None = None  # slots that are ever needed, if the budget bounds them
+        self.eviction: Eviction | None = None
+        self.victims: Victims | None = None  # found by an earlier layer, if they are the same in all layers
+        self.ring_places: tuple[Tensor, Tensor] | None = None  # rows with a new token, and its place in ``LastQueries``
+
+    def begin(self, tokens: NewTokens, seen: Tensor, device: torch.device, *, decoding: bool) -> None:
+        """Count the tokens of a forward; ``seen`` [B] includes them."""
+        evictor, counts = self.evictor, tokens.counts
+        before = self.remaining.numbers
+        self.arrived = self.remaining = Counts([held + new for held, new in zip(before, counts, strict=True)])
+        self.max_slots = self.eviction = self.victims = self.ring_places = None
+        if tokens.width > 1 or not tokens.is_aligned:
+            self.slot_positions = None
+        if tokens.width == 1 and evictor.observed_queries:
+            rows = [row for row, count in enumerate(counts) if count]
+            places = [tokens.first[row] % evictor.observed_queries for row in rows]
+            # both in one copy
+            fed_rows, ring_places = upload(torch.tensor([rows, places], dtype=torch.int64), device).unbind(0)
+            self.ring_places = fed_rows, ring_places
+        if not evictor.evicts:
+            return
+        budgets = Counts(evictor.budget_at(seen).tolist())
+        # heads that share a budget may each exceed it; phase prefill never evicts while decoding
+        if not evictor.shares_heads and not (decoding and evictor.phase == "prefill"):
+            self.max_slots = budgets.largest + max(tokens.width, evictor.interval)
+        due = self.are_due(counts, budgets, decoding=decoding)
+        if any(due):
+            self._since_eviction = [0 if is_due else n for is_due, n in zip(due, self._since_eviction, strict=True)]
+            numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
+            self.remaining = Counts([budget if is_due else held for is_due, budget, held in numbers])
+            due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
+            self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
+
+    def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
+        """Return which rows compress to ``budgets`` after their ``new`` tokens have arrived."""
+        # a row without new tokens stays unchanged, whatever the other rows of the batch do
+        numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
+        over = [held > budget and more > 0 for held, budget, more in numbers]
+        if not decoding:
+            return [row and self.evictor.phase != "decode" for row in over]
+        self._since_eviction = [n + more for n, more in zip(self._since_eviction, new, strict=True)]
+        waited = [n >= self.evictor.interval for n in self._since_eviction]
+        return [a and b and self.evictor.phase != "prefill" for a, b in zip(over, waited, strict=True)]
+
+    def reindex(self, rows: Tensor) -> None:
+        self._since_eviction, self.slot_positions = [self._since_eviction[row] for row in rows.tolist()], None
+        self.arrived = self.remaining = self.remaining.select(rows)
+
+    def join(self, other: Schedule) -> None:
+        self._since_eviction, self.slot_positions = self._since_eviction + other._since_eviction, None
+        self.arrived = self.remaining = self.remaining.concat(other.remaining)
+
+
+# --- row keys and pins ------------------------------------------------------------------------------------------------
 
 
 class RowKeys:
-    """The number of each row [B], by which policies draw; group members share that of their prompt's entries."""
+    """The number of each row [B], which seeds the draws of policies; a group shares the number of its prompt."""
 
     def __init__(self, keys: Tensor) -> None:
-        self._own = keys
-        self._shared: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
+        self._keys = keys
+        self._prompts: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """The key of the row that each entry at positions [b, H, K] was made for: [b, H, K], or alike along H and K."""
-        own = self._own[rows][:, None, None]  # [b, 1, 1]
-        if self._shared is None:
-            return own
-        keys, lengths = (part[rows][:, None, None] for part in self._shared)
-        return torch.where(positions < lengths, keys, own)
+        """Return the key under which each entry at positions [b, H, K] was made; broadcasts to [b, H, K]."""
+        keys = self._keys[rows][:, None, None]  # [b, 1, 1]
+        if self._prompts is None:
+            return keys
+        prompt_keys, lengths = (tensor[rows][:, None, None] for tensor in self._prompts)
+        return torch.where(positions < lengths, prompt_keys, keys)
 
     def reindex(self, rows: Tensor) -> None:
-        """Hold these rows instead, in this order, each as often as it is named."""
-        self._own = self._own[rows]
-        if self._shared is not None:
-            keys, lengths = self._shared
-            self._shared = (keys[rows], lengths[rows])
+        self._keys = self._keys[rows]
+        if self._prompts is not None:
+            keys, lengths = self._prompts
+            self._prompts = (keys[rows], lengths[rows])
 
     def join(self, other: RowKeys) -> None:
-        """Hold the rows of another one too, behind its own."""
-        if self._shared is not None or other._shared is not None:
-            keys, lengths = (torch.cat(both) for both in zip(self._of_prompts, other._of_prompts, strict=True))
-            self._shared = (keys, lengths)
-        self._own = torch.cat([self._own, other._own])
+        if self._prompts is not None or other._prompts is not None:
+            pairs = zip(self._prompts_or_none(), other._prompts_or_none(), strict=True)
+            keys, lengths = (torch.cat(pair) for pair in pairs)
+            self._prompts = (keys, lengths)
+        self._keys = torch.cat([self._keys, other._keys])
 
-    @property
-    def _of_prompts(self) -> tuple[Tensor, Tensor]:
-        """Key and length of the prompt that a row shares, of length 0 where it shares none."""
-        return (self._own, torch.zeros_like(self._own)) if self._shared is None else self._shared
+    def _prompts_or_none(self) -> tuple[Tensor, Tensor]:
+        """Return key and length of each row's shared prompt, with length 0 for a row without one."""
+        return (self._keys, torch.zeros_like(self._keys)) if self._prompts is None else self._prompts
 
-    def part(self, keys: Tensor, seen: Tensor) -> None:
-        """Give rows that have ``seen`` [B] tokens ``keys`` [B] of their own from now on."""
-        # what was fed until now stays under the key that it was drawn by
-        self._shared, self._own = (self._own, seen.to(self._own.device)), keys
+    def set_member_keys(self, keys: Tensor, seen: Tensor) -> None:
+        """Use ``keys`` [B] from now on; the ``seen`` [B] tokens so far stay under the key of their prompt."""
+        self._prompts, self._keys = (self._keys, seen.to(self._keys.device)), keys
 
 
 class Pins:
-    """Which positions of each row never leave: bool [B, T] on the CPU, grown as pinned tokens come."""
+    """The positions of each row that never leave: bool [B, T] on the CPU, extended as pinned tokens arrive."""
 
     def __init__(self, policies: Sequence[Evictor], rows: int) -> None:
-        self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the least room
-        self._at = torch.zeros(rows, 0, dtype=torch.bool)
-        self._there: Tensor | None = None  # the same where entries are
+        self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the smallest budget
+        self._pinned = torch.zeros(rows, 0, dtype=torch.bool)
+        self._on_device: Tensor | None = None
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
-        """Note the new tokens [B, Q], on the CPU: positions (-1 = padding) and whether each is pinned."""
+        """Add tokens by CPU position [B, Q] (-1 = padding); raise SpecError if the pins exceed the budget."""
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)  # [n] each
         if not len(rows):
             return
-        at = positions[rows, columns]
-        grow = max(int(at.max()) + 1 - self._at.shape[1], 0)
-        self._at, self._there = torch.nn.functional.pad(self._at, (0, grow)), None
-        self._at[rows, at] = True
-        self._check()
-
-    def _check(self) -> None:
+        new = positions[rows, columns]
+        grow = max(int(new.max()) + 1 - self._pinned.shape[1], 0)
+        self._pinned, self._on_device = torch.nn.functional.pad(self._pinned, (0, grow)), None
+        self._pinned[rows, new] = True
         policy = self._policy
-        beyond = self._at[:, policy.sink :].sum(1)  # pins among the sinks take no room of their own
-        if len(beyond) and int(beyond.max()) + policy.sink + policy.window > policy.budget:
+        count = int(self._pinned[:, policy.sink :].sum(1).max())  # pins among the sinks take no extra room
+        if count + policy.sink + policy.window > policy.budget:
             raise SpecError(
-                f"policy {policy.name}: pin={policy.pin} holds {int(beyond.max())} tokens, which do not fit "
+                f"policy {policy.name}: pin={policy.pin} holds {count} tokens, which do not fit "
                 f"budget={policy.budget} with sink={policy.sink}, window={policy.window}; raise the budget or pin less"
             )
 
     def at(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """Bool [b, H, K] for slots at positions [b, H, K] (-1 = empty) of some rows."""
-        if not self._at.shape[1]:
+        """Return which slots of some rows are pinned, bool [b, H, K], by their positions [b, H, K] (-1 = empty)."""
+        if not self._pinned.shape[1]:
             return torch.zeros_like(positions, dtype=torch.bool)
-        if self._there is None:
-            self._there = upload(self._at, positions.device)
-        table = self._there[rows]  # [b, T]
-        # any place for empty slots, which are masked out below
+        if self._on_device is None:
+            self._on_device = upload(self._pinned, positions.device)
+        table = self._on_device[rows]  # [b, T]
+        # any index will do for empty slots and for later tokens, which are not pinned
         index = positions.clamp(min=0, max=table.shape[1] - 1).long()
-        found = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
-        return found & (positions >= 0) & (positions < table.shape[1])  # later tokens were never announced as pins
+        pinned = table[:, None].expand(-1, positions.shape[1], -1).gather(2, index)
+        return pinned & (positions >= 0) & (positions < table.shape[1])
 
     def runs(self) -> list[tuple[tuple[int, int], ...]]:
-        """Every row's pinned positions, as runs from their first to behind their last."""
-        edges = torch.nn.functional.pad(self._at.int(), (1, 1)).diff(dim=1)  # 1 where a run begins, -1 behind it
+        """Return every row's pinned positions as runs [start, end)."""
+        edges = torch.nn.functional.pad(self._pinned.int(), (1, 1)).diff(dim=1)  # 1 at a start, -1 at an end
         return [
-            tuple(zip((own > 0).nonzero()[:, 0].tolist(), (own < 0).nonzero()[:, 0].tolist(), strict=True))
-            for own in edges
+            tuple(zip((row > 0).nonzero()[:, 0].tolist(), (row < 0).nonzero()[:, 0].tolist(), strict=True))
+            for row in edges
         ]
 
     def reindex(self, rows: Tensor) -> None:
-        """Hold these rows instead, by an index on the CPU, in this order, each as often as it is named."""
-        self._at, self._there = self._at[rows], None
+        self._pinned, self._on_device = self._pinned[rows], None
 
     def join(self, other: Pins) -> None:
-        """Hold the rows of another one too, behind its own."""
-        width = max(self._at.shape[1], other._at.shape[1])
-        both = (torch.nn.functional.pad(own._at, (0, width - own._at.shape[1])) for own in (self, other))
-        self._at, self._there = torch.cat(list(both)), None
+        width = max(self._pinned.shape[1], other._pinned.shape[1])
+        tables = (torch.nn.functional.pad(pins, (0, width - pins.shape[1])) for pins in (self._pinned, other._pinned))
+        self._pinned, self._on_device = torch.cat(list(tables)), None
+
+
+# --- since when entries are codes -------------------------------------------------------------------------------------
 
 
 class QuantisationTimes:
-    """Since which query each key and value is seen quantised; the same in every layer and head."""
+    """The query from which on each key and value is read as a code; the same in every layer and head."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -131,20 +264,20 @@ class QuantisationTimes:
         self._values: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, seen: Sequence[int], new: Sequence[int]) -> None:
-        """Rows that were given ``new`` tokens have now seen ``seen``."""
-        for row, (count, fresh) in enumerate(zip(seen, new, strict=True)):
-            if fresh:
+        """Add ``new`` tokens to each row, which has then ``seen`` tokens."""
+        for row, (count, more) in enumerate(zip(seen, new, strict=True)):
+            if more:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
                     before = len(times[row])  # entries that are codes already
                     times[row] += self._codec.first_queries(before, until(before, count), count)
 
-    def until(self) -> tuple[Counts, Counts]:
-        """How many keys and values of each row are quantised."""
+    def counts(self) -> tuple[Counts, Counts]:
+        """Return how many keys and values of each row are codes."""
         keys, values = (Counts([len(t) for t in times]) for times in (self._keys, self._values))
         return keys, values
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """``keys_quantised_at`` and ``values_quantised_at`` [B, tokens] int32."""
+        """Return ``keys_quantised_at`` and ``values_quantised_at``, int32 [B, tokens]."""
         keys, values = (
             torch.tensor([(t + [NEVER] * tokens)[:tokens] for t in times], dtype=torch.int32)
             for times in (self._keys, self._values)
@@ -152,10 +285,77 @@ class QuantisationTimes:
         return keys, values
 
     def reindex(self, rows: Tensor) -> None:
-        """Hold these rows instead, in this order, each as often as it is named."""
-        self._keys, self._values = ([list(part[row]) for row in rows.tolist()] for part in (self._keys, self._values))
+        self._keys, self._values = ([list(times[row]) for row in rows.tolist()] for times in (self._keys, self._values))
 
     def join(self, other: QuantisationTimes) -> None:
-        """Hold the rows of another one too, behind its own."""
         self._keys += other._keys
         self._values += other._values
+
+
+class Span(NamedTuple):
+    """Slots ``first`` to ``end``; ``places`` (on the CPU) are those within it that are meant, None for all."""
+
+    first: int
+    end: int
+    places: Tensor | None
+
+
+def span_of(columns: Tensor) -> Span:
+    """Return the span of some slots, which rise."""
+    first, end = int(columns[0]), int(columns[-1]) + 1
+    return Span(first, end, None if len(columns) == end - first else columns - first)
+
+
+class TailLayout:
+    """The positions [B, tail] of entries that are not yet codes, in layers without eviction: equal in all of them.
+
+    It is kept on the host, so that no layer asks the device. In each forward ``add`` comes before the first layer; then
+    every layer asks the same. After ``join`` the positions are read from the first layer that asks.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._positions: Tensor | None = torch.zeros(rows, 0, dtype=torch.int64)
+        self._freed: int | None = None  # first slots that the last forward has freed, once known
+        self._spans: dict[tuple[Counts, Counts], Span | None] = {}
+
+    def add(self, positions: Tensor) -> None:
+        """Append the positions [B, Q] of the next forward, on the CPU."""
+        self._spans.clear()
+        if self._positions is not None:
+            tail = self._positions[:, self._freed :] if self._freed else self._positions
+            self._positions = torch.cat([tail, positions], 1)
+        self._freed = None
+
+    def set_if_unknown(self, tail: Tensor) -> None:
+        """Read the positions [B, tail] from a layer, unless they are known."""
+        if self._positions is None:
+            self._positions = tail.cpu().long()
+
+    def span_between(self, done: Counts, until: Counts) -> Span | None:
+        """Return the tail's slots with positions from ``done`` on and below ``until``; None for none."""
+        if (done, until) not in self._spans:
+            assert self._positions is not None
+            first, end = (torch.tensor(counts.numbers)[:, None] for counts in (done, until))
+            columns = ((self._positions >= first) & (self._positions < end)).any(0).nonzero()[:, 0]
+            self._spans[done, until] = span_of(columns) if len(columns) else None
+        return self._spans[done, until]
+
+    def set_freed(self, slots: int) -> None:
+        self._freed = slots
+
+    def freed(self, keys_done: Counts, values_done: Counts) -> int:
+        """Return how many first slots of the tail hold codes in all rows."""
+        if self._freed is None:
+            assert self._positions is not None
+            smallest = torch.tensor([min(pair) for pair in zip(keys_done.numbers, values_done.numbers, strict=True)])
+            is_exact = (self._positions >= smallest[:, None]).any(0)
+            self._freed = int(is_exact.int().argmax()) if bool(is_exact.any()) else len(is_exact)
+        return self._freed
+
+    def reindex(self, rows: Tensor) -> None:
+        if self._positions is not None:
+            self._positions = self._positions[rows]
+
+    def join(self, other: TailLayout) -> None:  # noqa: ARG002
+        # the rows of another batch may move into other slots
+        self._positions, self._freed = None, None

@@ -1,12 +1,12 @@
 """The evicting cache on stock transformers: ``model.generate(..., past_key_values=CompressedCache.for_model(...))``.
 
-A forward pre-hook on the model hands the evicting cache to the ``kvaudit`` attention; without a CompressedCache the
-hook changes nothing. Padding, wherever it stands, is read from the attention mask.
+A forward pre-hook on the model passes the evicting cache to the ``kvaudit`` attention; without a CompressedCache the
+hook changes nothing. Padding, on either side, is read from the attention mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -15,80 +15,76 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvaudit.audit.cache.attention import ATTENTION_NAME, find_decoder, require_interface, skip_compile, inner_model
+from kvaudit.audit.cache.attention import ATTENTION_NAME, find_decoder, inner_model, require_interface, skip_compile
 from kvaudit.audit.cache.cache import EvictingCache
-from kvaudit.audit.cache.layers import kv_heads, layer_plans
+from kvaudit.audit.cache.layers import kv_heads, layer_plans, patch_state_layers
 from kvaudit.audit.cache.ledger import Ledger
-from kvaudit.audit.cache.layers import patch_state_layers
 from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Dense, Policy, parse_policy, quantiser_of
 from kvaudit.core.errors import RunError, SpecError
 
-NOT_ANNOUNCED = (
+_NOT_BEGUN = (
     "this CompressedCache was not made for this model, or a part of the model is called on its own; call the model "
     "that for_model was given"
 )
 
 
+def _refuse(message: str) -> Callable[..., None]:
+
+    def refuse(*_: Any) -> None:
+        raise RunError(message)
+
+    return refuse
+
+
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Answers the model's questions about length; the entries themselves live in the evicting cache."""
+    """Tells the model the length of a layer; the entries are in the evicting cache."""
 
     is_compileable = False
     is_sliding = False
     seen = 0
-    announced = False  # a forward through the evicting cache is under way
+    in_forward = False  # whether a forward through the evicting cache has begun and has not reached this layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
 
     @skip_compile
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.announced:
-            raise RunError(NOT_ANNOUNCED)
-        self.is_initialized, self.announced = True, False
+        if not self.in_forward:
+            raise RunError(_NOT_BEGUN)
+        self.is_initialized, self.in_forward = True, False
         self.seen += key_states.shape[-2]  # columns, padding too
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # for a mask that nobody reads: the evicting cache makes its own
+        return query_length, 0  # this mask is not used: the evicting cache makes its own
 
     def get_seq_length(self) -> int:
         return self.seen
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_max_cache_shape(self) -> int:
         return -1
 
-    def reorder_cache(self, *_: Any) -> None:
-        raise RunError("a CompressedCache cannot follow beam search; use num_beams=1")
-
-    def crop(self, *_: Any) -> None:
-        raise RunError("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
-
-    def reset(self) -> None:
-        raise RunError("a CompressedCache serves one conversation; make a new one")
-
-    def batch_repeat_interleave(self, *_: Any) -> None:
-        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
-
-    def batch_select_indices(self, *_: Any) -> None:
-        raise RunError("a CompressedCache keeps its rows; give every row its own prompt")
+    get_max_length = get_max_cache_shape
+    reorder_cache = _refuse("a CompressedCache does not support beam search; use num_beams=1")
+    crop = _refuse("a CompressedCache cannot take tokens back: no assisted or prompt-lookup decoding")
+    reset = _refuse("a CompressedCache serves one conversation; make a new one")
+    batch_repeat_interleave = _refuse("a CompressedCache keeps its rows; give every row its own prompt")
+    batch_select_indices = batch_repeat_interleave
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
-    """A transformers cache that keeps what ``policy`` keeps; one batch, one conversation."""
+    """A transformers cache that compresses by ``policy``; for one batch and one conversation."""
 
     def __init__(self, model: Any, policy: Policy, *, seed: int = 0, pinned: Tensor | None = None) -> None:
         plans = layer_plans(model.config, policy)
         super().__init__(layers=[_Layer() for _ in plans])
         self._config, self._policy, self._seed = model.config, policy, seed
-        self._served = model.config  # of the model that was served last, so that it is looked at once
-        self._real: Tensor | None = None  # bool [B, columns] given so far, False at padding
-        self._mask: Tensor | None = None  # the last mask, where it was on a device
-        self._columns: list[Tensor] = []  # the same columns' ids, call after call
+        self._last_config = model.config  # of the model served last, so that each is checked once
+        self._real: Tensor | None = None  # bool [B, columns] so far, False at padding
+        self._mask: Tensor | None = None  # the last mask, if it was on a device
+        self._ids: list[Tensor] = []  # ids of the columns, per call
         self._rotary, self._pinned = find_rotary(model, policy), pinned
         self._blocks = hook_expert_blocks(model)
         self._evicting: EvictingCache | None = None
@@ -97,11 +93,11 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def for_model(
         cls, model: Any, policy: str | Policy, *, seed: int = 0, pinned: Tensor | None = None
     ) -> CompressedCache:
-        """A fresh cache for one batch and one conversation; ``model``'s attention is switched to ``kvaudit``.
+        """Make a cache for one batch and one conversation; switches ``model``'s attention to ``kvaudit``.
 
-        Dense calls are unchanged by that, but ``output_attentions`` is refused. ``pinned`` bool [B, P] says which
-        tokens of the prompt never leave; a policy with ``pin`` needs it, because token ids alone do not tell roles.
-        Raises SpecError for what does not fit, RunError for a model that cannot.
+        Dense calls are unchanged by that, but ``output_attentions`` is refused. ``pinned`` bool [B, P] marks tokens of
+        the prompt that never leave; a policy with ``pin`` needs it, because token ids do not tell roles. Raises
+        SpecError for arguments that do not fit together, RunError for a model that cannot be compressed.
         """
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):
@@ -113,72 +109,68 @@ class CompressedCache(Cache):  # type: ignore[misc]
     @property
     def ledger(self) -> Ledger:
         """The record so far, in row positions: padding is not counted. Raises SpecError before use."""
-        cache = self._used()
+        cache = self._require_used()
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
         tokens = int(cache.seen.max())
-        codec, times, experts = quantiser_of(cache.policy), cache.quantised_at(tokens), cache.experts(tokens)
-        if codec is None or times is None:
-            chosen = cache.selections()
-            return Ledger(cache.ledger(tokens), ids=self._ids(tokens), experts=experts, selections=chosen)
-        hints = tuple(cache.hints())
-        return Ledger(cache.ledger(tokens), codec, *times, experts, self._ids(tokens), hints)
-
-    def _ids(self, tokens: int) -> Tensor:
-        """What every row was given: int64 [B, tokens] by row position, -1 where it is shorter."""
+        evicted_at, experts = cache.ledger(tokens), cache.experts(tokens)
         assert self._real is not None
-        # real tokens first, in their order
+        # ids of the real tokens first, in their order: [B, tokens], -1 after a row's end
         order = torch.sort((~self._real).int(), dim=1, stable=True).indices[:, :tokens]
-        return torch.cat(self._columns, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
+        ids = torch.cat(self._ids, 1).cpu().masked_fill(~self._real, -1).gather(1, order)
+        codec, times = quantiser_of(cache.policy), cache.quantised_at(tokens)
+        if codec is None or times is None:
+            return Ledger(evicted_at, ids=ids, experts=experts, selections=cache.selections())
+        return Ledger(evicted_at, codec, *times, experts, ids, tuple(cache.hints()))
 
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return self._used().bytes
+        return self._require_used().bytes
 
     @property
     def retention(self) -> Tensor:
         """Kept / seen entries per row, float64 [B]."""
-        return self._used().retention()
+        return self._require_used().retention()
 
-    def _used(self) -> EvictingCache:
+    def _require_used(self) -> EvictingCache:
         if self._evicting is None:
             raise SpecError("this CompressedCache has seen no token yet; pass it to model.generate first")
         return self._evicting
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Columns given so far, in whichever layer counts them: one of linear attention does not."""
+        """Return the number of columns so far, from any layer that counts them: those of linear attention do not."""
         return max(int(layer.seen) for layer in self.layers)
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         if self._evicting is None or self._evicting.is_settled:
-            raise RunError(NOT_ANNOUNCED)
-        raise RunError("a layer of linear attention was not handed kv=, so its state cannot go on; use another model")
+            raise RunError(_NOT_BEGUN)
+        raise RunError("a layer of linear attention was not passed kv=, so its state is lost; use another model")
 
     def require_made_for(self, model: Any) -> None:
-        """Raise RunError for another model than the cache was made for, as far as it has other layers."""
-        if model.config is self._served:
+        """Raise RunError if ``model`` has other layers, heads or positions than the cache was made for."""
+        if model.config is self._last_config:
             return
-        if _form(model.config) != _form(self._config):
+        if _cache_shape(model.config) != _cache_shape(self._config):
             raise RunError(
                 "this CompressedCache was not made for this model; make one with CompressedCache.for_model(model, ...)"
             )
-        self._served = model.config
+        self._last_config = model.config
 
     @skip_compile
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
-        """Announce the forward of ``ids`` [B, Q]; the mask is 2-D over everything so far, 1 = real token.
+        """Begin the forward of ``ids`` [B, Q]; the 2-D mask covers everything so far, 1 = real token.
 
-        What is given in one call is one chunk. One token is a drawn one, unless it is the first of all. Raises RunError
-        where ``position_ids`` are not those of the tokens seen.
+        The ids of one call are one chunk. A single token is a decode step, except the first of all. Raises RunError if
+        ``position_ids`` are not the number of tokens before.
         """
         batch, new = ids.shape
-        drawn = new == 1 and self._evicting is not None
+        decoding = new == 1 and self._evicting is not None
         if self._evicting is not None and not self._evicting.is_settled:
             raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
         if self._evicting is None:
-            rows = torch.arange(batch, device=ids.device) + self._seed  # what policies that draw draw by
-            self._evicting = EvictingCache(self._config, self._policy, rows, rotary=self._rotary, blocks=self._blocks)
+            keys = torch.arange(batch, device=ids.device) + self._seed
+            self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
         if len(self._evicting.seen) != batch:
             raise SpecError(f"this CompressedCache serves {len(self._evicting.seen)} rows, got {batch}; make a new one")
         attention_mask, position_ids = self._on_host(attention_mask, position_ids, new)
@@ -186,59 +178,60 @@ class CompressedCache(Cache):  # type: ignore[misc]
         try:
             require_positions(position_ids, positions)
         except RunError:
-            self._require_going_on(position_ids, positions)  # says better why, and reads what a step need not
+            self._require_continued(position_ids, positions)  # has a better message, but reads too much for every step
             raise
-        pinned, self._pinned = self._pinned, None  # the prompt's; later tokens are not pinned
+        pinned, self._pinned = self._pinned, None  # only tokens of the prompt are pinned
         if pinned is not None and pinned.shape != ids.shape:
             raise SpecError(f"pinned has shape {tuple(pinned.shape)}, the prompt {tuple(ids.shape)}; they must agree")
-        self._remember(attention_mask, positions >= 0)
-        self._columns.append(ids)
-        self._evicting.begin(positions, decoding=drawn, pinned=pinned)
+        self._add_columns(attention_mask, positions >= 0)
+        self._ids.append(ids)
+        self._evicting.begin(positions, decoding=decoding, pinned=pinned)
         for layer in self.layers:
-            layer.announced = True
+            layer.in_forward = True
         return self._evicting
 
-    def _require_going_on(self, asked: Tensor | None, own: Tensor) -> None:
-        """Raise RunError where a cache that holds a conversation is given one that begins anew; positions [B, Q]."""
-        real = own >= 0
-        if asked is None or self._real is None or asked.dim() != 2 or not bool(real.any()):
+    def _require_continued(self, position_ids: Tensor | None, expected: Tensor) -> None:
+        """Raise RunError if ``position_ids`` [B, Q] begin another conversation than the one in the cache."""
+        real = expected >= 0
+        if position_ids is None or self._real is None or position_ids.dim() != 2 or not bool(real.any()):
             return
-        alike = len(asked) in (1, len(own)) and asked.shape[1] == own.shape[1]
-        first = int((asked.expand(len(own), -1)[real] if alike else asked).min())
-        # generate cuts a new prompt off by what it takes to be held already
-        if first >= int(own[real].min()):
+        fits = len(position_ids) in (1, len(expected)) and position_ids.shape[1] == expected.shape[1]
+        first = int((position_ids.expand(len(expected), -1)[real] if fits else position_ids).min())
+        # generate skips as many tokens of a new prompt as the cache has columns
+        if first >= int(expected[real].min()):
             return
-        held = self._real.shape[1]
-        if own.shape[1] > held and first == 0:
+        columns = self._real.shape[1]
+        if expected.shape[1] > columns and first == 0:
             raise RunError(
-                f"this CompressedCache holds {held} tokens and is given all of them again with the next one, as "
+                f"this CompressedCache holds {columns} tokens and is given all of them again with the next one, as "
                 "use_cache=False does; leave use_cache out"
             )
         raise RunError(
-            f"this CompressedCache holds {held} tokens and is given positions from {first} on, as of another "
+            f"this CompressedCache holds {columns} tokens and is given positions from {first} on, as of another "
             "conversation; make a new cache for each: CompressedCache.for_model(model, ...)"
         )
 
     def _on_host(
         self, mask: Tensor | None, position_ids: Tensor | None, new: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Both on the CPU; of a device by one read, since each waits for it.
+        """Copy both to the CPU, from a device in one read, since each read waits for it.
 
-        A mask that grew by ``new`` columns is compared there with the one before, and only those columns are read.
+        A mask that grew by ``new`` columns is compared with the last one on the device, and only the new ones are read.
         """
-        known, self._mask = self._mask, None if mask is None or mask.device.type == "cpu" else mask
-        if self._mask is None or known is None or self._mask.dim() != 2 or self._real is None:
+        last, real = self._mask, self._real
+        self._mask = None if mask is None or mask.device.type == "cpu" else mask
+        shapes = None if real is None else (real.shape, (len(real), real.shape[1] + new))
+        if last is None or self._mask is None or real is None or (last.shape, self._mask.shape) != shapes:
             return None if mask is None else mask.cpu(), None if position_ids is None else position_ids.cpu()
-        # not the same rows and a step more: read it whole
-        if known.shape != self._real.shape or self._mask.shape != (len(known), known.shape[1] + new):
-            return self._mask.cpu(), None if position_ids is None else position_ids.cpu()
-        asked = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == known.bool()).all()]
-        real, same, *places = _at_once(asked if position_ids is None else [*asked, position_ids.to(known.device)])
-        told = torch.cat([self._real, real.bool()], 1) if bool(same) else self._mask.cpu()
-        return told, places[0] if places else None
+        reads = [self._mask[:, -new:].bool(), (self._mask[:, :-new].bool() == last.bool()).all()]
+        if position_ids is not None:
+            reads.append(position_ids.to(last.device))
+        new_columns, is_same, *positions = _copy_to_host(reads)
+        on_host = torch.cat([real, new_columns.bool()], 1) if bool(is_same) else self._mask.cpu()
+        return on_host, positions[0] if positions else None
 
-    def _remember(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Note which of the new columns are real; the mask must agree with what is in the cache already."""
+    def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
+        """Add the new columns; raise SpecError if the mask disagrees with what is in the cache already."""
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
         self._real = torch.cat([before, real], 1)
         if attention_mask is None:
@@ -251,19 +244,19 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if not torch.equal(attention_mask[:, : before.shape[1]].bool().cpu(), before):
             raise SpecError(
                 "the attention mask hides tokens that this CompressedCache was given as real ones; "
-                "make a new cache for what they should have been"
+                "make a new cache for another text"
             )
 
 
-def _at_once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Whole numbers on a device as int64 of the same shapes on the CPU, by one copy."""
+def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy integer tensors of one device to the CPU in one copy; they become int64."""
     sizes = [tensor.numel() for tensor in tensors]
     joined = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu()
     return [part.view(tensor.shape) for part, tensor in zip(torch.split(joined, sizes), tensors, strict=True)]
 
 
 def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
-    """CPU positions [B, new] of the new tokens, -1 where the mask says padding."""
+    """Return the CPU positions [B, new] of the new tokens, -1 at padding."""
     if attention_mask is None:
         return seen[:, None] + torch.arange(new) if new > 1 else seen[:, None]
     if attention_mask.dim() != 2:
@@ -271,54 +264,56 @@ def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tens
     real = attention_mask[:, -new:].bool().cpu()
     if real.shape != (len(seen), new):
         raise SpecError(f"the attention mask has shape {tuple(real.shape)}, the new tokens {(len(seen), new)}")
-    return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)  # its place among real tokens of the row
+    return torch.where(real, seen[:, None] + real.cumsum(1) - 1, -1)  # the number of real tokens before it in its row
 
 
-def require_positions(asked: Tensor | None, own: Tensor) -> None:
-    """Raise RunError where a caller's ``position_ids`` [..., B, Q] are not ``own`` [B, Q] at a real token.
+def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
+    """Raise RunError if a caller's ``position_ids`` [..., B, Q] are not ``expected`` [B, Q] at a real token.
 
-    Packed rows, offsets and positions in an image would each need an attention of their own. Padding holds anything.
+    Packed rows, offsets and image positions would each need another attention. Padding may have any position.
     """
-    if asked is None or _is_own_step(asked, own):
+    if position_ids is None or _is_expected_step(position_ids, expected):
         return
-    rows, columns = (1, *asked.shape)[-2:]
-    if rows not in (1, len(own)) or columns != own.shape[1]:
+    rows, columns = (1, *position_ids.shape)[-2:]
+    if rows not in (1, len(expected)) or columns != expected.shape[1]:
         raise RunError(
-            f"position_ids have shape {tuple(asked.shape)}, the new tokens {tuple(own.shape)}: leave position_ids out"
+            f"position_ids have shape {tuple(position_ids.shape)}, the new tokens {tuple(expected.shape)}: leave "
+            "position_ids out"
         )
-    wrong = ((asked.cpu() != own) & (own >= 0)).nonzero()
+    wrong = ((position_ids.cpu() != expected) & (expected >= 0)).nonzero()
     if len(wrong):
-        row, column = wrong[0, -2:].tolist()  # dimensions may stand in front of rows
+        row, column = wrong[0, -2:].tolist()  # there may be dimensions before the rows
         raise RunError(
-            f"position_ids do not put the token at row {row}, column {column} at {int(own[row, column])}, the number "
-            "of real tokens before it; packed rows, offsets and image positions are not supported: leave them out"
+            f"position_ids do not put the token at row {row}, column {column} at {int(expected[row, column])}, "
+            "the number of real tokens before it; packed rows, offsets and image positions are not supported: leave "
+            "them out"
         )
 
 
-def _is_own_step(asked: Tensor, own: Tensor) -> bool:
-    """Whether a step of decoding is asked for where it is: by plain numbers, as operators would be half of its own."""
-    if own.shape[1] != 1 or asked.numel() != len(own):
+def _is_expected_step(position_ids: Tensor, expected: Tensor) -> bool:
+    """Whether a decode step has the expected positions: in plain numbers, since operators would take longer."""
+    if expected.shape[1] != 1 or position_ids.numel() != len(expected):
         return False
-    return bool(asked.flatten().tolist() == [at for (at,) in own.tolist()])
+    return bool(position_ids.flatten().tolist() == [position for (position,) in expected.tolist()])
 
 
 def prepare_model(model: Any) -> None:
-    """Switch a model to the ``kvaudit`` attention and let it recognise a CompressedCache."""
+    """Switch a model to the ``kvaudit`` attention and hook it, so that it accepts a CompressedCache."""
     require_interface(model)
     require_one_device(model)
     patch_state_layers(model)
     use_attention(model)
-    # a copy of a prepared model is prepared too, so the model itself has to say it
-    if _hand_over not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_hand_over, with_kwargs=True)
+    # checked on the model itself, since a copy of a prepared model is prepared too
+    if _pass_cache not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_pass_cache, with_kwargs=True)
         model.register_forward_hook(_settle, with_kwargs=True)
         find_decoder(model).register_forward_pre_hook(_refuse_weights, with_kwargs=True)
 
 
 def require_one_device(model: Any) -> None:
-    """Raise RunError for a model whose layers compute on several devices: a cache and its ledger lie on one."""
-    placed = vars(model).get("hf_device_map", {}).values()  # where transformers spread it over devices
-    devices = sorted({str(device) for device in placed if device not in ("cpu", "disk")})  # those are only stored there
+    """Raise RunError for a model whose layers compute on several devices: a cache and its ledger are on one."""
+    device_map = vars(model).get("hf_device_map", {}).values()  # set if transformers spread it over devices
+    devices = sorted({str(device) for device in device_map if device not in ("cpu", "disk")})  # these only store layers
     if len(devices) > 1:
         raise RunError(
             f"model {model.config.model_type!r} is spread over the devices {', '.join(devices)}, and a compressed "
@@ -327,13 +322,13 @@ def require_one_device(model: Any) -> None:
 
 
 def use_attention(model: Any) -> None:
-    """Name the ``kvaudit`` attention in the model's config, also where somebody named another one since."""
+    """Set the ``kvaudit`` attention in the model's config, even if another one was set since."""
     if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
 def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
-    """Raise RunError where a call, or else the config, asks for attention weights: transformers would give ``()``."""
+    """Raise RunError if the call or the config asks for attention weights: transformers would return ``()``."""
     wanted = kwargs.get("output_attentions", decoder.config.output_attentions)
     if wanted and decoder.config._attn_implementation == ATTENTION_NAME:
         raise RunError(
@@ -342,13 +337,14 @@ def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _form(config: Any) -> tuple[Any, ...]:
-    """What a cache has from a model: its layers, heads and positions."""
+def _cache_shape(config: Any) -> tuple[Any, ...]:
+    """Return what a cache depends on in a model: its layers, heads and positions."""
     text = config.get_text_config(decoder=True)
     return layer_plans(config, Dense()), kv_heads(config), getattr(text, "rope_parameters", None)
 
 
-def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _pass_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the arguments of a forward with a CompressedCache: a hook before the model."""
     call = named_arguments(model, args, kwargs)
     cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
@@ -358,51 +354,23 @@ def _hand_over(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     cache.require_made_for(model)
     use_attention(model)
     evicting = cache.start(call_mask(call), call_ids(call), call.get("position_ids"))
-    # masks are the cache's own; padding stands at position 0, and nobody reads its output
-    return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.announced.clamp(min=0)}
-
-
-def require_causal(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError where tokens of an image attend to those behind them, as a model with pictures may have it."""
-    if getattr(model.config, "vision_config", None) is None:
-        return
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        kinds = call.get(name)
-        if isinstance(kinds, Tensor) and bool(kinds.any()):
-            raise RunError(
-                f"{name} mark tokens of an image, which may attend to what comes behind them; a compressed cache takes "
-                "text alone"
-            )
-
-
-def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError where a loss over the routers is asked for beside padding.
-
-    The model would leave padding out by the mask, which is not handed on to it.
-    """
-    mask, asked = call_mask(call), call.get("output_router_logits")
-    if asked is None:  # then the config decides, and its loss is for labels
-        asked = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")
-    if asked and mask is not None and not bool(mask[:, -call_ids(call).shape[1] :].all()):
-        raise RunError(
-            "output_router_logits makes a loss that would count padding here; set it to False, or give rows of one "
-            "length"
-        )
+    # the cache makes the masks; padding gets position 0, and its output is not used
+    return (), call | {"kv": evicting, "attention_mask": None, "position_ids": evicting.positions.clamp(min=0)}
 
 
 def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
-    context = kwargs.get("kv")
-    if context is not None:
-        context.settle()
+    kv = kwargs.get("kv")
+    if kv is not None:
+        kv.settle()
 
 
 def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward call by name: a mask may be given by its place."""
+    """Return all arguments of a forward call by name."""
     return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
 def call_ids(call: Mapping[str, Any]) -> Tensor:
-    """The token ids of a forward call; RunError where it has none."""
+    """Return the token ids of a forward call; raise RunError if it has none."""
     ids = call.get("input_ids")
     if not isinstance(ids, Tensor):
         raise RunError("a compressed forward needs input_ids; inputs_embeds are not supported")
@@ -410,8 +378,32 @@ def call_ids(call: Mapping[str, Any]) -> Tensor:
 
 
 def call_mask(call: Mapping[str, Any]) -> Tensor | None:
-    """The attention mask of a forward call, where it has one; RunError where that is no tensor."""
+    """Return the attention mask of a forward call, if it has one; raise RunError if it is not a tensor."""
     mask = call.get("attention_mask")
     if mask is None or isinstance(mask, Tensor):
         return mask
     raise RunError(f"attention_mask is a {type(mask).__name__}, wanted the 2-D tensor with 1 at every real token")
+
+
+def require_causal(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise RunError if the call has image tokens, which may attend to later ones."""
+    if getattr(model.config, "vision_config", None) is None:
+        return
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        kinds = call.get(name)
+        if isinstance(kinds, Tensor) and bool(kinds.any()):
+            raise RunError(
+                f"{name} mark tokens of an image, which may attend to later ones; a compressed cache takes only text"
+            )
+
+
+def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise RunError if a loss over the routers would count padding: the model does not get the mask."""
+    mask, wanted = call_mask(call), call.get("output_router_logits")
+    if wanted is None:  # then the config decides, for a call with labels
+        wanted = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")
+    if wanted and mask is not None and not bool(mask[:, -call_ids(call).shape[1] :].all()):
+        raise RunError(
+            "output_router_logits makes a loss that would count padding here; set it to False, or give rows of one "
+            "length"
+        )

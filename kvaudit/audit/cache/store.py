@@ -1,20 +1,19 @@
-"""The slots of one layer: keys, values, positions and accumulated attention, with real allocation."""
+"""The slots of one layer: keys, values, positions and accumulated attention; and the bytes that entries take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.tensors import gather_entries
 from kvaudit.audit.cache.ledger import NEVER
-from kvaudit.audit.cache.store import EntryBytes
 from kvaudit.audit.cache.rows import Victims
+from kvaudit.audit.cache.tensors import gather_entries
 
 SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
-LATE = 2**31 - 1  # sorts empty slots behind all others
+_LATEST = 2**31 - 1  # sorts empty slots behind all others
 
 
 class Entries(NamedTuple):
@@ -25,89 +24,88 @@ class Entries(NamedTuple):
     values: Tensor
 
 
-class Store:
-    """Slots [B, H, C] of one layer; the first ``length`` are in use, a position of -1 marks an empty one.
+class EntryBytes(NamedTuple):
+    """Bytes of the key and of the value of one entry in one head: as they arrive, and as codes with parameters."""
 
-    Slots are in order of position while ``ordered``. Tensors are created at the first append, when dtype and device
-    are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last column takes the writes of empty slots.
+    exact: tuple[float, float] = (0.0, 0.0)
+    coded: tuple[float, float] = (0.0, 0.0)
+
+
+class Store:
+    """Slots [B, H, C] of one layer; the first ``length`` are in use, and an empty one has position -1.
+
+    Slots are in order of position while ``ordered``; all heads hold the same positions while ``uniform``. Tensors are
+    created at the first append, when dtype and device are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last
+    column takes the writes of empty slots.
     """
 
     def __init__(self, *, accumulates: bool = False) -> None:
         self._accumulates = accumulates
         self.length = 0
         self.ordered = True
-        self.uniform = True  # all heads hold the same positions
-        self._slots: dict[str, Tensor] = {}  # by name, all [B, H, C, ...]
-        self._blank: dict[str, float] = {"positions": -1}  # what an empty slot holds, 0 unless said here
+        self.uniform = True
+        self._slots: dict[str, Tensor] = {}  # all [B, H, C, ...]
+        self._blank: dict[str, float] = {"positions": -1}  # values of an empty slot other than 0
         self.evicted_at = torch.empty(0)
         self.entry_bytes = EntryBytes()
         self._heads = 0
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """Bytes of one row's keys and values of one token, uncompressed."""
+        """Bytes of the keys and values of one token in one row, uncompressed."""
         return self._heads * int(sum(self.entry_bytes.exact))
 
     @property
     def positions(self) -> Tensor:
         """[B, H, length] int32."""
-        return self._front("positions")
-
-    @property
-    def keys(self) -> Tensor:
-        """[B, H, length, D]."""
-        return self.entries(slice(None))[0]
-
-    @property
-    def values(self) -> Tensor:
-        """[B, H, length, D]."""
-        return self.entries(slice(None))[1]
+        return self._in_use("positions")
 
     @property
     def mass(self) -> Tensor | None:
-        """Accumulated attention [B, H, length] float32, where the policy asks."""
-        return self._front("mass") if self._accumulates else None
+        """Accumulated attention [B, H, length] float32, if the policy asks for it."""
+        return self._in_use("mass") if self._accumulates else None
 
     def read(self) -> Iterator[Entries]:
-        """Everything the cache holds, in one or several parts by rows."""
+        """Yield all entries, in one or several blocks of rows."""
         yield Entries(slice(None), *self.entries(slice(None)))
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, H, length, D] of some rows."""
-        keys, values = self._front("keys"), self._front("values")
+        """Return keys and values [b, H, length, D] of some rows."""
+        keys, values = self._in_use("keys"), self._in_use("values")
         if isinstance(rows, slice) and rows == slice(None):
             return keys, values
         return keys[rows], values[rows]
 
-    def _front(self, name: str) -> Tensor:
-        """The slots in use: a view costs an operator, so none is made of what is used whole."""
+    def _in_use(self, name: str) -> Tensor:
+        """Return the slots in use; no view is made if that is all of them, since it costs an operator."""
         tensor = self._slots[name]
         return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
 
-    def append(self, key: Tensor, value: Tensor, positions: Tensor, even: int | None, *, limit: int | None) -> None:
-        """Add slots for ``key`` [B, H, Q, D] at ``positions`` [B, 1, Q]; ``limit`` caps the slack.
+    def append(
+        self, key: Tensor, value: Tensor, positions: Tensor, first_position: int | None, *, max_slots: int | None
+    ) -> None:
+        """Add slots for ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q]; ``max_slots`` caps the slack.
 
-        ``even`` is the position of the first column where all rows stand there without padding.
+        ``first_position`` is the position of the first column if it is the same in all rows and none has padding.
         """
         if not self._slots:
             self._create(key, value)
         start, end = self.length, self.length + key.shape[2]
-        self._reserve(end, limit)
-        self._slots["positions"].narrow(2, start, end - start).copy_(positions)  # alike in every head
+        self._reserve(end, max_slots)
+        self._slots["positions"].narrow(2, start, end - start).copy_(positions)  # the same in every head
         if self._accumulates:
             self._slots["mass"].narrow(2, start, end - start).zero_()
-        self._fill(start, key, value, even)
+        self._fill(start, key, value, first_position)
         self.length = end
 
     def _create(self, key: Tensor, value: Tensor) -> None:
         batch, heads = key.shape[:2]
         self._slots["positions"] = torch.full((batch, heads, 0), -1, dtype=torch.int32, device=key.device)
-        # the column of empty slots alone, until tokens are there
+        # only the column of empty slots, until there are tokens
         self.evicted_at = torch.full((batch, heads, 1), NEVER, dtype=torch.int32, device=key.device)
         if self._accumulates:
             self._slots["mass"] = torch.zeros(batch, heads, 0, device=key.device)
         self._heads = heads
-        # bytes of one entry of one head
         exact = (float(key.shape[3] * key.element_size()), float(value.shape[3] * value.element_size()))
         self.entry_bytes = EntryBytes(exact, exact)
         self._allocate(key, value)
@@ -116,95 +114,93 @@ class Store:
         for name, tensor in (("keys", key), ("values", value)):
             self._slots[name] = tensor.new_zeros(*tensor.shape[:2], 0, tensor.shape[3])
 
-    def _fill(self, start: int, key: Tensor, value: Tensor, even: int | None) -> None:  # noqa: ARG002
+    def _fill(self, start: int, key: Tensor, value: Tensor, first_position: int | None) -> None:  # noqa: ARG002
         self._slots["keys"].narrow(2, start, key.shape[2]).copy_(key)
         self._slots["values"].narrow(2, start, key.shape[2]).copy_(value)
 
-    def _reserve(self, slots: int, limit: int | None) -> None:
-        held = self._slots["positions"].shape[2]
-        if slots > held:
+    def _reserve(self, slots: int, max_slots: int | None) -> None:
+        allocated = self._slots["positions"].shape[2]
+        if slots > allocated:
             roomy = slots + SLACK + slots // SHARE
-            # the limit caps what is spare, never what is needed now
-            grow = (roomy if limit is None else max(slots, min(roomy, limit))) - held
+            # the cap applies to spare slots, not to those needed now
+            grow = (roomy if max_slots is None else max(slots, min(roomy, max_slots))) - allocated
             for name, tensor in self._slots.items():
                 self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
 
-    def keep(self, kept: Tensor, counts: int, gone: Tensor, longest: int) -> None:
-        """Drop every slot where ``kept`` [B, H, length] is False, pack to the front by position, write the ledger.
+    def keep(self, kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
+        """Drop every slot where ``kept`` [B, H, length] is False, pack the others by position, write the ledger.
 
-        ``counts`` is the largest number of kept slots in any row; ``gone`` int32 [B, 1, 1] the index of the next query,
-        at most ``longest``.
+        ``width`` is the largest number of kept slots in any head; ``next_query`` int32 [B, 1, 1] the index of each
+        row's next query, at most ``longest``.
         """
         positions = self.positions
-        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), gone, longest)
-        self._move_to_front(kept, counts)
+        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), next_query, longest)
+        self._move_to_front(kept, width)
         self.uniform = False
 
-    def _move_to_front(self, kept: Tensor, counts: int) -> None:
+    def _move_to_front(self, kept: Tensor, width: int) -> None:
         positions = self.positions
         if self.ordered:
-            # kept slots first, in the order in which they stand: [B, H, counts]
-            order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :counts]
+            # kept slots first, in their present order: [B, H, width]
+            order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :width]
         else:
-            order = torch.where(kept, positions, LATE).argsort(dim=2)[:, :, :counts]
-        # before packing: heads with fewer entries carry dropped slots along, which have to read as empty
+            order = torch.where(kept, positions, _LATEST).argsort(dim=2)[:, :, :width]
+        # before packing: heads with fewer entries take dropped slots along, which must read as empty
         self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
         self._pack(order)
-        self.length, self.ordered = counts, True
+        self.length, self.ordered = width, True
 
     def _pack(self, order: Tensor) -> None:
-        counts = order.shape[2]
-        # memory goes back once a ninth idles, but not what the next few tokens would ask for again
-        shrink = self._slots["positions"].shape[2] > counts + counts // 8 + 2 * SLACK
+        width = order.shape[2]
+        # memory is returned once a ninth is idle, but not what the next few tokens would ask for again
+        shrink = self._slots["positions"].shape[2] > width + width // 8 + 2 * SLACK
         for name, tensor in self._slots.items():
             moved = gather_entries(tensor, order)
             if shrink:
                 self._slots[name] = moved
             else:
-                tensor[:, :, :counts] = moved
-                tensor[:, :, counts:] = self._blank.get(name, 0)
+                tensor[:, :, :width] = moved
+                tensor[:, :, width:] = self._blank.get(name, 0)
 
-    def replace(self, victims: Victims, gone: Tensor, longest: int) -> None:
-        """Drop one slot per row and head, and move the last slot into its place; see ``keep``."""
+    def replace(self, victims: Victims, next_query: Tensor, longest: int) -> None:
+        """Drop one slot per row and head and move the last slot into its place; see ``keep``."""
         last = self.length - 1
-        if isinstance(victims.positions, int):  # in every row, which have then all seen as many
-            self._widen_ledger(longest)
+        self._widen_ledger(longest)
+        if isinstance(victims.positions, int):  # the same in every row, so all have seen as many tokens
             self.evicted_at.select(2, victims.positions).fill_(longest)
         else:
-            self._widen_ledger(longest)
-            self.evicted_at.scatter_(2, victims.positions.long(), gone.expand(*victims.positions.shape))
-        # the index that ``scatter_`` takes, by how many dimensions a tensor has
-        places = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
-        for tensor in self._slots.values():  # the last slot stays as it is: what is appended next overwrites it
+            self.evicted_at.scatter_(2, victims.positions.long(), next_query.expand(*victims.positions.shape))
+        # the index for ``scatter_``, by the number of dimensions of a tensor
+        index = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
+        for tensor in self._slots.values():  # the last slot itself is overwritten by the next append
             if isinstance(victims.slots, int):
                 tensor.select(2, victims.slots).copy_(tensor.select(2, last))
                 continue
-            if tensor.dim() == 4 and 4 not in places:
-                places[4] = places[3][..., None]
-            at = places[3] if tensor.dim() == 3 else places[4].expand(-1, -1, -1, tensor.shape[3])
+            if tensor.dim() == 4 and 4 not in index:
+                index[4] = index[3][..., None]
+            slots = index[3] if tensor.dim() == 3 else index[4].expand(-1, -1, -1, tensor.shape[3])
             newest = tensor.narrow(2, last, 1)
-            if newest.is_contiguous():  # with one row and one head it is a view into the memory that is written
+            if newest.is_contiguous():  # with one row and one head it is a view of the memory that is written
                 newest = newest.clone()
-            tensor.scatter_(2, at, newest)
+            tensor.scatter_(2, slots, newest)
         self.length, self.ordered, self.uniform = last, False, False
 
-    def _write_ledger(self, dropped: Tensor, gone: Tensor, longest: int) -> None:
-        """Enter positions ``dropped`` [B, H, n] (-1 = none) as gone from query ``gone`` [B, 1, 1] on."""
+    def _write_ledger(self, dropped: Tensor, next_query: Tensor, longest: int) -> None:
+        """Enter positions ``dropped`` [B, H, n] (-1 = none) as evicted before ``next_query`` [B, 1, 1]."""
         self._widen_ledger(longest)
-        trash = self.evicted_at.shape[2] - 1  # the column of empty slots
-        index = torch.where(dropped >= 0, dropped, trash).long()
-        self.evicted_at.scatter_(2, index, gone.expand(*index.shape))
+        unused = self.evicted_at.shape[2] - 1  # the column of empty slots
+        index = torch.where(dropped >= 0, dropped, unused).long()
+        self.evicted_at.scatter_(2, index, next_query.expand(*index.shape))
 
     def _widen_ledger(self, longest: int) -> None:
         needed = longest + 1
         if needed > self.evicted_at.shape[2]:
-            self.evicted_at = self._ledger_of(2 * needed)  # twice, so that few steps copy
+            self.evicted_at = self._wider_ledger(2 * needed)  # twice, so that few steps copy
 
-    def _ledger_of(self, columns: int) -> Tensor:
-        """The ledger with so many columns, at least as many as it has."""
+    def _wider_ledger(self, columns: int) -> Tensor:
         grow = columns - self.evicted_at.shape[2]
         wider = _pad(self.evicted_at, grow, NEVER)
-        wider[:, :, -grow - 1] = NEVER  # until now the column of empty slots, from here a token's or still that one's
+        wider[:, :, -grow - 1] = NEVER  # the old column of empty slots becomes a token's, or stays if none was added
         return wider
 
     def overwrite_keys(self, rows: Tensor | slice, slots: int, keys: Tensor) -> None:
@@ -212,47 +208,80 @@ class Store:
         self._slots["keys"][rows, :, :slots] = keys
 
     def reindex(self, rows: Tensor) -> None:
-        """Hold these rows instead, in this order, each as often as it is named."""
-        if not self._slots:  # a layer that holds none
+        if not self._slots:  # a layer without entries
             return
-        for name in self._slots:  # one after the other, so that the old ones go before the next is copied
+        for name in self._slots:  # one after the other, so that each old tensor is freed before the next copy
             self._slots[name] = self._slots[name].index_select(0, rows)
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Pack to the front, where every row has room in fewer slots: rows that come and go would else widen it."""
-        if self._slots:  # a layer may hold none
+        """Pack to the front if every row fits in fewer slots, so that rows that come and go do not widen the store."""
+        if self._slots:  # not a layer without entries
             used = self.positions >= 0
             widest = int(used.sum(-1).max())
             if widest < self.length:
                 self._move_to_front(used, widest)
 
     def join(self, other: Store) -> None:
-        """Hold the rows of another store too, behind its own."""
         if not self._slots:
             return
         length = max(self.length, other.length)
-        for name, blank in ((name, self._blank.get(name, 0)) for name in self._slots):
-            # what is behind a store's length may be left over from an entry that has left
-            both = [
-                _pad(store._slots[name][:, :, : store.length], length - store.length, blank) for store in (self, other)
-            ]
-            self._slots[name] = torch.cat(both)
+        for name in self._slots:
+            blank = self._blank.get(name, 0)
+            # slots from ``length`` on may still hold evicted entries
+            self._slots[name] = torch.cat(
+                [
+                    _pad(store._slots[name][:, :, : store.length], length - store.length, blank)
+                    for store in (self, other)
+                ]
+            )
         columns = max(self.evicted_at.shape[2], other.evicted_at.shape[2])
-        self.evicted_at = torch.cat([self._ledger_of(columns), other._ledger_of(columns)])
+        self.evicted_at = torch.cat([self._wider_ledger(columns), other._wider_ledger(columns)])
         self.length, self.ordered = length, self.ordered and other.ordered
         self.uniform = self.uniform and other.uniform
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes of all slots, the ledger left out."""
-        return sum(t.nbytes for t in self._held())
+        """Allocated bytes of all slots, without the ledger."""
+        return sum(t.nbytes for t in self._tensors())
 
-    def _held(self) -> Iterator[Tensor]:
+    def _tensors(self) -> Iterator[Tensor]:
         yield from self._slots.values()
 
 
 def _pad(tensor: Tensor, grow: int, value: float) -> Tensor:
-    """Add ``grow`` slots of ``value`` along dimension 2 of a [B, H, C, ...] tensor."""
-    more = tensor.new_full((*tensor.shape[:2], grow, *tensor.shape[3:]), value)
-    return torch.cat([tensor, more], 2)
+    """Append ``grow`` slots of ``value`` along dimension 2 of a [B, H, C, ...] tensor."""
+    return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], grow, *tensor.shape[3:]), value)], 2)
+
+
+def peak_live_bytes(
+    evicted_at: Tensor, entries: Sequence[EntryBytes], coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor
+) -> float:
+    """Return the most bytes that the entries of one row took at once while decoding.
+
+    ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values became codes.
+    ``sampled`` [T] are the tokens decoded one by one; for a row without any the bytes at its end are returned. Only
+    entries are counted, without slack, positions, accumulated mass, or the moment of a prefill before a layer is cut;
+    allocated bytes have all of these on top. Compare live bytes with live bytes only.
+    """
+    tokens = evicted_at.shape[2]
+    arrived = torch.arange(tokens)  # [T], an entry is there from its own token on
+    change = torch.zeros(tokens + 1, dtype=torch.float64)  # bytes that come or go at each token; the last is never
+    for layer, sizes in zip(evicted_at, entries, strict=True):
+        evicted = layer.long().clamp(max=tokens)  # [H, T]
+        change[:tokens] += len(layer) * sum(sizes.exact)
+        if coded_at is None:
+            change -= _sum_by_time(evicted, torch.full(evicted.shape, sum(sizes.exact), dtype=torch.float64), tokens)
+            continue
+        for exact, coded, times in zip(sizes.exact, sizes.coded, coded_at, strict=True):
+            became = torch.maximum(times.long(), arrived).clamp(max=tokens).expand_as(evicted)  # [H, T]
+            is_coded = became < evicted  # an entry that leaves first is never stored as codes
+            change += _sum_by_time(became, is_coded * float(coded - exact), tokens)
+            change -= _sum_by_time(evicted, torch.where(is_coded, float(coded), float(exact)).double(), tokens)
+    live = change[:tokens].cumsum(0)  # bytes after each token
+    return float(live[sampled].max() if bool(sampled.any()) else live[-1])
+
+
+def _sum_by_time(times: Tensor, amounts: Tensor, tokens: int) -> Tensor:
+    """Return the sum of the amounts at each time up to ``tokens``: float64 [tokens + 1]."""
+    return torch.bincount(times.flatten(), weights=amounts.double().flatten(), minlength=tokens + 1)

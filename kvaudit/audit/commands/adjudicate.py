@@ -18,9 +18,9 @@ from kvaudit.core.provenance import check_checkpoints
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.verdict.contrast import Contrast, Drift
     from kvaudit.reports.verdict.rules import Rules
-    from kvaudit.reports.page.findings import Findings
 
 
 def adjudicate(
@@ -53,12 +53,12 @@ def adjudicate(
 
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
-    from kvaudit.reports.verdict.rules import GateOverrides
+    from kvaudit.reports.records.load import load_run
+    from kvaudit.reports.run import measured
     from kvaudit.reports.verdict.label_key import known_labels, sheet_key
     from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
-    from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import measured
+    from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     check_seed(seed)
@@ -101,13 +101,13 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
-    from kvaudit.reports.verdict.rules import GateOverrides
-    from kvaudit.reports.verdict.label_key import check_key, labels_of
-    from kvaudit.reports.verdict.label_pairs import digest, paired_answers
-    from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
-    from kvaudit.reports.verdict.label_sheet import read_key, read_labels
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, measured
+    from kvaudit.reports.verdict.label_key import check_key, labels_of
+    from kvaudit.reports.verdict.label_pairs import digest, paired_answers
+    from kvaudit.reports.verdict.label_sheet import read_key, read_labels
+    from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
+    from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     key = read_key(sheet)

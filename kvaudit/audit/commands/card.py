@@ -31,8 +31,8 @@ from kvaudit.reports.page.model_card import placed, read_card, section_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.page.page import Page
+    from kvaudit.reports.verdict.rules import GateOverrides
 
 _DIFFERS = 3
 _LONGEST_ENTRY = 300  # characters of a recipe's entry; the files hold all of it
@@ -106,9 +106,9 @@ def card(
 
 def _page(run: Path, asked: GateOverrides) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
-    from kvaudit.reports.verdict.rules import refuse_late
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
+    from kvaudit.reports.verdict.rules import refuse_late
 
     check_checkpoints(run)
     say_unfinished(run)

@@ -32,7 +32,7 @@ def show_data(context: typer.Context) -> None:
         folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
         for one in catalogue():
             lacks = bool(one.missing_files(folder))
-            state = "lacking" if lacks else "there, other rows than these" if one.other(folder) else "there"
+            state = "lacking" if lacks else "there, other rows than these" if one.changed_files(folder) else "there"
             table.add_row(one.name, state, one.rows, one.licence, one.source_url, ", ".join(one.suites))
         console = wide_console()
         say(console, f"folder: {folder}")

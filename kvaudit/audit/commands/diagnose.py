@@ -55,7 +55,7 @@ def diagnose(
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from kvaudit.audit.rerun.diagnose import collect_requests, check_group, run_diagnosis
+        from kvaudit.audit.rerun.diagnose import check_group, collect_requests, run_diagnosis
         from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.audit.sampling.model import EMBEDDED, DtypeName
         from kvaudit.suites.base import SUITES
@@ -94,8 +94,8 @@ def diagnose(
 
 
 def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) -> Codes | Floats:
-    from kvaudit.audit.rerun.diagnose import Codes, Floats
     from kvaudit.audit.engines import ENGINES
+    from kvaudit.audit.rerun.diagnose import Codes, Floats
 
     if kv_cache_dtype is None:
         return Codes(bits or 4, group or 32)

@@ -33,9 +33,9 @@ def explain(
     What was kept is what the cache still held of the item's prompt, by policy, role and layer.
     """
     with user_errors():
+        from kvaudit.audit.commands.shading import ShadedPrompt, shading_svg
         from kvaudit.audit.rerun.explain import AnswerPlace, Explain, match_run_policies
         from kvaudit.audit.rerun.measure import run_measure
-        from kvaudit.audit.commands.shading import ShadedPrompt, shading_svg
         from kvaudit.core.files import write_output
         from kvaudit.core.spec_train import BASE_ARM
         from kvaudit.core.text import inline

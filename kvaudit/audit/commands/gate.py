@@ -55,9 +55,9 @@ def gate(
             return
         if len(run) > 1 or out is not None:
             raise SpecError("a gate is of one run and writes no file; several checkpoints and --out go with --pin")
-        from kvaudit.reports.verdict.rules import refuse_late
         from kvaudit.reports.records.load import load_run
         from kvaudit.reports.run import decided
+        from kvaudit.reports.verdict.rules import refuse_late
 
         asked = asked_of(gate_file, waivers, on_inconclusive)
         check_checkpoints(run[0])

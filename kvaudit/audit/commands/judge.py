@@ -132,8 +132,7 @@ def _note(
     if existing_run(run).spec.probe is None:  # a probe has no verdict by itself
         noted |= _verdicts(run, out, judge, console)
     if card:
-        from kvaudit.audit.judges.labels import HEADINGS, card_rows
-        from kvaudit.audit.judges.labels import sources
+        from kvaudit.audit.judges.labels import HEADINGS, card_rows, sources
 
         noted["card"] = [list(HEADINGS), *card_rows(judge, sources())]
     existing_run(out).note(judged=noted)
@@ -141,9 +140,9 @@ def _note(
 
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Say the verdict before and after the judge, and return the one before with who had judged."""
-    from kvaudit.reports.verdict.comparison import PROGRAMMATIC
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided
+    from kvaudit.reports.verdict.comparison import PROGRAMMATIC
 
     before, now = (decided(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]

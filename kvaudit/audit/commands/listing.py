@@ -173,8 +173,7 @@ def _with_options(found: Any) -> list[list[str]]:
 
 def _print_card(text: str, data: Path | None) -> None:
     from kvaudit.audit.judges.base import JUDGES
-    from kvaudit.audit.judges.labels import HEADINGS, card_rows
-    from kvaudit.audit.judges.labels import sources
+    from kvaudit.audit.judges.labels import HEADINGS, card_rows, sources
     from kvaudit.core.options import parse_named
     from kvaudit.suites.sources import DATA_VARIABLE
 

@@ -16,10 +16,10 @@ from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length
 
 if TYPE_CHECKING:
+    from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.verdict.family import GatedCell
     from kvaudit.reports.verdict.sizes import Design, Sizes
     from kvaudit.reports.verdict.verdict import Decision
-    from kvaudit.reports.page.findings import Findings
 
 _MARGIN = 5.0  # percentage points
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
@@ -107,9 +107,9 @@ def _given(context: typer.Context) -> list[str]:
 
 def _plan_next(path: Path) -> None:
     """Print for every gated cell of a run what it has, and how many templates would decide it."""
-    from kvaudit.reports.verdict.family import gated_cells
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided
+    from kvaudit.reports.verdict.family import gated_cells
 
     found = decided(load_run(path))
     cells = gated_cells(found.drift, found.rules)
@@ -171,8 +171,8 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Name and value of every figure, in the order they are read."""
-    from kvaudit.reports.verdict.sizes import smallest_margin, smallest_ratio
     from kvaudit.reports.sections.shared.words import percent
+    from kvaudit.reports.verdict.sizes import smallest_margin, smallest_ratio
 
     d = sizes.design
     seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
@@ -237,8 +237,8 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
     Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
     """
-    from kvaudit.reports.verdict.sizes import more_items, steps
     from kvaudit.reports.sections.shared.words import percent
+    from kvaudit.reports.verdict.sizes import more_items, steps
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"

@@ -25,8 +25,8 @@ from kvaudit.reports.verdict.pin import load_pin
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.verdict.rules import GateOverrides
     from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.verdict.rules import GateOverrides
 
 
 def report(

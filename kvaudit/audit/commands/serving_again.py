@@ -12,7 +12,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
 
 if TYPE_CHECKING:
-    from kvaudit.audit.rerun.measure import Measure, WorkUnit, ServedBatch, Total
+    from kvaudit.audit.rerun.measure import Measure, ServedBatch, Total, WorkUnit
     from kvaudit.audit.runs.folder import RunFolder
 
 DIFFERS = 3  # exit code of a measure that decides

@@ -55,8 +55,8 @@ def _sources(checkpoint: Path | None, rollouts: str | None, model: str | None) -
 
     ``rollouts`` is a count of a checkpoint's own, or the path of a file.
     """
-    from kvaudit.audit.rerun.finished import checkpoint_rollouts
     from kvaudit.audit.replay.interchange import read_rollouts
+    from kvaudit.audit.rerun.finished import checkpoint_rollouts
 
     if checkpoint is not None:
         if model is not None or (rollouts is not None and not rollouts.isdecimal()):

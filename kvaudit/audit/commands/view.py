@@ -29,9 +29,9 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
     They stand side by side, each with what the cache still held of its prompt.
     """
     with user_errors("kvaudit", "view", run, "--shade", shade):
-        from kvaudit.reports.verdict.comparison import comparison_of
         from kvaudit.reports.page.view.folder import RunView
         from kvaudit.reports.records.load import load_run
+        from kvaudit.reports.verdict.comparison import comparison_of
 
         data, folder, console = load_run(run), out or run / "view", wide_console()
         pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))

@@ -1,10 +1,10 @@
-"""Serving engines: one file each. ``parse_serving_mode`` gives a policy of ours, or an engine's condition."""
+"""Serving engines, one file each. ``parse_serving_mode`` returns one of our policies or the condition of an engine."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,
-    GenerationRequest,
     Condition,
     Engine,
+    GenerationRequest,
     Reply,
     ServingMode,
     Session,
@@ -12,4 +12,14 @@ from kvaudit.audit.engines.base import (
     parse_serving_mode,
 )
 
-__all__ = ["ENGINES", "Asked", "Condition", "Engine", "Reply", "Served", "Session", "parse_condition", "parse_served"]
+__all__ = [
+    "ENGINES",
+    "Condition",
+    "Engine",
+    "GenerationRequest",
+    "Reply",
+    "ServingMode",
+    "Session",
+    "parse_condition",
+    "parse_serving_mode",
+]

@@ -1,7 +1,7 @@
-"""What every serving engine is: a name, which of its settings compress, and a session that answers token ids.
+"""The contract of serving engines: requests, replies, sessions, the ``Engine`` plug-in and conditions.
 
-A condition is an engine with settings, in the engine's own words: they are handed on as they are, and what it does not
-know it refuses in its own words. Prompts are rendered by us and go in as token ids, so no engine's template has a say.
+A condition is an engine with settings. Settings use the engine's own names and are passed on unchanged; the engine
+itself rejects those it does not know. We render prompts and send token ids, so no template of the engine applies.
 """
 
 from __future__ import annotations
@@ -34,40 +34,47 @@ if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
     from kvaudit.audit.sampling.model import LoadedModel
 
+OWN_ENGINE = "kvaudit"  # our own compressing cache, configured by a policy
 Settings = Mapping[str, str]  # name -> value, as text
+_LONGEST_SETTING = 500  # characters of a value
+_SETTING_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 class GenerationRequest(NamedTuple):
-    """A prompt and how it is answered. ``top_p`` 1 keeps the whole distribution, ``temperature`` 0 is greedy.
+    """A prompt with its sampling options. ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution.
 
-    ``messages`` are the same conversation for an engine that takes no tokens.
+    ``messages`` hold the same conversation for engines that take text instead of tokens.
     """
 
     ids: tuple[int, ...]
-    most: int  # tokens of the answer
-    stops: tuple[int, ...]  # tokens that end it, which stand in the reply
+    max_tokens: int  # of the answer
+    stops: tuple[int, ...]  # token ids that end the answer; the reply includes them
     temperature: float
     top_p: float
     seed: int
     messages: tuple[Message, ...] = ()
 
+    @property
+    def most(self) -> int:
+        """``max_tokens`` under its former name, kept for plug-ins for one release."""
+        return self.max_tokens
+
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a conversation's turn: an engine draws from one anew, and no two turns by the same numbers."""
+    """Return the seed of one turn of a conversation, so that no two turns draw the same random numbers."""
     return derive_seed("turn", seed, turn) if turn else seed
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. ``logprob`` is the sum of the engine's log-probs of its tokens in nats, None where it gives none.
+    """An answer. ``logprob`` is the sum of its tokens' log-probs in nats, None if the engine returns none.
 
-    ``text`` is the answer of an engine that gives no tokens, which then are none; ``thought`` and ``said_in`` are those
-    of a ``ChatCompletion``. ``refused`` is what a server said
-    that would not answer this request, though it may others.
+    ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the message of
+    a server that rejected this one request. ``thought`` and ``said_in`` are those of a ``ChatCompletion``.
     """
 
     ids: tuple[int, ...]
-    finish: str  # stop | length | error, where it was refused
+    finish: str  # stop | length | error (rejected)
     logprob: float | None = None
     text: str | None = None
     refused: str | None = None
@@ -80,32 +87,37 @@ class Reply:
 
 
 class EngineFailed(AuditError):
-    """An engine answers no more: it died, hangs, or says nothing of use. What it said last is in the message."""
+    """An engine that died, hangs or sends unusable replies. The message includes its last log lines."""
 
 
-def require_replies(asked: Sequence[GenerationRequest], replies: Sequence[Reply], who: str) -> None:
-    """Raise EngineFailed for what cannot be the replies to a batch: a plug-in's engine is held to it as ours are."""
-    if len(replies) != len(asked):
-        raise EngineFailed(f"engine {who} gave {len(replies)} replies to {len(asked)} requests")
-    for one, reply in zip(asked, replies, strict=True):
-        if len(reply.ids) > one.most:
-            raise EngineFailed(f"engine {who} gave an answer of {len(reply.ids)} tokens where {one.most} were the most")
-        if set(one.stops) & set(reply.ids[:-1]):
-            raise EngineFailed(f"engine {who} went on behind a token that ends an answer")
+def require_replies(requests: Sequence[GenerationRequest], replies: Sequence[Reply], engine: str) -> None:
+    """Raise EngineFailed unless there is a possible reply to each request."""
+    if len(replies) != len(requests):
+        raise EngineFailed(f"engine {engine} gave {len(replies)} replies to {len(requests)} requests")
+    for request, reply in zip(requests, replies, strict=True):
+        if len(reply.ids) > request.max_tokens:
+            raise EngineFailed(
+                f"engine {engine} gave an answer of {len(reply.ids)} tokens; the limit was {request.max_tokens}"
+            )
+        if set(request.stops) & set(reply.ids[:-1]):
+            raise EngineFailed(f"engine {engine} continued an answer after a stop token")
 
 
 class Session(ABC):
-    """An engine at work under one condition. ``described``: what it says it is, and what it made of the settings."""
+    """A running engine under one condition.
+
+    ``described`` holds the engine's version, its resolved settings and similar facts; it goes into provenance.json.
+    """
 
     described: Mapping[str, str]
 
     @abstractmethod
-    def answer(self, asked: Sequence[GenerationRequest]) -> list[Reply]:
-        """The reply to every request of a batch, all of them in flight; raises EngineFailed."""
+    def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
+        """Return the reply to each request of a batch; raise EngineFailed."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the engine and whatever it started; a second call does nothing."""
+        """End the engine and every process it started; a second call does nothing."""
 
     def __enter__(self) -> Session:
         return self
@@ -115,10 +127,10 @@ class Session(ABC):
 
 
 class DrawnRollout(NamedTuple):
-    """A rollout. ``logprobs`` are nats under the whole distribution at the temperature asked for (greedy: 1).
+    """A rollout. ``logprobs`` are nats under the full distribution at the requested temperature (greedy: 1).
 
-    ``written`` are keys and values [tokens, L, H * D] float32 of all tokens but the last, as the engine wrote them;
-    None where nobody asked, or it hands them out to nobody.
+    ``written`` holds the keys and values [tokens, L, H * D] float32 of all tokens but the last, as the engine wrote
+    them; None if they were not requested or the engine does not return them.
     """
 
     ids: tuple[int, ...]
@@ -128,9 +140,9 @@ class DrawnRollout(NamedTuple):
 
 
 class Drawer(ABC):
-    """An engine that draws rollouts. ``described``: what it says it is.
+    """A running engine that draws rollouts for training. ``described`` is as in ``Session``.
 
-    ``exact``: whether it computes in float32, so that only rounding is between it and a learner that does.
+    ``exact``: whether it computes in float32, so that it differs from a float32 learner by rounding only.
     """
 
     described: Mapping[str, str]
@@ -138,11 +150,11 @@ class Drawer(ABC):
 
     @abstractmethod
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Have the engine draw by these weights from here on; raises EngineFailed, or RunError if it holds others."""
+        """Load new weights; raise EngineFailed, or RunError if the engine then holds other weights."""
 
     @abstractmethod
-    def draw(self, asked: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
-        """A rollout for each, the first ``keep`` with its keys and values (see ``EngineStore``); raises as ``push``."""
+    def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
+        """Return a rollout for each request, the first ``keep`` with keys and values; raise as ``push`` does."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -150,86 +162,88 @@ class Drawer(ABC):
 
 
 class EngineContext(NamedTuple):
-    """What a session is started for: the checkpoint, how the engine is run, and where its own words are kept."""
+    """The inputs for starting an engine: the checkpoint, the spec's ``engines:`` entry, the log file, CPU threads."""
 
     model: LoadedModel
-    part: EngineSpec
+    spec: EngineSpec
     log: Path
     threads: int
+
+    @property
+    def part(self) -> EngineSpec:
+        """``spec`` under its former name, kept for plug-ins for one release."""
+        return self.spec
 
 
 class Engine:
     """A serving engine. Plug-ins subclass it with a ``name`` that no policy has.
 
-    ``install`` is the one line that brings it. ``compresses``: the settings that compress the KV cache, each with the
-    values by which it does not (none: every value does). ``uncompressed`` names a reference. ``always`` is what a
-    condition has unless it says otherwise, so that what the engine would choose by the machine is named.
+    ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to the
+    values that do not compress (empty: every value compresses). ``uncompressed`` are the settings of a reference.
+    ``always`` are defaults, so that no default of the engine depends on the machine.
     """
 
     name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # one line: what it is, what its KV settings are called
+    says: ClassVar[str] = ""  # one line: the engine and the names of its KV settings
     install: ClassVar[str] = ""
     compresses: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     uncompressed: ClassVar[Settings] = {}
     always: ClassVar[Settings] = {}
-    keeps: ClassVar[str] = ""  # the setting that says how many entries stay, of an engine that can evict
-    undrawn: ClassVar[str] = ""  # why training draws no rollouts from it, where there is more to say
+    keeps: ClassVar[str] = ""  # the setting for the number of cache entries kept, if the engine can evict
+    undrawn: ClassVar[str] = ""  # why training cannot draw rollouts from it
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """The settings with what the engine would otherwise choose by itself; raises SpecError for what cannot be."""
+        """Return the settings with defaults filled in; raise SpecError for impossible settings."""
         return {**cls.always, **settings}
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """The uncompressed settings that ``settings`` are compared with: the same in all that does not compress."""
+        """Return the uncompressed settings to compare with: equal in everything that does not compress."""
         plain = {name: value for name, value in settings.items() if name not in cls.compresses}
         return {**plain, **cls.uncompressed}
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:
-        """The reference of ``settings`` in which ``named`` ones are as they were named."""
+        """Return the reference of ``settings``, updated with the ``named`` settings."""
         return {**cls.reference(settings), **named}
 
     @classmethod
     def compressing(cls, settings: Settings) -> list[str]:
-        """The settings that compress something."""
+        """Return the names of the settings that compress something."""
         return [name for name, plain in cls.compresses.items() if name in settings and settings[name] not in plain]
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """The settings that ``kvaudit check --kv TEXT`` stands for; raises SpecError for what stands for none."""
-        raise SpecError(
-            f"engine {cls.name} has no short way to say --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})"
-        )
+        """Return the settings that ``kvaudit check --kv TEXT`` stands for; raise SpecError for other text."""
+        raise SpecError(f"engine {cls.name} does not support --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})")
 
     @classmethod
-    def check(cls, settings: Settings, part: EngineSpec) -> None:
-        """Raise SpecError for settings that cannot be, and, with the line that installs it, where it is not there."""
+    def check(cls, settings: Settings, spec: EngineSpec) -> None:
+        """Raise SpecError for impossible settings, and with ``install`` if the engine is not installed."""
         raise NotImplementedError
 
     @classmethod
-    def start(cls, settings: Settings, work: EngineContext) -> Session:
-        """Start the engine on a checkpoint; raises EngineFailed, or SpecError for what it cannot serve."""
+    def start(cls, settings: Settings, context: EngineContext) -> Session:
+        """Start the engine on a checkpoint; raise EngineFailed, or SpecError if it cannot serve the checkpoint."""
         raise NotImplementedError
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:  # noqa: ARG003
-        """Raise SpecError for settings under which training can draw no rollouts."""
-        # the one here only raises: an engine that draws has its own
-        own = Engine.drawer.__func__  # type: ignore[attr-defined]
-        drawing = (name for name, one in ENGINES.all().items() if one.drawer.__func__ is not own)  # type: ignore[attr-defined]
+        """Raise SpecError for settings under which training cannot draw rollouts."""
+        base = Engine.drawer.__func__  # type: ignore[attr-defined]
+        names = (name for name, engine in ENGINES.all().items() if engine.drawer.__func__ is not base)  # type: ignore[attr-defined]
         why = f" ({cls.undrawn})" if cls.undrawn else ""
-        raise SpecError(f"engine {cls.name} draws no rollouts for training{why}; known: {', '.join(drawing)}")
+        raise SpecError(f"engine {cls.name} cannot draw rollouts for training{why}; use one of: {', '.join(names)}")
 
     @classmethod
-    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
-        """Start the engine to draw rollouts by weights that change; raises as ``start``."""
+    def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
+        """Start the engine for drawing rollouts with changing weights; raise as ``start`` does."""
         raise NotImplementedError
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """How keys and values are stored under the settings, None where that is not known."""
+        """Return how the engine stores keys and values under the settings, None if that is unknown."""
         return None
 
 
@@ -238,14 +252,14 @@ ENGINES: Registry[Engine] = Registry("engine", "kvaudit.audit.engines", Engine)
 
 @dataclass(frozen=True)
 class Condition:
-    """An engine with its settings, the one spelling of which is ``canonical``."""
+    """An engine with its settings."""
 
     engine: str
     settings: tuple[tuple[str, str], ...]
 
     @cached_property
     def canonical(self) -> str:
-        """The text that parses back to an equal condition."""
+        """The one text of this condition, which parses back to an equal condition."""
         return condition_text(self.engine, dict(self.settings))
 
     @cached_property
@@ -255,110 +269,110 @@ class Condition:
 
     @property
     def compressing(self) -> list[str]:
-        """The settings by which it compresses something."""
+        """The names of the settings that compress something."""
         return ENGINES.get(self.engine).compressing(dict(self.settings))
 
     @property
     def reference(self) -> Condition:
         """The uncompressed condition of the same engine."""
-        return _of(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
+        return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """The reference with other values of some settings, as a mapping; or any other of the same engine, as text."""
-        said = f"reference of engine {self.engine} is {shown(named)}"
+        """Return the reference: a mapping updates the default one, text names any condition of the same engine."""
         if not isinstance(named, Mapping | str):
-            raise SpecError(f"{said}, wanted settings or the text of an engine")
+            raise SpecError(
+                f"reference of engine {self.engine} is {shown(named)}, expected settings or the text of a condition"
+            )
         engine = engine_in(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
         if engine != self.engine:
             raise SpecError(
-                f"{said}: beside another engine nobody could tell what the setting does; name settings of {self.engine}"
+                f"reference of engine {self.engine} is {shown(named)}: the reference must use the same engine; give "
+                f"settings of {self.engine}"
             )
         if isinstance(named, str):
             return parse_condition(named)
-        words = _words(engine, {name: value for name, value in named.items() if name != ENGINE})
-        return _of(self.engine, ENGINES.get(self.engine).reference_with(dict(self.settings), words))
+        texts = _setting_texts(engine, {name: value for name, value in named.items() if name != ENGINE})
+        return _condition(self.engine, ENGINES.get(self.engine).reference_with(dict(self.settings), texts))
 
 
-ServingMode = Policy | Condition  # what a unit is served under
+ServingMode = Policy | Condition  # how a checkpoint is served: by our own cache under a policy, or by an engine
 
 
 def parse_condition(source: str | Mapping[str, Any]) -> Condition:
-    """The condition that text or a mapping describes; raises UnknownName for an engine and SpecError for a value."""
+    """Parse text or a mapping; raise UnknownName for the engine and SpecError for a setting."""
     if isinstance(source, str):
-        engine, given = engine_in(source), dict[str, Any](settings_in(source))
-        # names are keys of a mapping, so that one given twice is missing from the count
-        if len(given) != len(split_named(source)[1]):
+        engine, settings = engine_in(source), dict[str, Any](settings_in(source))
+        # a repeated name overwrites its key, so the counts differ
+        if len(settings) != len(split_named(source)[1]):
             raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
     else:
-        given = dict(source)
-        engine = str(given.pop(ENGINE))
-    return _of(engine, _words(engine, given))
+        settings = dict(source)
+        engine = str(settings.pop(ENGINE))
+    return _condition(engine, _setting_texts(engine, settings))
 
 
 def parse_serving_mode(source: Any) -> ServingMode:
-    """A policy of ours or an engine's condition; ``{engine: kvaudit, policy: ...}`` is the former."""
+    """Parse one of our policies or an engine's condition; ``{engine: kvaudit, policy: ...}`` is a policy."""
     if isinstance(source, Mapping) and ENGINE in source:
         if source[ENGINE] != OWN_ENGINE:
             return parse_condition(source)
         if set(source) != {ENGINE, "policy"}:
             raise SpecError(
-                f"engine {OWN_ENGINE} is our own cache: write {{engine: {OWN_ENGINE}, policy: snapkv:budget=96}}"
+                f"engine {OWN_ENGINE} is our own cache and takes only a policy: write {{engine: {OWN_ENGINE}, policy: "
+                "snapkv:budget=96}"
             )
         return parse_policy(source["policy"])
     if isinstance(source, str) and is_engine(engine_in(source)):
         return parse_condition(source)
-    # compositions and mixtures name what they do not know themselves
+    # parse_policy names the unknown parts of compositions and mixtures
     if isinstance(source, str) and engine_in(source) not in POLICIES.all() and not set("+|@") & set(source):
         raise UnknownName("policy or engine", engine_in(source), (*POLICIES.all(), *ENGINES.all()))
     return parse_policy(source)
 
 
-OWN_ENGINE = "kvaudit"
-
-
 def is_engine(name: str) -> bool:
-    """Whether an engine goes by this name; a policy that does goes first."""
+    """Return whether this is the name of an engine; a policy of the same name takes precedence."""
     return name not in POLICIES.all() and name in ENGINES.all()
 
 
-def _of(engine: str, settings: Settings) -> Condition:
+def _condition(engine: str, settings: Settings) -> Condition:
     filled = ENGINES.get(engine).filled(settings)
-    _check_no_secret(engine, filled)
-    found = Condition(engine, tuple(sorted(filled.items())))
-    if (length := len(found.canonical)) > LONGEST_VALUE:
-        raise SpecError(
-            f"engine {engine} has settings of {length} characters once they are spelled out, a spec can hold "
-            f"{LONGEST_VALUE}; give shorter ones"
-        )
-    return found
-
-
-def _check_no_secret(engine: str, settings: Settings) -> None:
-    """Raise SpecError for a setting that nobody would want in a spec, a record or a report."""
-    for name, value in settings.items():
+    for name, value in filled.items():
         if is_secret_name(name) or has_password(value):
             raise SpecError(
                 f"engine {engine}: setting {name} holds a secret, which specs, records and reports would show; set it "
-                "in the environment that kvaudit is started in, which engines see"
+                "as an environment variable of kvaudit instead, which engines inherit"
             )
-
-
-def _words(engine: str, given: Mapping[Any, Any]) -> Settings:
-    return {str(name): _word(engine, str(name), value) for name, value in given.items()}
-
-
-def _word(engine: str, name: str, value: Any) -> str:
-    if not _NAME.fullmatch(name):
+    condition = Condition(engine, tuple(sorted(filled.items())))
+    if (length := len(condition.canonical)) > LONGEST_VALUE:
         raise SpecError(
-            f"engine {shown(engine)} can have no setting {shown(name)}: a name is of letters, digits, '_', '-' and '.'"
+            f"engine {engine} has settings of {length} characters with defaults filled in, the limit is "
+            f"{LONGEST_VALUE}; shorten them"
         )
-    if isinstance(value, bool):
-        return str(value).lower()
-    word = str(value) if isinstance(value, str | int | float) else ""
-    if not word or len(word) > _LONGEST or not is_text(word):
-        raise SpecError(f"setting {name} is {shown(value)}, wanted a word or a number of the engine's own")
-    return word
+    return condition
 
 
-_LONGEST = 500  # characters of a value
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
+    """Return names and values as text; raise SpecError for anything but words, numbers and booleans."""
+    texts = dict[str, str]()
+    for key, value in settings.items():
+        name = str(key)
+        if not _SETTING_NAME.fullmatch(name):
+            raise SpecError(
+                f"engine {shown(engine)}: {shown(name)} cannot be the name of a setting; use letters, digits, '_', '-' "
+                "and '.'"
+            )
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if not isinstance(value, str | int | float) or not 0 < len(text) <= _LONGEST_SETTING or not is_text(text):
+            raise SpecError(f"setting {name} is {shown(value)}, expected a word or a number that the engine knows")
+        texts[name] = text
+    return texts
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a class by its former name, kept for plug-ins for one release."""
+        if name in (former := {"Asked": GenerationRequest, "Work": EngineContext, "Drawn": DrawnRollout}):
+            return former[name]
+        raise AttributeError(f"module {__name__} has no attribute {name}")

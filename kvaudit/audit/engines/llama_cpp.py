@@ -1,7 +1,7 @@
-"""llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, in the names that its own tools have.
+"""llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, with the values of its own tools.
 
-A run's GGUF file is served as it is; any other checkpoint is written as one once (``exports.llama_cpp``), and what a
-learner has is written as one in every step.
+A GGUF file in a run is served as it is; any other checkpoint is converted to GGUF once, and a learner's weights in
+every training step (``exports.llama_cpp``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvaudit.audit.engines.base import Drawer, Engine, Session, Settings, EngineContext
+from kvaudit.audit.engines.base import Drawer, Engine, EngineContext, Session, Settings
 from kvaudit.audit.engines.rollouts import WorkerDrawer
-from kvaudit.audit.engines.weights import EngineCheckpoint, check_weights_fit, convert_checkpoint, configured_weights
+from kvaudit.audit.engines.weights import EngineCheckpoint, check_weights_fit, configured_weights, convert_checkpoint
 from kvaudit.audit.engines.worker_client import WorkerSession, python_with, vocabulary_size
 from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
@@ -37,94 +37,94 @@ class LlamaCpp(Engine):
     install = install_line("llama-cpp")
     compresses: ClassVar = {"type_k": _UNCOMPRESSED, "type_v": _UNCOMPRESSED}
     uncompressed: ClassVar[Settings] = {"type_k": "f16", "type_v": "f16"}
-    # V is coded under flash attention alone, so the reference too has it, and the types are all that differs
+    # values are quantised under flash attention only; the reference has it too, so that only the types differ
     always: ClassVar[Settings] = {"flash_attn": "true", "type_k": "f16", "type_v": "f16"}
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """``q8_0`` for keys and values, ``q8_0/q4_0`` for either; the types are held to the engine's when it starts."""
+        """Read ``q8_0`` for keys and values, or ``q8_0/q4_0``; the engine checks the types when it starts."""
         keys, _, values = text.partition("/")
         if not keys or "/" in values or text.endswith("/"):
             raise SpecError(
-                f"engine {cls.name}: --kv is {text[:80]!r}, wanted a type, or KEYS/VALUES such as q8_0/q4_0"
+                f"engine {cls.name}: --kv is {text[:80]!r}, expected a type, or KEYS/VALUES such as q8_0/q4_0"
             )
         return {"type_k": keys, "type_v": values or keys}
 
     @classmethod
-    def check(cls, settings: Settings, part: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError where it is not installed."""
-        python_with(_MODULES, part, cls.name, cls.install)
+    def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003
+        """Raise SpecError if it is not installed."""
+        python_with(_MODULES, spec, cls.name, cls.install)
 
     @classmethod
-    def start(cls, settings: Settings, work: EngineContext) -> Session:
-        return cls._worker(settings, work, _weights(work))
+    def start(cls, settings: Settings, context: EngineContext) -> Session:
+        return cls._worker(settings, context, _weights(context))
 
     @classmethod
-    def _worker(cls, settings: Settings, work: EngineContext, weights: EngineCheckpoint) -> WorkerSession:
-        python = python_with(_MODULES, work.part, cls.name, cls.install)
+    def _worker(cls, settings: Settings, context: EngineContext, weights: EngineCheckpoint) -> WorkerSession:
+        python = python_with(_MODULES, context.spec, cls.name, cls.install)
         check_weights_fit(weights.path, cls.name)
-        setup = {"file": str(weights.path), "vocabulary": vocabulary_size(work), "settings": dict(settings)}
-        return WorkerSession(cls.name, "llama_cpp_inside.py", setup, work, python, weights)
+        setup = {"file": str(weights.path), "vocabulary": vocabulary_size(context), "settings": dict(settings)}
+        return WorkerSession(cls.name, "llama_cpp_inside.py", setup, context, python, weights)
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """See ``Engine.check_drawing``: whatever its context can be told."""
+        """Accept all settings."""
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """See ``Engine.store``: its cache is read out. That it codes queries too is not replayed."""
+        """See ``Engine.store``: the cache is read out. The quantisation of queries is not replayed."""
         from kvaudit.audit.cache.engine_store import EngineStore
 
         return EngineStore(None, None, shown=True)
 
     @classmethod
-    def drawer(cls, settings: Settings, work: EngineContext) -> Drawer:
-        """See ``Engine.drawer``; raises SpecError for a file that is named, which training would not change."""
-        if work.part.weights is not None:
+    def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
+        """See ``Engine.drawer``; raises SpecError for a configured file, which training would not change."""
+        if context.spec.weights is not None:
             raise SpecError(
-                "engine llama.cpp draws by the learner's weights, which are written for it in every step; leave "
-                "engines.llama.cpp.weights out"
+                "engines.llama.cpp.weights cannot be used for training rollouts, which need the learner's weights; "
+                "remove it"
             )
-        return _GgufDrawer(cls._worker(settings, work, _exported(work)), work)
+        return _GgufDrawer(cls._worker(settings, context, _exported(context)), context)
 
 
 class _GgufDrawer(WorkerDrawer):
-    """llama.cpp, which loads a file of weights in every step, and shows what its queries read."""
+    """Loads a GGUF file in every step and returns its cache, which holds what its queries read."""
 
-    def __init__(self, session: WorkerSession, work: EngineContext) -> None:
-        from kvaudit.audit.engines.exports.llama_cpp import head_layout
-        from kvaudit.audit.engines.exports.llama_cpp import HeadLayout
+    def __init__(self, session: WorkerSession, context: EngineContext) -> None:
+        from kvaudit.audit.engines.exports.llama_cpp import cache_layout
 
-        self._model = work.model.model
-        turned = {name: session.described.get(f"{name} rotated") == "1" for name in ("K", "V")}
-        self._layout = HeadLayout(*head_layout(self._model.config), turned["K"], turned["V"])
-        super().__init__(session, LlamaCpp.name, work, exact=False)
+        self._model = context.model.model
+        keys_rotated, values_rotated = (session.described.get(f"{name} rotated") == "1" for name in ("K", "V"))
+        self._layout = cache_layout(self._model.config, keys_rotated=keys_rotated, values_rotated=values_rotated)
+        super().__init__(session, LlamaCpp.name, context, exact=False)
 
-    def _kept(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, file: Mapping[str, Any], row: int) -> tuple[Tensor, Tensor]:
         from kvaudit.audit.engines.exports.llama_cpp import read_state
 
         return read_state(file[f"{row}.state"], self._layout)
 
-    def _written(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
+    def _write(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
         from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, export_gguf
 
-        path = self._handover.path / GGUF_FILE
+        path = self._exchange.path / GGUF_FILE
         export_gguf(self._model, path.parent, weights)
         with path.open("rb") as file:
             return path, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _weights(work: EngineContext) -> EngineCheckpoint:
-    if named := configured_weights(work, "llama.cpp", "", "a GGUF file"):
-        check_gguf(named.path)
-        return named
-    if work.model.name.endswith(".gguf"):
-        return EngineCheckpoint(Path(work.model.name).expanduser(), "the file of the model, as it is")
-    return _exported(work)
+def _weights(context: EngineContext) -> EngineCheckpoint:
+    if weights := configured_weights(context, "llama.cpp", "", "a GGUF file"):
+        check_gguf(weights.path)
+        return weights
+    if context.model.name.endswith(".gguf"):
+        return EngineCheckpoint(Path(context.model.name).expanduser(), "the file of the model, as it is")
+    return _exported(context)
 
 
-def _exported(work: EngineContext) -> EngineCheckpoint:
+def _exported(context: EngineContext) -> EngineCheckpoint:
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, GGUF_METHOD, export_gguf
 
-    found = convert_checkpoint("gguf", work.model, GGUF_METHOD, lambda folder: export_gguf(work.model.model, folder))
-    return found._replace(path=found.path / GGUF_FILE)
+    network = context.model.model
+    weights = convert_checkpoint("gguf", context.model, GGUF_METHOD, lambda folder: export_gguf(network, folder))
+    return weights._replace(path=weights.path / GGUF_FILE)

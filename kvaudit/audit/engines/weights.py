@@ -1,9 +1,9 @@
-"""Weights in an engine's own format: made once from a checkpoint, kept by what they were made of.
+"""Checkpoints in the format of an engine: converted once and kept under the hash of their weights.
 
-    $KVAUDIT_CACHE/KIND/SHA256-METHOD/    whole, or not there; ~/.cache/kvaudit where the variable is not set
+    $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
         conversion.json                   {"of": sha256 of the weights, "method", "by", "files": {name: size}}
 
-What a kill leaves half made lies under another name and is made again. Nothing is ever removed here.
+An interrupted conversion has another name and is started again. Conversions are never deleted.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
 
 CONVERSION = "conversion.json"
-SAVED = "safetensors, saved 1"  # by which conversions are told apart
-_WIDE = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # dtypes of safetensors
+_METHOD = "safetensors, saved 1"  # part of a folder's name: a changed conversion needs another number
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors -> torch
 _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
 
 class EngineCheckpoint(NamedTuple):
-    """A file or folder of weights in an engine's format, and where they came from in words.
+    """A file or folder of weights in an engine's format, with a description of its origin.
 
-    ``ours`` are made of the checkpoint by us; of others nothing shows that they are the checkpoint's.
+    ``ours``: whether we converted it; weights that the user provides cannot be verified.
     """
 
     path: Path
@@ -47,66 +47,66 @@ class EngineCheckpoint(NamedTuple):
 
     @property
     def described(self) -> dict[str, str]:
-        """What an engine that serves them says of them."""
+        """The entries about the weights for ``Session.described``."""
         return {"weights": self.origin, **({} if self.ours else {NOT_SHOWN: "weights"})}
 
 
-def configured_weights(work: EngineContext, engine: str, inside: str, wanted: str) -> EngineCheckpoint | None:
-    """Those that ``engines.ENGINE.weights`` names, which hold the file ``inside`` (they are it themselves for "").
+def configured_weights(context: EngineContext, engine: str, file: str, expected: str) -> EngineCheckpoint | None:
+    """Return the weights that ``engines.ENGINE.weights`` names, None if it names none.
 
-    None where none are named; raises SpecError where they are not there.
+    They are a folder with ``file`` in it, or a file if ``file`` is empty; raises SpecError otherwise.
     """
-    if work.part.weights is None:
+    if context.spec.weights is None:
         return None
-    path = Path(expand(f"engines.{engine}.weights", work.part.weights)).expanduser()
-    if not (path / inside if inside else path).is_file():
-        raise SpecError(f"engines.{engine}.weights is {str(path)!r}, wanted {wanted}")
+    path = Path(expand(f"engines.{engine}.weights", context.spec.weights)).expanduser()
+    if not (path / file if file else path).is_file():
+        raise SpecError(f"engines.{engine}.weights is {str(path)!r}, expected {expected}")
     return EngineCheckpoint(path, f"{path}, not converted here", ours=False)
 
 
 def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:
-    """A folder of the weights ``sha256`` in the format ``kind``: those that are kept, or made now.
+    """Return the folder of the weights ``sha256`` in the format ``kind``, and convert them if there is none yet.
 
-    ``method`` is how, so that another way is another folder; ``convert`` writes into an empty folder and returns the
-    versions of what it used. Raises RunError where nothing can be written, or what is kept is not what was written.
+    ``method`` describes the conversion; another method has another folder. ``convert`` writes into an empty folder and
+    returns the versions of the libraries that it used. Raises RunError if nothing can be written, or the folder was
+    changed since.
     """
     home = cache_home() / kind
-    # the beginnings of both hashes; the whole one of the weights stands inside
     folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
     try:
         home.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of other processes of this machine; it goes with the one that holds it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # against other processes of this machine; released when the file closes
             if not (folder / CONVERSION).exists():
-                _make(folder, sha256, method, convert)
-    except (OSError, RuntimeError) as error:  # the second of libraries that write files by themselves
+                _convert(folder, sha256, method, convert)
+    except (OSError, RuntimeError) as error:  # RuntimeError comes from libraries that write files themselves
         why = error.strerror if isinstance(error, OSError) and error.strerror else inline(one_line(str(error)))[:200]
         raise RunError(
-            f"weights cannot be converted into {str(folder)!r} ({why}); see whether there is room, or give another "
-            "place by KVAUDIT_CACHE"
+            f"weights cannot be converted into {str(folder)!r} ({why}); check the free space, or set KVAUDIT_CACHE to "
+            "another folder"
         ) from None
     conversion = read_json(folder / CONVERSION)
-    kept = conversion.get("files")
-    names = kept if isinstance(kept, dict) else {}
-    # sizes and no hashes, which would take long for a large model
+    files = conversion.get("files")
+    names = files if isinstance(files, dict) else {}
+    # sizes only: hashing a large model would take long
     sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
-    if conversion.get("of") != sha256 or sizes != kept:
-        raise RunError(f"{str(folder)!r} is not the conversion that was written there; delete it, and it is made again")
+    if conversion.get("of") != sha256 or sizes != files:
+        raise RunError(f"{str(folder)!r} was changed after its conversion; delete it to convert again")
     return EngineCheckpoint(folder, f"of {sha256[:12]}, {method}, by {conversion.get('by')}")
 
 
 def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
 ) -> EngineCheckpoint:
-    """``convert_once`` of a model's weights as it holds them: in bfloat16 they may be others than its file's."""
-    held = str(model.dtype).removeprefix("torch.")
-    return convert_once(kind, model.sha256, f"{method} of {held}", convert)
+    """Call ``convert_once`` for a loaded model, whose dtype may have rounded the weights of its file."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return convert_once(kind, model.sha256, f"{method} of {dtype}", convert)
 
 
-def check_weights_fit(weights: Path, who: str) -> None:
-    """Raise SpecError where a file or folder of weights is larger than the free memory, of a container its own.
+def check_weights_fit(weights: Path, engine: str) -> None:
+    """Raise SpecError if a file or folder of weights is larger than the free memory (of the container, if any).
 
-    An engine would be killed by the kernel in the middle, without a word.
+    Otherwise the kernel would kill the engine later without any message.
     """
     import torch
 
@@ -116,38 +116,38 @@ def check_weights_fit(weights: Path, who: str) -> None:
     needed, free = sum(path.stat().st_size for path in files), free_bytes(torch.device("cpu"))
     if needed > free:
         raise SpecError(
-            f"engine {who} needs {needed / _GIB:.1f} GiB for the weights in {str(weights)!r}, {free / _GIB:.1f} GiB of "
-            "memory are free; take a smaller model, or a machine with more"
+            f"engine {engine} needs {needed / _GIB:.1f} GiB for the weights in {str(weights)!r}, {free / _GIB:.1f} GiB "
+            "of memory are free; use a smaller model, or a machine with more memory"
         )
 
 
-def _make(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
-    half = folder.with_suffix(".half")
-    # what a kill left
-    shutil.rmtree(half, ignore_errors=True)
+def _convert(folder: Path, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> None:
+    unfinished = folder.with_suffix(".half")
+    # leftovers of an interrupted conversion
+    shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    half.mkdir()
+    unfinished.mkdir()
     try:
-        used = convert(half)
-        files = {path.name: path.stat().st_size for path in sorted(half.iterdir())}
-        by = ", ".join(f"{name} {version}" for name, version in used.items())
-        write_json(half / CONVERSION, {"of": sha256, "method": method, "by": by, "files": files})
-        os.rename(half, folder)
+        versions = convert(unfinished)
+        files = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+        by = ", ".join(f"{name} {version}" for name, version in versions.items())
+        write_json(unfinished / CONVERSION, {"of": sha256, "method": method, "by": by, "files": files})
+        os.rename(unfinished, folder)
     finally:
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def safetensors_folder(work: EngineContext, engine: str) -> EngineCheckpoint:
-    """Where the weights lie as safetensors with config and tokenizer; raises SpecError for a folder without."""
-    if named := configured_weights(work, engine, "config.json", "a folder that holds config.json"):
-        return named
-    if (own := _own_folder(work.model)) is not None:
-        return EngineCheckpoint(own, f"of {work.model.sha256[:12]}, as they lie")
-    return convert_checkpoint("safetensors", work.model, SAVED, lambda folder: _save(work.model, folder))
+def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
+    """Return a folder with safetensors, config and tokenizer; raise SpecError if the configured one has no config."""
+    if weights := configured_weights(context, engine, "config.json", "a folder that holds config.json"):
+        return weights
+    if (folder := _source_folder(context.model)) is not None:
+        return EngineCheckpoint(folder, f"of {context.model.sha256[:12]}, as they lie")
+    return convert_checkpoint("safetensors", context.model, _METHOD, lambda folder: _save(context.model, folder))
 
 
-def _own_folder(model: LoadedModel) -> Path | None:
-    """The folder that the model was read from, where a server reads the same weights there and no others."""
+def _source_folder(model: LoadedModel) -> Path | None:
+    """Return the folder that the model was loaded from if a server would read the same weights there, else None."""
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256
 
@@ -156,22 +156,22 @@ def _own_folder(model: LoadedModel) -> Path | None:
         files = weight_files(folder)
         if set(folder.glob("*.safetensors")) != set(files) or list(folder.glob("*.bin")):
             return None
-        same = weights_sha256(folder) == model.sha256 and _holds_whole(model.dtype, files)
-        return folder.resolve() if same else None
-    except (AuditError, OSError):  # a .gguf file, an adapter
+        is_same = weights_sha256(folder) == model.sha256 and _is_unrounded(model.dtype, files)
+        return folder.resolve() if is_same else None
+    except (AuditError, OSError):  # a .gguf file or an adapter
         return None
 
 
-def _holds_whole(dtype: torch.dtype, files: Sequence[Path]) -> bool:
-    """Whether a model of this dtype holds what stands in its files, and has rounded none of it."""
+def _is_unrounded(dtype: torch.dtype, files: Sequence[Path]) -> bool:
+    """Return whether a model of this dtype holds the exact numbers of its files."""
     import torch
     from safetensors import safe_open
 
     for path in files:
         with safe_open(path, "pt") as file:
-            # by its words for dtypes, without reading a tensor; what has another word is narrower, or no float
-            kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
-        if any(torch.promote_types(getattr(torch, _WIDE[kind]), dtype) != dtype for kind in kinds & _WIDE.keys()):
+            # the names of the dtypes suffice; one that is not in the table is narrower or not a float
+            names = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+        if any(torch.promote_types(getattr(torch, _FLOATS[n]), dtype) != dtype for n in names & _FLOATS.keys()):
             return False
     return True
 
@@ -180,7 +180,7 @@ def _save(model: LoadedModel, folder: Path) -> Mapping[str, str]:
     import safetensors
     import transformers
 
-    plain: Any = model.model
-    plain.save_pretrained(folder, state_dict={name: t.detach().cpu() for name, t in plain.state_dict().items()})
+    network: Any = model.model
+    network.save_pretrained(folder, state_dict={name: t.detach().cpu() for name, t in network.state_dict().items()})
     model.chat.tokenizer.save_pretrained(folder)
     return {"transformers": transformers.__version__, "safetensors": safetensors.__version__}

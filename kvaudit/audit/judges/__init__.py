@@ -1,1 +1,1 @@
-"""Who decides whether an answer refuses: one judge a file, blind to arm and policy, each with its card."""
+"""Judges that decide whether an answer refuses: one file each, blind to arm and policy, each with its card."""

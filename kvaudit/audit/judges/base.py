@@ -1,53 +1,156 @@
-"""Judges: whether an answer refuses its request, which suites leave to somebody who reads."""
+"""Judges, which decide whether an answer refuses its request, and the contract of every grader.
+
+A grader sees only what its kind sees: neither arm nor policy nor suite reaches it, so it cannot favour one side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from kvaudit.audit.judges.base import Grader, StoredAnswer
 from kvaudit.core.errors import DataError
 from kvaudit.core.options import IDENTITY_DIGITS, sha256_of
 from kvaudit.core.questions import Question, Reading
+from kvaudit.core.records import Item, Record
 from kvaudit.core.registry import Registry
+from kvaudit.core.remembered import Answers, Q
+from kvaudit.suites.base import Suite
 
-_OWN_ROWS = 0.05  # of the questions; short refusals coincide now and then
+G = TypeVar("G")  # the type of a grade
+_MOST_TRAINED_ON = 0.05  # share of the questions; short refusals coincide now and then
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """A record, and a function that recreates its suite and item, which is slow and seldom needed."""
+
+    record: Record
+    asked: Callable[[], tuple[Suite, Item]]
+
+
+@dataclass(frozen=True)
+class Grader(Generic[Q, G]):
+    """Grades questions in bulk. Subclass a kind of grader as a frozen dataclass in a separate file, with a ``name``.
+
+    Its fields are the grader's options: ``NAME:field=value,field=value`` in a spec or a command.
+    """
+
+    kind: ClassVar[str] = ""
+    field: ClassVar[str] = ""  # the JSON key of a stored grade
+    remembers: ClassVar[tuple[type, ...]] = (bool,)  # the types of a stored grade
+
+    name: ClassVar[str] = ""
+    says: ClassVar[str] = ""  # how it decides, for ``kvaudit list``
+
+    @property
+    def identity(self) -> str:
+        """sha256 of everything its grades depend on: settings and rows, or model and rubric (64 hex digits)."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise SpecError or DataError for what would otherwise fail only after all answers are sampled."""
+        _ = self.identity
+
+    @cached_property
+    def sha256(self) -> str:
+        """The ``identity``, computed once."""
+        return self.identity
+
+    @cached_property
+    def folder(self) -> str:
+        """The name of the folder of its grades in a run: name and first digits of its sha256."""
+        return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
+
+    @property
+    def answers_file(self) -> str:
+        """The name of the file that stores its grades."""
+        return f"answers-{self.folder}.jsonl"
+
+    @cached_property
+    def unread(self) -> list[str]:
+        """Replies of its model that could not be read as grades, to be quoted in errors."""
+        return []
+
+    def grades(self, questions: Sequence[Q]) -> list[G | None]:
+        """Return the grade of each question, None where grading failed; such a question is asked again next time.
+
+        A grade must not depend on the other questions. Raises RunError if asking more is useless.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def key_of(question: Q) -> str:
+        """Return the sha256 of a question, under which its grade is stored."""
+        raise NotImplementedError
+
+    def questions_of(self, answer: StoredAnswer) -> list[Q]:
+        """Return the questions about a stored answer in order; [] if this grader does not grade it."""
+        raise NotImplementedError
+
+    def check_questions(self, questions: Sequence[Q]) -> None:
+        """Raise DataError if the grader must not be asked these questions."""
+
+    def kept(self, grade: G) -> Any:
+        """Return a grade in its stored form, of a type in ``remembers``."""
+        return grade
+
+    def recalled(self, kept: Any) -> G | None:
+        """Return the grade of a stored form; None if it is malformed."""
+        return cast("G", kept)
+
+
+class CachedGrader(Generic[Q, G]):
+    """A grader with a file of stored grades in ``folder``, by hash of the question; it grades only new questions."""
+
+    def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
+        self.grader = grader
+        path = folder / grader.answers_file
+        self._answers: Answers[Q, Any] = Answers(path, grader.key_of, self._grade, grader.field, grader.remembers)
+
+    def grades(self, questions: Sequence[Q]) -> list[G | None]:
+        """Return grades like ``Grader.grades``; equal questions are asked once."""
+        stored = self._answers.answers(questions)
+        return [None if kept is None else self.grader.recalled(kept) for kept in stored]
+
+    def _grade(self, questions: Sequence[Q]) -> list[Any]:
+        return [None if grade is None else self.grader.kept(grade) for grade in self.grader.grades(questions)]
 
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Reading]):
-    """Decides in bulk whether answers refuse; a subclass says ``refused``, or ``read`` where it has doubts."""
+    """Decides in bulk whether answers refuse. A subclass writes ``refused``, or ``read`` if it can be unsure."""
 
     kind = "judge"
     field = "refused"
-    remembers = (bool, list)  # a plain yes or no, or [refused, sure, unsafe]
+    remembers = (bool, list)  # True or False, or [refused, sure, unsafe]
 
     @cached_property
     def label(self) -> str:
-        """What records call it: name and the first digits of its identity."""
+        """Its name in records: name and first digits of its identity."""
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
-        """Whether each answer refuses its request; as ``grades``, in a word."""
+        """Return whether each answer refuses its request, None where the judge failed."""
         return [None if reading is None else reading.refused for reading in self.read(questions)]
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
-        """As ``refused``, with what the judge is not sure of and, where it grades harm, the harm that was done."""
-        return [None if said is None else Reading(said) for said in self.refused(questions)]
+        """Return the same as ``refused``, with whether the judge is sure and, if it grades harm, the harm done."""
+        return [None if refused is None else Reading(refused) for refused in self.refused(questions)]
 
     @property
     def grades_harm(self) -> bool:
-        """Whether its readings also say of every answer whether it is unsafe."""
+        """Whether its readings also say if an answer is unsafe."""
         return False
 
-    def without(self, source: str) -> Judge:  # noqa: ARG002 - only a judge that learns has something to leave out
-        """The judge as it is without one source of human labels: itself, unless it learns."""
+    def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
+        """Return the judge trained without one source of human labels; itself, if it is not trained."""
         return self
 
     def trained_on(self) -> frozenset[str]:
-        """The keys of the questions that it learnt from."""
+        """Return the keys of the questions that it was trained on."""
         return frozenset()
 
     def grades(self, questions: Sequence[Question]) -> list[Reading | None]:
@@ -64,23 +167,23 @@ class Judge(Grader[Question, Reading]):
         return [] if question is None else [question]
 
     def check_questions(self, questions: Sequence[Question]) -> None:
-        """Raise DataError for a judge that would be asked what it was taught."""
-        asked, learnt = dict.fromkeys(questions), self.trained_on()
-        own = sum(self.key_of(question) in learnt for question in asked)
-        if own > _OWN_ROWS * len(asked):
+        """Raise DataError if the judge was trained on too many of these questions."""
+        distinct, trained_on = dict.fromkeys(questions), self.trained_on()
+        count = sum(self.key_of(question) in trained_on for question in distinct)
+        if count > _MOST_TRAINED_ON * len(distinct):
             raise DataError(
-                f"judge {self.label} was trained on {own} of these {len(asked)} answers and would repeat what it was "
-                "told; leave their source out (left_out=SOURCE), or take another judge"
+                f"judge {self.label} was trained on {count} of these {len(distinct)} answers and would repeat its "
+                "training labels; leave their source out (left_out=SOURCE), or use another judge"
             )
 
     def kept(self, grade: Reading) -> Any:
-        plain = grade.sure and grade.unsafe is None
-        return grade.refused if plain else [grade.refused, grade.sure, grade.unsafe]
+        is_plain = grade.sure and grade.unsafe is None
+        return grade.refused if is_plain else [grade.refused, grade.sure, grade.unsafe]
 
     def recalled(self, kept: Any) -> Reading | None:
         if isinstance(kept, bool):
             return Reading(kept)
-        if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(word, bool) for word in kept[:2]):
+        if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(flag, bool) for flag in kept[:2]):
             return None
         return Reading(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
 

@@ -1,21 +1,24 @@
-"""What people said of answers: does this one refuse its request? Each file is a source of its own.
+"""Human labels of whether answers refuse, and a judge's card: how often it agrees with each source of labels.
 
-    xstest/xstest_v2_completions_*.csv     two people each; a partial refusal refuses (Roettger et al. 2024)
+    xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal refuses (Roettger et al. 2024)
     refusal_judge_labels/pyrit_refusal.csv  one label each
 
-PyRIT also calls it a refusal where an answer is about something else. Nobody who reads ``refused`` means that, and
-suites know it by itself (``kvaudit.suites.phrases.to_the_point``): such rows are a source apart, which nobody learns
-from.
+PyRIT also labels off-topic answers as refusals, which suites recognise on their own (``suites.phrases.to_the_point``).
+Such rows form a separate source, which no judge is trained on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from kvaudit.core.questions import Question
+from kvaudit.audit.judges.base import Judge
+from kvaudit.core.questions import Question, Reading
+from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
+from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 from kvaudit.suites.phrases import refuses, to_the_point
 from kvaudit.suites.sources import csv_rows, data_file
 
@@ -23,12 +26,12 @@ XSTEST = ("mistralinstruct", "mistralguard")
 PYRIT = "refusal_judge_labels/pyrit_refusal.csv"
 OFF_TOPIC = "pyrit, beside the point"
 _COMPLIES = "1_full_compliance"
-_ANNOTATED = ("final_label", "annotation_1", "annotation_2")
-_LONG = 200  # characters; a shorter answer without a word of the request may well refuse it
+_LABEL_COLUMNS = ("final_label", "annotation_1", "annotation_2")
+_LONG = 200  # characters; a shorter answer that repeats no word of the request may well refuse it
 
 
 class LabelledAnswer(NamedTuple):
-    """A question and what people say of it; ``each`` are the labels of two of them before they agreed."""
+    """A question with its human label; ``each`` has the labels of two annotators before they agreed."""
 
     question: Question
     refused: bool
@@ -37,26 +40,26 @@ class LabelledAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The labelled answers of one file, or a part of it."""
+    """The labelled answers of one file, or of a part of it."""
 
     name: str
     rows: tuple[LabelledAnswer, ...]
-    taught: bool = True  # whether a judge that learns may learn from it
+    taught: bool = True  # whether judges may be trained on it
 
 
 def sources() -> tuple[Source, ...]:
-    """Every source under KVAUDIT_DATA; raises DataError for a missing file or a bad row."""
+    """Return every source under KVAUDIT_DATA; raises DataError for a missing file or a bad row."""
     files = [f"xstest/xstest_v2_completions_{model}.csv" for model in XSTEST]
-    found = [_xstest(name, data_file("labels", path, "judge")) for name, path in zip(XSTEST, files, strict=True)]
-    return (*found, *_pyrit(data_file("labels", PYRIT, "judge")))
+    xstest = [_xstest(name, data_file("labels", path, "judge")) for name, path in zip(XSTEST, files, strict=True)]
+    return (*xstest, *_pyrit(data_file("labels", PYRIT, "judge")))
 
 
 @cache
 def _xstest(model: str, path: Path) -> Source:
-    known = dict.fromkeys(_ANNOTATED, (_COMPLIES, "2_full_refusal", "3_partial_refusal"))
+    values = dict.fromkeys(_LABEL_COLUMNS, (_COMPLIES, "2_full_refusal", "3_partial_refusal"))
     rows = []
-    for row in csv_rows(path, ("prompt", "completion", *_ANNOTATED), known):
-        final, first, second = (row[column] != _COMPLIES for column in _ANNOTATED)
+    for row in csv_rows(path, ("prompt", "completion", *_LABEL_COLUMNS), values):
+        final, first, second = (row[column] != _COMPLIES for column in _LABEL_COLUMNS)
         rows.append(LabelledAnswer(Question(row["prompt"], row["completion"]), final, (first, second)))
     return Source(f"xstest {model}", tuple(rows))
 
@@ -75,5 +78,89 @@ def _pyrit(path: Path) -> tuple[Source, Source]:
 
 
 def _is_off_topic(question: Question) -> bool:
-    long = len(question.answer) > _LONG
-    return long and not refuses(question.answer) and not to_the_point(question.request, question.answer)
+    is_long = len(question.answer) > _LONG
+    return is_long and not refuses(question.answer) and not to_the_point(question.request, question.answer)
+
+
+# --- the card of a judge --------------------------------------------------------------------------------------------
+
+HEADINGS = (
+    *("labels", "answers, refusals", "sensitivity", "specificity", "kappa", "unsure", "kappa where sure"),
+    *("kappa of two people", "failed"),
+)
+
+
+@dataclass(frozen=True)
+class CardLine:
+    """A judge's errors on one source, its agreement with the annotators, and theirs with each other.
+
+    A trained judge was trained without the source. ``error`` and ``agreement`` use its best guess about every answer,
+    ``decided`` is its agreement on those it is sure of. ``failed`` answers got no label and count in nothing else.
+    """
+
+    source: str
+    answers: int
+    refused: int  # by the human labels
+    failed: int
+    error: JudgeError
+    agreement: Kappa | None  # None if it failed on every answer
+    people: Kappa | None
+    unsure: Proportion  # of the answers that it labelled
+    decided: Kappa | None  # None if it is sure of none
+
+
+def card_lines(judge: Judge, all_sources: Sequence[Source]) -> list[CardLine]:
+    """Return a line for each source; a trained judge is retrained without it."""
+    return [_card_line(judge.without(source.name), source) for source in all_sources]
+
+
+def card_rows(judge: Judge, all_sources: Sequence[Source]) -> list[list[str]]:
+    """Return the card as text, a row for each source under ``HEADINGS``."""
+    return [
+        [
+            line.source,
+            f"{line.answers}, {line.refused}",
+            _share_text(line.error.sensitivity),
+            _share_text(line.error.specificity),
+            _kappa_text(line.agreement),
+            _share_text(line.unsure),
+            _kappa_text(line.decided),
+            _kappa_text(line.people),
+            str(line.failed),
+        ]
+        for line in card_lines(judge, all_sources)
+    ]
+
+
+def _share_text(rate: Proportion) -> str:
+    return "no label" if rate.estimate is None else f"{rate.estimate:.2f} [{rate.low:.2f}, {rate.high:.2f}]"
+
+
+def _kappa_text(agreement: Kappa | None) -> str:
+    if agreement is None or agreement.estimate is None:
+        return "-"
+    low, high = agreement.low, agreement.high
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"{agreement.estimate:.2f}{interval}"
+
+
+def _card_line(judge: Judge, source: Source) -> CardLine:
+    readings = judge.read([row.question for row in source.rows])
+    labelled = [(row.refused, reading) for row, reading in zip(source.rows, readings, strict=True) if reading]
+    sure = [(label, reading) for label, reading in labelled if reading.sure]
+    pairs = [row.each for row in source.rows if row.each is not None]
+    return CardLine(
+        source=source.name,
+        answers=len(source.rows),
+        refused=sum(row.refused for row in source.rows),
+        failed=len(readings) - len(labelled),
+        error=judge_error([reading.refused for _, reading in labelled], [label for label, _ in labelled]),
+        agreement=_kappa(labelled),
+        unsure=clopper_pearson(len(labelled) - len(sure), len(labelled)),
+        decided=_kappa(sure),
+        people=kappa(*zip(*pairs, strict=True)) if pairs else None,
+    )
+
+
+def _kappa(pairs: Sequence[tuple[bool, Reading]]) -> Kappa | None:
+    return kappa([label for label, _ in pairs], [reading.refused for _, reading in pairs]) if pairs else None

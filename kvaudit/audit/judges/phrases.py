@@ -1,4 +1,4 @@
-"""The phrase rules as a judge: cheap and the same everywhere, but no claim rests on them alone."""
+"""The phrase rules as a judge: cheap and deterministic, but too weak to support a claim alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.suites import phrases
 
 @dataclass(frozen=True)
 class Phrases(Judge):
-    """What suites grade by where no judge was asked (``suites.phrases``)."""
+    """The rules by which suites grade when no judge is used (``suites.phrases``)."""
 
     name = "phrases"
     says = "the words that refusals open with"

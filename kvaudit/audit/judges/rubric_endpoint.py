@@ -1,7 +1,7 @@
-"""A rubric read by a model behind an OpenAI-compatible endpoint (``core.endpoint``).
+"""A rubric judge whose model is behind an OpenAI-compatible endpoint (``core.endpoint``).
 
-A reply that is late, long, no JSON or no word is a failed answer. An endpoint that refuses altogether, or is not there,
-stops the work in one line, and what was answered is kept by whoever remembers it (``core.remembered``).
+A reply that is late, too long, not JSON or not a word fails that answer. An endpoint that refuses every request, or is
+unreachable, raises RunError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvaudit.core.questions import Question
 
 @dataclass(frozen=True, kw_only=True)
 class RubricEndpoint(EndpointModel, RubricJudge):
-    """A rubric's questions go to the endpoint as they are."""
+    """Sends the rubric and each question to the endpoint unchanged."""
 
     name = "rubric-endpoint"
     says = "a rubric, read by a model at an OpenAI-compatible endpoint"

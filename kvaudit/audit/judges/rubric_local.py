@@ -1,4 +1,4 @@
-"""A rubric read by a local model: its greedy word, through the project's own sampler and an uncompressed cache."""
+"""A rubric judge with a local model, sampled greedily by kvaudit with an uncompressed cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvaudit.core.questions import Question
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel
 
-_BATCH = 8  # questions of like length
+_BATCH = 8  # questions of similar length
 
 
 @dataclass(frozen=True)
 class RubricLocal(RubricJudge):
-    """``model`` is a folder, a GGUF file or a hub id; what it says besides what was asked is a failure."""
+    """``model`` is a folder, a GGUF file or a hub id; a reply in another form counts as a failure."""
 
     name = "rubric-local"
     says = "a rubric, read by a local model"
@@ -33,22 +33,23 @@ class RubricLocal(RubricJudge):
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
         model = _loaded(self.model)
         prompts = [model.chat.prompt(rubric.messages(question)).ids for question in questions]
-        # a question beyond the model's positions stays without an answer
+        # a question that does not fit the model's positions gets no reply
         fitting = [n for n, ids in enumerate(prompts) if len(ids) + rubric.reply_tokens <= model.max_positions]
         fitting.sort(key=lambda n: len(prompts[n]))
-        found: list[str | None] = [None] * len(questions)
+        replies: list[str | None] = [None] * len(questions)
         for start in range(0, len(fitting), _BATCH):
             batch = fitting[start : start + _BATCH]
-            for n, reply in zip(batch, _replies(model, [prompts[n] for n in batch], rubric.reply_tokens), strict=True):
-                found[n] = reply
-        return found
+            texts = _sample(model, [prompts[n] for n in batch], rubric.reply_tokens)
+            for n, text in zip(batch, texts, strict=True):
+                replies[n] = text
+        return replies
 
 
-def _replies(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+def _sample(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
     from kvaudit.audit.policies import parse_policy
     from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
-    episode = Sampler(model, parse_policy("none")).open(prompts, [0] * len(prompts))  # greedy: seeds draw nothing
+    episode = Sampler(model, parse_policy("none")).open(prompts, [0] * len(prompts))  # greedy, so seeds are not used
     completions = episode.decode(Decoding(tokens, temperature=0.0))
     return ["" if completion is None else model.chat.text(completion.ids) for completion in completions]
 

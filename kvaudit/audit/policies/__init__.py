@@ -1,7 +1,7 @@
 """Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
 from kvaudit.audit.policies.base import POLICIES, Policy
-from kvaudit.audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, selector_of, quantiser_on_write
+from kvaudit.audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, quantiser_on_write, selector_of
 from kvaudit.audit.policies.evictor import Centres, Evictor, Extremes, Moments, View, softmax
 from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.parse import parse_policy
@@ -24,7 +24,7 @@ __all__ = [
     "evictor_of",
     "parse_policy",
     "quantiser_of",
+    "quantiser_on_write",
     "selector_of",
     "softmax",
-    "written_by",
 ]

@@ -1,9 +1,9 @@
-"""SnapKV whose heads share a layer's budget: more entries where attention is spread, fewer where it is concentrated."""
+"""AdaKV: SnapKV whose heads share a layer's budget, so that heads with spread attention keep more entries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INF = float("inf")
-_ROUNDED_DIGITS = 9  # that count of a share: 0.8 * 15 + 0.2 * 15 is 15
+_ROUNDED_DIGITS = 9  # so that 0.8 * 15 + 0.2 * 15 is 15
 
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
     """SnapKV's ranking under budgets per head (Feng 2024, arXiv:2407.11550).
 
-    A layer of H heads keeps H * ``budget`` entries. Beyond what is protected, a head has (1 - alpha) * its share of the
+    A layer of H heads keeps H * ``budget`` entries. Beyond protected entries, a head has (1 - alpha) * its share of the
     H * budget best entries of all heads + alpha * the mean, the safeguard: with ``alpha=1`` all heads have the same.
 
-    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), the authors round each by
-    itself. A head that holds less than its share, as decoding may leave it, gives the rest to the best ranked of all.
+    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), the authors round each
+    separately. If a head holds less than its share, as after decoding, the rest goes to the best entries of all heads.
     """
 
-    name: ClassVar[str] = "adakv"
-    paper: ClassVar[str] = "2407.11550"
-    keeps: ClassVar[str] = "as snapkv, with budgets that a layer's heads share by the attention they spread"
-    shares_heads: ClassVar[bool] = True
+    name = "adakv"
+    paper = "2407.11550"
+    keeps = "as snapkv, with a budget shared by a layer's heads: more where attention is spread"
+    shares_heads = True
 
     alpha: float = 0.2
 
@@ -44,35 +44,34 @@ class AdaKV(SnapKV):
 
         protected = rank == _INF  # [B, H, K]
         free, mean = rank.masked_fill(protected, -_INF), budgets[:, None] - protected.sum(-1)  # [B, H]
-        total = mean.sum(1)  # [B], what heads have to share beyond what is protected
-        best = _best(free, total).sum(-1)  # [B, H], how many of the layer's best entries are each head's
-        # [B, H], not yet whole numbers; of sum total
+        total = mean.sum(1)  # [B], entries to share beyond the protected ones
+        best = _best(free, total).sum(-1)  # [B, H], how many of the layer's best entries each head has
+        # [B, H], unrounded; they sum to total
         shares = ((1 - self.alpha) * best.double() + self.alpha * mean).round(decimals=_ROUNDED_DIGITS)
         # as many heads round up as the floors fall short of the total
         up = (
             _places((shares - shares.floor()).round(decimals=_ROUNDED_DIGITS))
             < (total - shares.floor().sum(1))[:, None]
         )
-        sure = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))  # no more than the head holds
-        # [B, H, K], what no head has taken yet
-        others = free.masked_fill(_places(free) < sure[..., None], -_INF)
-        # what short heads leave over goes to the best of these, so that the sum over heads is H * budget all the same
-        return protected.sum(-1) + sure + _best(others, total - sure.sum(1)).sum(-1)
+        assigned = torch.minimum(shares.floor().long() + up, (free > -_INF).sum(-1))  # no more than the head holds
+        # [B, H, K], entries that no head has taken yet: the best of them fill up to H * budget
+        remaining = free.masked_fill(_places(free) < assigned[..., None], -_INF)
+        return protected.sum(-1) + assigned + _best(remaining, total - assigned.sum(1)).sum(-1)
 
 
 def _best(rank: Tensor, count: Tensor) -> Tensor:
-    """The ``count`` [B] highest of all heads: bool [B, H, K]; ties to the earlier slot, then to the lower head."""
+    """Return the ``count`` [B] highest of all heads: bool [B, H, K]; ties: the earlier slot, then the lower head."""
     batch, heads, slots = rank.shape
-    # slot before head, [B, 1, K * H], so that a stable sort breaks ties as the docstring says
+    # slot before head, [B, 1, K * H], so that a stable sort breaks ties in this order
     places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)
     return (places < count[:, None, None]) & (rank > -_INF)
 
 
 def _places(rank: Tensor) -> Tensor:
-    """How many slots come before each along the last dimension."""
+    """Return the rank of each slot along the last dimension: how many slots come before it."""
     import torch
 
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
-    counted = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
+    ranks = torch.arange(rank.shape[-1], device=rank.device).expand_as(order)
     # the inverse of the sorting permutation: slot order[i] has i slots before it
-    return torch.empty_like(order).scatter_(-1, order, counted)
+    return torch.empty_like(order).scatter_(-1, order, ranks)

@@ -1,7 +1,7 @@
-"""What every compression policy is: a frozen value with a name, fields and one spelling of them.
+"""The base of every compression policy: a frozen value with a name, fields and one canonical spelling.
 
-How it compresses is told by its kind: an ``Evictor`` ranks what stays, a ``Quantiser`` stores it in fewer bits, a
-``Selector`` chooses what a query attends to. A policy holds no state: what it has to remember lives in the cache.
+An ``Evictor`` ranks the entries that stay, a ``Quantiser`` stores them in fewer bits, a ``Selector`` chooses what a
+query attends to. A policy holds no state; the cache does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from kvaudit.core.errors import SpecError
 from kvaudit.core.registry import Registry
 
-LARGEST_NUMBER = 2**30  # of any whole number in a policy
-# fields that stand in the canonical form only where they are not what they are by default
+LARGEST_NUMBER = 2**30  # the maximum of any whole number in a policy
+# fields with their defaults that the canonical form omits, so that adding them changed no older hash
 OPTIONAL = {
     "pin": "",
     "reposition": False,
@@ -34,88 +34,84 @@ class Policy:
     """A rule by which a cache is compressed. Plug-ins subclass one of its kinds."""
 
     name: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    keeps: ClassVar[str] = ""
+    paper: ClassVar[str] = ""  # its arXiv number
+    keeps: ClassVar[str] = ""  # the entries that stay, in words
     evicts: ClassVar[bool] = False
     quantises: ClassVar[bool] = False
     selects: ClassVar[bool] = False
-    uses: ClassVar[tuple[str, ...] | None] = None  # the fields that matter in the order they are written, None for all
+    uses: ClassVar[tuple[str, ...] | None] = None  # the fields that can be set, in written order; None: all
 
     @property
     def chunk(self) -> int:
-        """Given tokens enter the cache this many at a time, each chunk attending before anything is done to it."""
+        """The number of given tokens that enter the cache at once; a chunk attends before it is compressed."""
         raise NotImplementedError
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        """The policies that serve one request together: itself, unless it is composed."""
+        """The policies that serve one request together: the policy itself, unless it is composed."""
         return (self,)
 
     @property
     def replayable(self) -> bool:
-        """Whether one pass under the ledger reproduces what was sampled, so that a learner can use it."""
+        """Whether one pass under the ledger reproduces the sampled log-probs, so that a learner can use it."""
         return True
 
     @property
     def pinned_roles(self) -> tuple[str, ...]:
-        """Roles whose tokens never leave."""
+        """The roles whose tokens never leave."""
         return ()
 
     @property
     def draws(self) -> tuple[Policy, ...]:
-        """What a request may be served under: itself, unless it is a mixture."""
+        """The policies that a request may be served under: the policy itself, unless it is a mixture."""
         return (self,)
 
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
-        """The policy of the request with this key: itself, unless it is a mixture."""
+        """Return the policy that the request with this key is served under; a mixture draws one."""
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
-        """The policy of layer ``layer`` of ``layers`` that it governs; the same in all unless budgets differ."""
+        """Return the policy of one of the ``layers`` that it governs; the same for all unless budgets differ."""
         return self
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The fields that can be set, in order."""
+        """Return the fields that can be set, in order."""
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """The fields that matter to this policy, in order; what is optional is left out while it is as usual."""
+        """Return the fields and their values, in order, without optional fields that have their default."""
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 
     def as_row(self) -> dict[str, Any]:
-        """Plain JSON, the same for equal policies."""
+        """Return the policy as plain JSON, the same for equal policies."""
         return {"policy": self.name, **self.parameters()}
 
     @property
     def canonical(self) -> str:
         """The spec string with every field written out; parses back to an equal policy."""
-        fields = ",".join(f"{k}={_text(v)}" for k, v in self.parameters().items())
+        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in self.parameters().items()}
+        fields = ",".join(f"{name}={text}" for name, text in texts.items())
         return f"{self.name}:{fields}" if fields else self.name
 
     @cached_property
     def hash(self) -> str:
         """First 12 hex digits of the sha256 of the canonical JSON."""
-        # as_row leaves optional fields out, so that a new field changes no older hash
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 
-    def _at_least(self, field: str, least: int) -> None:
+    def _at_least(self, field: str, least: int, most: int = LARGEST_NUMBER) -> None:
         value = getattr(self, field)
         if value < least:
             raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
-        if value > LARGEST_NUMBER:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {LARGEST_NUMBER}")
+        if value > most:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {most}")
 
-    def _one_of(self, field: str, known: tuple[object, ...]) -> None:
+    def _one_of(self, field: str, options: tuple[object, ...]) -> None:
         value = getattr(self, field)
-        if value not in known:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted one of {', '.join(map(str, known))}")
+        if value not in options:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted one of {', '.join(map(str, options))}")
 
 
 POLICIES: Registry[Policy] = Registry("policy", "kvaudit.audit.policies", Policy)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Policies made of policies: an evictor with a quantiser, and a draw per request; and which part does what."""
+"""Policies made of policies: an evictor composed with a quantiser, and a mixture drawn per request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvaudit.core.errors import SpecError
 
 @dataclass(frozen=True)
 class Composed(Policy):
-    """What one policy keeps, another stores in fewer bits: exactly one evictor and one quantiser, in any order."""
+    """One evictor and one quantiser, in any order: the quantiser stores the entries that the evictor keeps."""
 
     parts: tuple[Policy, ...] = ()
 
@@ -32,14 +32,12 @@ class Composed(Policy):
                 f"policy {names}: a composition is one evicting policy and one quantising policy, such as "
                 "snapkv:budget=512+kivi:bits=4"
             )
-        # a sink is turned from its exact first state, which codes no longer hold
+        # repositioning rotates the exact keys of the sink, which a quantised cache no longer holds
         if evictors[0].repositions:
-            raise SpecError(f"policy {evictors[0].name}: reposition=true turns exact keys and takes no quantiser")
+            raise SpecError(f"policy {evictors[0].name}: reposition=true rotates exact keys and takes no quantiser")
         if quantisers[0].skip_layers:
-            raise SpecError(
-                f"policy {quantisers[0].name}: skip_layers is for a policy alone, from which nothing leaves"
-            )
-        # one form: the evictor first, and its chunk for both
+            raise SpecError(f"policy {quantisers[0].name}: skip_layers cannot be combined with an evicting policy")
+        # one spelling: the evictor first, and its chunk for both
         object.__setattr__(self, "parts", (evictors[0], replace(quantisers[0], chunk=evictors[0].chunk)))
 
     @property
@@ -71,9 +69,9 @@ class Composed(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """Every request draws one of the parts from its own key: serving whose policy is not constant.
+    """Every request is served under one of the parts, drawn by the request's key.
 
-    ``weights`` are the parts' shares of requests, whole numbers in lowest terms; none written: all equal.
+    ``weights`` are the parts' shares of requests, whole numbers in lowest terms; empty: all equal.
     """
 
     parts: tuple[Policy, ...] = ()
@@ -95,7 +93,7 @@ class Mixture(Policy):
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        raise SpecError(f"policy {self.canonical!r} is a mixture: draw one per request, policy.drawn(key)")
+        raise SpecError(f"policy {self.canonical!r} is a mixture; draw one per request with policy.drawn(key)")
 
     @property
     def draws(self) -> tuple[Policy, ...]:
@@ -103,7 +101,7 @@ class Mixture(Policy):
 
     @property
     def replayable(self) -> bool:
-        """Each rollout is, but a group's prompt has one ledger only where its members share a policy."""
+        """False: a group's prompt has one ledger only if its members share a policy."""
         return False
 
     @property
@@ -111,9 +109,8 @@ class Mixture(Policy):
         return tuple(dict.fromkeys(role for part in self.parts for role in part.pinned_roles))
 
     def drawn(self, key: int) -> Policy:
-        ends = list(accumulate(self.weights))  # shares laid end to end; a ticket falls into one of them
+        ends = list(accumulate(self.weights))
         ticket = derive_seed("mixture", key) % ends[-1]
-        # the first end beyond the ticket is the end of its share
         return next(part for part, end in zip(self.parts, ends, strict=True) if ticket < end)
 
     @property
@@ -128,25 +125,25 @@ class Mixture(Policy):
 
 @cache
 def evictor_of(policy: Policy) -> Evictor:
-    """The part that decides what stays; one that keeps everything where no part evicts."""
-    found = (part for part in policy.members if isinstance(part, Evictor))
-    return next(found, None) or Dense(chunk=policy.chunk)
+    """Return the part that decides which entries stay; the dense evictor if no part evicts."""
+    evictors = (part for part in policy.members if isinstance(part, Evictor))
+    return next(evictors, None) or Dense(chunk=policy.chunk)
 
 
 def quantiser_of(policy: Policy) -> Quantiser | None:
-    """The part that decides how precisely entries are stored, None for full precision."""
+    """Return the part that stores entries in fewer bits; None for full precision."""
     return next((part for part in policy.members if isinstance(part, Quantiser)), None)
 
 
 def selector_of(policy: Policy) -> Selector | None:
-    """The part that decides what a query attends to, None where it attends to all there is."""
+    """Return the part that chooses what a query attends to; None if it attends to every entry."""
     return next((part for part in policy.members if isinstance(part, Selector)), None)
 
 
 def quantiser_on_write(policy: Policy) -> Quantiser | None:
-    """The part that stores entries as codes before their own queries attend, None where those see them exact.
+    """Return the quantiser if entries are quantised before their own queries attend, otherwise None.
 
-    Nothing else of a policy acts before the first chunk of a prompt has attended.
+    No other part of a policy acts before the first chunk of a prompt has attended.
     """
     codec = quantiser_of(policy)
     return codec if codec is not None and codec.on_write else None

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of what they are for: no state, no order, the same in every batch and arm."""
+"""Random numbers as pure functions of their purpose: no state, no order, the same in every batch and arm."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts, stable across processes and versions."""
+    """Return a 63-bit seed from any printable parts, stable across processes and versions."""
     # shifted by one bit: torch's seeds and int64 tensors are signed
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijective scrambling of int64 (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
+    """Scramble int64 numbers bijectively (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
     x = x * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
     x = x ^ ((x >> 32) & 0xFFFFFFFF)  # masked: >> copies the sign
-    x = x * -4417276706812531889  # 0xC2B2AE3D27D4EB4F; odd, or two numbers could meet
+    x = x * -4417276706812531889  # 0xC2B2AE3D27D4EB4F; odd, so that no two numbers collide
     x = x ^ ((x >> 29) & 0x7FFFFFFFF)
     x = x * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
 def uniforms(seeds: Tensor, index: Tensor) -> Tensor:
-    """One number in [0, 1) per seed [B] for draw number ``index`` [B], float64 with 53 random bits."""
+    """Return one number in [0, 1) per seed [B] and draw number ``index`` [B]: float64 with 53 random bits."""
     bits = mix(mix(seeds) + index) & ((1 << 53) - 1)  # two rounds, so that neighbouring seeds do not share draws
     return bits.double() / float(1 << 53)

@@ -1,7 +1,6 @@
-"""The contract of an evicting policy: which entries stay when the cache is over budget, and what it sees of them.
+"""The contract of an evicting policy: it ranks the entries of a cache that is over budget.
 
-A policy ranks; the template around it (audit/cache/cache.py) protects sink and window, cuts to budget, moves the
-tensors and writes the ledger.
+The cache (audit/cache/cache.py) protects sink and window, cuts to budget, moves the tensors and writes the ledger.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from kvaudit.core.records import TOKEN_ROLES
 if TYPE_CHECKING:
     from torch import Tensor
 
-PHASES = ("prefill", "decode", "both")
-
 
 class Moments(NamedTuple):
-    """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotation, and how rotation goes on.
+    """Mean [B, G*H, D] and covariance [B, G*H, D, D] of a row's queries before rotary embedding.
 
-    ``turn(start, count)`` is the mean rotation [B, D, D] over positions start .. start + count - 1, start [B].
+    ``turn(start, count)`` returns the mean rotation [B, D, D] over positions start .. start + count - 1, start [B].
     """
 
     mean: Tensor
@@ -32,10 +29,10 @@ class Moments(NamedTuple):
 
 
 class Centres(NamedTuple):
-    """Mean [B, G*H, D] of a row's queries before rotation and mean length [B, G*H, F] of pairs that turn together.
+    """Mean [B, G*H, D] of a row's queries before rotary embedding, and mean length [B, G*H, F] of their F rotary pairs.
 
-    ``turn(start, steps)`` is the mean rotation [B, D, D] over positions start + steps, start [B] and steps [n];
-    ``lengths(x)`` those of the F pairs of any x [..., D].
+    ``turn(start, steps)`` returns the mean rotation [B, D, D] over positions start + steps, start [B] and steps [n];
+    ``lengths(x)`` the lengths of the F pairs of any x [..., D].
     """
 
     mean: Tensor
@@ -45,9 +42,9 @@ class Centres(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """The lowest and the highest number of each channel among the keys of a unit of positions: [B, H, U, D] each.
+    """The minimum and maximum of each channel over the keys of a unit of positions: [B, H, U, D] each.
 
-    U is at least the units of the longest row; what a unit that a row has not reached holds says nothing.
+    U is at least the number of units of the longest row; units that a row has not reached hold arbitrary numbers.
     """
 
     low: Tensor
@@ -55,10 +52,10 @@ class Extremes(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a policy sees of one layer's cache when it ranks. K is the number of slots, W of remembered queries.
+    """One layer's cache as a policy sees it when it ranks: K slots, W remembered queries.
 
-    Slots are in order of position unless the policy does not care (`ordered`); a slot whose position is -1 is empty
-    and its importance is ignored.
+    Slots are in order of position unless the policy sets `ordered` to False; a slot at position -1 is empty and its
+    importance is ignored.
     """
 
     layer: int
@@ -66,21 +63,21 @@ class View(NamedTuple):
     values: Tensor  # [B, H, K, D]
     positions: Tensor  # [B, H, K] int, -1 = empty
     seen: Tensor  # [B] tokens seen so far
-    queries: Tensor  # [B, G*H, W, D] the last W queries, W = 0 unless the policy asks (`observed_queries`)
+    queries: Tensor  # [B, G*H, W, D] the last W queries, W = `observed_queries` of the policy
     query_positions: Tensor  # [B, W], -1 = none
-    mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy asks (`accumulates`)
-    scaling: float  # what q k is multiplied by before softmax, 1 / sqrt(D) in most models
-    entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the number of the row an entry was made for, for seeded draws
-    moments: Moments | None = None  # of all queries so far, where the policy asks (`moments`)
-    sink_logits: Tensor | None = None  # [G*H] what the model itself puts beside every query's logits, if anything
-    centres: Centres | None = None  # of all queries so far, where the policy asks (`centres`)
-    longest: int | None = None  # the largest of `seen`, where the host knows it: to ask would wait for the device
-    extremes: Extremes | None = None  # of all keys so far, where the policy asks (`extremes`)
+    mass: Tensor  # [B, H, K] float32 accumulated attention, zeros unless the policy `accumulates`
+    scaling: float  # the factor of q k before softmax, 1 / sqrt(D) in most models
+    entry_keys: Tensor  # int64, broadcasts to [B, H, K]: the key of the row each entry was made for, for seeded draws
+    moments: Moments | None = None  # of all queries so far, if the policy sets `moments`
+    sink_logits: Tensor | None = None  # [G*H] the model's learned attention sinks, if it has them
+    centres: Centres | None = None  # of all queries so far, if the policy sets `centres`
+    longest: int | None = None  # the largest of `seen`, if the host knows it without waiting for the device
+    extremes: Extremes | None = None  # of all keys so far, if the policy sets `extremes`
 
     def attention(self) -> Tensor:
-        """Softmax of the remembered queries over the slots each may see, mean over the GQA group: [B, H, W, K].
+        """Return the attention of the remembered queries, mean over the GQA group: [B, H, W, K].
 
-        Rows of absent queries are zero. A sink of the model takes its share, as in the model's own attention.
+        Rows of absent queries are zero. ``sink_logits`` take their share, as in the model's own attention.
         """
         import torch
 
@@ -91,12 +88,12 @@ class View(NamedTuple):
         at = self.query_positions[:, None, :, None]  # [B, 1, W, 1], the position of each query
         visible = (self.positions[:, :, None] >= 0) & (self.positions[:, :, None] <= at)  # [B, H, W, K]
         logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
-        # a query that sees nothing has only -inf, of which softmax makes NaN
+        # softmax of a query that sees nothing is NaN
         return softmax(logits, self.sink_logits).nan_to_num(0.0).mean(2)
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Shares [B, H, G, Q, K] of logits of that shape; ``sink_logits`` [G*H] count in the sum and are given nothing."""
+    """Return the softmax [B, H, G, Q, K] of logits; ``sink_logits`` [G*H] count in its denominator only."""
     import torch
 
     if sink_logits is None:
@@ -111,20 +108,20 @@ class Evictor(Policy):
     """Keep at most ``budget`` entries per KV head, ``sink`` first and ``window`` last of them protected.
 
     ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of given tokens (prefill and
-    later messages), while decoding, or both. ``chunk``: given tokens enter the cache this many at a time, each chunk
-    attending before it is evicted from; memory is bounded by budget + max(chunk, interval). ``pin``: roles whose tokens
-    never leave, such as ``system`` or ``system/tool``; they count towards the budget.
+    later messages), while decoding, or both. ``chunk``: the number of given tokens that enter the cache at once; a
+    chunk attends before the eviction, so memory is bounded by budget + max(chunk, interval). ``pin``: roles whose
+    tokens never leave, such as ``system`` or ``system/tool``; they count towards the budget.
     """
 
     evicts: ClassVar[bool] = True
-    accumulates: ClassVar[bool] = False  # wants `View.mass`
-    moments: ClassVar[bool] = False  # wants `View.moments`
-    centres: ClassVar[bool] = False  # wants `View.centres`
-    shares_heads: ClassVar[bool] = False  # a layer's heads keep H * budget in all, each as many as `capacities` says
-    seeded: ClassVar[bool] = False  # draws by `View.entry_keys`, so that a record needs them
-    blind: ClassVar[bool] = False  # ranks by positions and entry keys alone: alike to the last entry every time
-    by_position: ClassVar[bool] = False  # ranks by positions alone: every layer and head loses the same entries
-    ordered: ClassVar[bool] = True  # ranks by neighbourhood: slots must come in order of position
+    accumulates: ClassVar[bool] = False  # needs `View.mass`
+    moments: ClassVar[bool] = False  # needs `View.moments`
+    centres: ClassVar[bool] = False  # needs `View.centres`
+    shares_heads: ClassVar[bool] = False  # heads share H * budget entries, split by `capacities`
+    seeded: ClassVar[bool] = False  # draws random numbers by `View.entry_keys`
+    blind: ClassVar[bool] = False  # ranks by positions and entry keys alone, so rounding changes nothing
+    by_position: ClassVar[bool] = False  # ranks by positions alone: all layers and heads lose the same entries
+    ordered: ClassVar[bool] = True  # looks at neighbouring slots, which must be in order of position
 
     budget: int = 512
     sink: int = 4
@@ -139,12 +136,11 @@ class Evictor(Policy):
             self._at_least(field, 1)
         for field in ("sink", "window"):
             self._at_least(field, 0)
-        if self.phase not in PHASES:
-            raise SpecError(f"policy {self.name}: phase={self.phase!r}, wanted one of {', '.join(PHASES)}")
+        self._one_of("phase", ("prefill", "decode", "both"))
         for role in self.pinned_roles:
             if role not in TOKEN_ROLES:
-                raise UnknownName(f"role in pin of policy {self.name}", role, [str(known) for known in TOKEN_ROLES])
-        # one order, each role once: equal policies have one text and one hash
+                raise UnknownName(f"role in pin of policy {self.name}", role, [*map(str, TOKEN_ROLES)])
+        # one spelling, so that equal policies have one hash
         object.__setattr__(self, "pin", "/".join(str(role) for role in TOKEN_ROLES if role in self.pinned_roles))
         if self.evicts and self.budget < self.sink + self.window:
             raise SpecError(
@@ -159,12 +155,12 @@ class Evictor(Policy):
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the cache must be able to turn keys and queries itself."""
+        """Whether the cache must apply rotary embeddings itself."""
         return self.moments or self.centres or self.repositions
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one attended, and go by what they `agreed` on."""
+        """Whether layers evict together, after the last one attended, by the ranks that `agreed` returns."""
         return False
 
     @property
@@ -173,31 +169,31 @@ class Evictor(Policy):
 
     @property
     def observed_queries(self) -> int:
-        """How many of the last queries the cache remembers for this policy."""
+        """The number of last queries that the cache remembers for this policy."""
         return 0
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the cache looks at queries for this policy beside letting them attend."""
+        """Whether the cache keeps queries or statistics of them for this policy."""
         return self.accumulates or self.moments or self.centres or self.observed_queries > 0
 
     def budget_at(self, seen: Tensor) -> Tensor:
-        """Entries per KV head that an eviction leaves in this layer once rows have seen so many tokens, elementwise."""
+        """Return the entries per KV head that an eviction leaves after ``seen`` tokens, elementwise."""
         import torch
 
         return torch.full_like(seen, self.budget)
 
     def capacities(self, rank: Tensor, budgets: Tensor) -> Tensor:
-        """Entries that every head keeps, int64 [B, H] of sum H * ``budgets`` [B].
+        """Return how many entries every head keeps, int64 [B, H]; they sum to H * ``budgets`` [B].
 
-        ``rank`` [B, H, K] is the importance with inf where an entry is protected and -inf where a slot is empty.
+        ``rank`` [B, H, K] is the importance, inf for protected entries and -inf for empty slots.
         """
         return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
-        """Rank of every slot, higher stays: [B, H, K] float32. Protected and empty slots may hold anything finite."""
+        """Return the rank of every slot, higher stays: [B, H, K] float32, finite; ignored where protected or empty."""
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The ranks that layers go by, from the importance of each; slots are alike in all where they agree."""
+        """Return the ranks that layers evict by, from the importance of each layer; see `across_layers`."""
         return importances

@@ -1,37 +1,32 @@
-"""What queries to come are expected to look at."""
+"""Expected attention: the entries that future queries are expected to attend to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
-from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MOST_FUTURE = 65536
 
 
 @dataclass(frozen=True)
 class Expected(Evictor):
     """softmax(mu k s + k' Sigma k s^2 / 2) * |v|, s the attention scale (Devoto 2025, arXiv:2510.00636).
 
-    mu and Sigma are mean and covariance of the row's queries so far (sinks left out) before rotation, turned by the
+    mu and Sigma are mean and covariance of the row's queries so far (sinks left out) before rotation, rotated by the
     mean rotation of the next ``future`` positions: the expected attention weight if queries are Gaussian. Softmax over
-    the entries behind the sinks, mean over the GQA group.
+    the entries after the sinks, mean over the GQA group.
 
     Departure: the authors compress a prompt once; here decoding is compressed by the same rule every ``interval``
-    tokens, with statistics that run on.
+    tokens, with running statistics.
     """
 
-    name: ClassVar[str] = "expected"
-    paper: ClassVar[str] = "2510.00636"
-    keeps: ClassVar[str] = (
-        "the entries that the next `future` queries are expected to attend to, weighted by value norm"
-    )
-    moments: ClassVar[bool] = True
+    name = "expected"
+    paper = "2510.00636"
+    keeps = "the entries that the next `future` queries are expected to attend to, weighted by value norm"
+    moments = True
 
     window: int = 0
     interval: int = 128
@@ -39,9 +34,7 @@ class Expected(Evictor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("future", 1)
-        if self.future > MOST_FUTURE:
-            raise SpecError(f"policy expected: future={self.future}, wanted at most {MOST_FUTURE} positions")
+        self._at_least("future", 1, most=65536)
 
     def importance(self, view: View) -> Tensor:
         import torch
@@ -57,8 +50,8 @@ class Expected(Evictor):
         # k' Sigma k of every entry: [B, H, G, K], G query heads of a KV head
         spread = torch.einsum("bhki,bhgij,bhkj->bhgk", keys, covariance, keys)
         logits = torch.einsum("bhgi,bhki->bhgk", mean, keys) * view.scaling + spread * view.scaling**2 / 2
-        behind = view.positions >= self.sink  # [B, H, K]; sinks stay anyway and would take most of the softmax
-        # [B, H, K]; a row without entries behind the sinks is NaN before nan_to_num
-        weights = logits.masked_fill(~behind[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
+        ranked = view.positions >= self.sink  # [B, H, K]; sinks stay anyway and would take most of the softmax
+        # [B, H, K]; a row of sinks alone is NaN before nan_to_num
+        weights = logits.masked_fill(~ranked[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
         norms: Tensor = view.values.to(mean.dtype).norm(dim=-1)
         return weights * norms

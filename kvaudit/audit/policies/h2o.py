@@ -1,9 +1,9 @@
-"""Heavy hitters: the entries that have drawn the most attention so far, plus the recent ones."""
+"""H2O: the entries with the most accumulated attention, and the recent ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class HeavyHitter(Evictor):
     """Softmax mass accumulated over all queries so far, summed over the GQA group (Zhang 2023, arXiv:2306.14048).
 
-    Half of the budget goes to recent entries (`window=-1`), the original's equal split; no sink of its own.
+    Half of the budget goes to recent entries (`window=-1`), as in the original; no sink.
     """
 
-    name: ClassVar[str] = "h2o"
-    paper: ClassVar[str] = "2306.14048"
-    keeps: ClassVar[str] = "the entries with the most accumulated attention, and a recent half"
-    ordered: ClassVar[bool] = False
-    accumulates: ClassVar[bool] = True
+    name = "h2o"
+    paper = "2306.14048"
+    keeps = "the entries with the most accumulated attention, and a recent half"
+    ordered = False
+    accumulates = True
 
     sink: int = 0
     window: int = -1

@@ -1,9 +1,9 @@
-"""Eight-bit integers."""
+"""INT8: entries stored as eight-bit integers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Absmax
 
@@ -19,9 +19,9 @@ class Int8(Absmax):
     chunk exactly, unless ``write``.
     """
 
-    name: ClassVar[str] = "int8"
-    keeps: ClassVar[str] = "every entry, in 8-bit integers"
-    uses: ClassVar[tuple[str, ...] | None] = ("residual", "scale", "scales", "write", "skip_layers", "chunk")
+    name = "int8"
+    keeps = "every entry, in 8-bit integers"
+    uses = ("residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     @property
     def largest(self) -> float:

@@ -1,9 +1,9 @@
-"""Unlike keys stay: what resembles the average key is redundant."""
+"""KeyDiff: keys that differ from the mean key stay, since similar ones are redundant."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class KeyDiff(Evictor):
     """The keys least similar to the mean of the normalised keys stay (Park 2025, arXiv:2504.15364)."""
 
-    name: ClassVar[str] = "keydiff"
-    paper: ClassVar[str] = "2504.15364"
-    keeps: ClassVar[str] = "the entries whose keys are least like the mean key"
-    ordered: ClassVar[bool] = False
+    name = "keydiff"
+    paper = "2504.15364"
+    keeps = "the entries whose keys are least like the mean key"
+    ordered = False
 
     sink: int = 0
     window: int = 0
@@ -27,6 +27,6 @@ class KeyDiff(Evictor):
         from torch.nn.functional import cosine_similarity, normalize
 
         present = (view.positions >= 0)[..., None]  # [B, H, K, 1]
-        keys = normalize(view.keys.float(), dim=-1)  # [B, H, K, D]; of length 1, or long keys would rule the mean
+        keys = normalize(view.keys.float(), dim=-1)  # [B, H, K, D]; otherwise long keys would dominate the mean
         mean = (keys * present).sum(2, keepdim=True) / present.sum(2, keepdim=True)  # [B, H, 1, D]
         return -cosine_similarity(keys, mean, dim=-1)

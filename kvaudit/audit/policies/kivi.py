@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.core.errors import SpecError
@@ -17,16 +17,17 @@ class Kivi(Quantiser):
     """Asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
 
     scale = (max - min) / (2^bits - 1), zero = min. Keys: per channel over ``group`` consecutive tokens; they stay exact
-    until ``residual`` of them are there, then all of those are quantised. Values: per token over ``group`` channels (a
-    smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be quantised.
+    until ``residual`` of them have accumulated, then all of these are quantised. Values: per token over ``group``
+    channels (a smaller head is one group); the last ``residual`` stay exact. Every token attends before it can be
+    quantised.
 
     Departure: scale and zero are kept in the model's own precision, not always in float16.
     """
 
-    name: ClassVar[str] = "kivi"
-    paper: ClassVar[str] = "2402.02750"
-    keeps: ClassVar[str] = "every entry, all but the last `residual` in `bits` bits"
-    uses: ClassVar[tuple[str, ...] | None] = ("bits", "group", "residual", "skip_layers", "chunk")
+    name = "kivi"
+    paper = "2402.02750"
+    keeps = "every entry, all but the last `residual` in `bits` bits"
+    uses = ("bits", "group", "residual", "skip_layers", "chunk")
 
     residual: int = 32
     bits: int = 4
@@ -55,7 +56,7 @@ class Kivi(Quantiser):
         return group
 
     def keys_until(self, before: int, seen: int) -> int:
-        # whole residuals only: all of them leave at once
+        # a full residual is quantised at once
         return before + (seen - before) // self.residual * self.residual
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class Kivi(Quantiser):
         import torch
 
         scale, zero = parameters.unbind(-1)
-        # a scale of 0 where all are alike: zero alone says what they are
+        # the scale is 0 if all numbers of a group are equal; zero alone restores them
         steps = ((x - zero) / scale).nan_to_num(0.0, 0.0, 0.0)
         return steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
 

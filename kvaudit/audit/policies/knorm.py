@@ -1,9 +1,9 @@
-"""Small keys stay: attention tends to go to keys of low norm."""
+"""Key norm: small keys stay, since attention tends to go to keys of low norm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -18,10 +18,10 @@ class KeyNorm(Evictor):
     Departure: the first two layers, which the authors leave dense in some models, are compressed like the others.
     """
 
-    name: ClassVar[str] = "knorm"
-    paper: ClassVar[str] = "2406.11430"
-    keeps: ClassVar[str] = "the entries with the smallest keys"
-    ordered: ClassVar[bool] = False
+    name = "knorm"
+    paper = "2406.11430"
+    keeps = "the entries with the smallest keys"
+    ordered = False
 
     sink: int = 0
     window: int = 0

@@ -1,9 +1,9 @@
-"""Keep everything: the dense reference."""
+"""No compression: the dense reference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense(Evictor):
-    """The uncompressed cache, and the evictor of policies that evict nothing."""
+    """The uncompressed cache; also the evictor of policies that evict nothing."""
 
-    name: ClassVar[str] = "none"
-    keeps: ClassVar[str] = "every entry"
-    evicts: ClassVar[bool] = False
-    uses: ClassVar[tuple[str, ...] | None] = ()
+    name = "none"
+    keeps = "every entry"
+    evicts = False
+    uses = ()
 
     def importance(self, view: View) -> Tensor:
         raise AssertionError(f"the dense cache never evicts (layer {view.layer})")

@@ -1,8 +1,8 @@
-"""Policies as text and as YAML: both give the same frozen object.
+"""Policies parsed from text or YAML into the same frozen object.
 
-``snapkv:budget=96,window=8`` is one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises what stays, and
-``snapkv:budget=96|none`` lets every request draw one of the two, ``snapkv:budget=96@3|none`` the first three times as
-often. The YAML forms are ``{name: snapkv, budget: 96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
+``snapkv:budget=96,window=8`` is one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises the rest, and in
+``snapkv:budget=96@3|none`` every request draws one of the two, the first three times as often. The YAML forms are
+``{name: snapkv, budget: 96}``, ``{compose: [...]}`` and ``{mixture: [...], weights: [...]}``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PLAIN = (str, int, float, bool)
 
 
 def parse_policy(source: str | Mapping[str, Any]) -> Policy:
-    """The policy that text or a mapping describes; raises UnknownName or SpecError with the known fields."""
+    """Return the policy that text or a mapping describes; raises UnknownName or SpecError with the known fields."""
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if not isinstance(source, str):
-        raise SpecError(f"policy {source!r} is no text; write none, or 'snapkv:budget=96,window=8'")
+        raise SpecError(f"policy {source!r} is not text; write none, or 'snapkv:budget=96,window=8'")
     requests = [_weighted(part) for part in source.split("|")]
     if len(requests) > 1:
         parts, weights = zip(*requests, strict=True)
@@ -39,16 +39,12 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
 
 
 def _weighted(text: str) -> tuple[Policy, int]:
-    """One draw of a mixture and its weight."""
+    """Return one part of a mixture and its weight."""
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")
-    return _composed(request), int(weight or 1)
-
-
-def _composed(text: str) -> Policy:
-    parts = tuple(_simple(part) for part in text.split("+"))
-    return parts[0] if len(parts) == 1 else Composed(parts=parts)
+    parts = tuple(_simple(part) for part in request.split("+"))
+    return parts[0] if len(parts) == 1 else Composed(parts=parts), int(weight or 1)
 
 
 def _simple(text: str) -> Policy:
@@ -59,7 +55,7 @@ def _simple(text: str) -> Policy:
             raise SpecError(f"policy {text!r}: {field.text!r} is not field=value")
         if field.name in values:
             raise SpecError(f"policy {text!r}: field {field.name} is given twice")
-        values[field.name] = field.value  # text as yet: the class knows its types
+        values[field.name] = field.value  # converted by the class's types in _build
     return _build(name, values, text)
 
 
@@ -72,7 +68,6 @@ def _from_mapping(source: Mapping[str, Any]) -> Policy:
             "alone or with weights: [...]"
         )
     if kinds[0] == "name":
-        # from YAML a number is one already; _value takes either
         values = {str(key): value for key, value in source.items() if key != "name"}
         return _build(str(source["name"]), values, str(dict(source)))
     entries = source[kinds[0]]
@@ -91,22 +86,22 @@ def _build(name: str, values: Mapping[str, Any], text: str) -> Policy:
     cls = POLICIES.get(name)
     if not issubclass(cls, _KINDS):
         kinds = ", ".join(kind.__name__ for kind in _KINDS)
-        raise SpecError(f"policy {name} of {cls.__module__} is of no kind; subclass one of {kinds}")
-    known, types = cls.field_names(), _types(cls)  # type: ignore[arg-type] # a class has a hash, whatever its objects
+        raise SpecError(f"policy {name} of {cls.__module__} subclasses Policy directly; subclass one of {kinds}")
+    names, types = cls.field_names(), _types(cls)  # type: ignore[arg-type] # a class is hashable
     for field in values:
-        if field not in known:
-            raise UnknownName(f"field of policy {name}", field, known)
+        if field not in names:
+            raise UnknownName(f"field of policy {name}", field, names)
     return cls(**{field: _value(text, field, value, types[field]) for field, value in values.items()})
 
 
-@cache  # reading them takes longer than all else about a policy
+@cache  # this is the slowest part of parsing a policy
 def _types(cls: type[Policy]) -> dict[str, Any]:
-    return get_type_hints(cls)  # hints: in some files annotations are texts
+    return get_type_hints(cls)  # annotations may be strings
 
 
 def _value(text: str, field: str, value: Any, kind: type) -> Any:
     if kind is str and isinstance(value, list) and all(type(entry) in (str, int) for entry in value):
-        return "/".join(map(str, value))  # as YAML users write pin: [system, tool] and skip_layers: [0, 1]
+        return "/".join(map(str, value))  # YAML: pin: [system, tool], skip_layers: [0, 1]
     if not isinstance(value, _PLAIN):
         raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}")
     if kind is bool:
@@ -116,6 +111,6 @@ def _value(text: str, field: str, value: Any, kind: type) -> Any:
     if kind is str:
         return str(value)
     try:
-        return kind(str(value))  # by its text: int(3.7) would be 3
+        return kind(str(value))  # of text, since int(3.7) would be 3
     except ValueError:
         raise SpecError(f"policy {text!r}: {field}={value!r}, wanted {kind.__name__}") from None

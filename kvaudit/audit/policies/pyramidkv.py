@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.snapkv import SnapKV
 from kvaudit.core.errors import SpecError
@@ -11,8 +11,8 @@ from kvaudit.core.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FUNNEL = 20  # the uppermost layer keeps a twentieth of the mean budget beyond the window
-LONG = 2**62  # tokens seen in a row that is longer than any budget
+_FUNNEL = 20  # beyond the window, the last layer keeps a twentieth of the mean budget
+_LONG = 2**62  # tokens of a row that is longer than any budget
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class PyramidKV(SnapKV):
     min = (budget - window) / 20 and max = 2 (budget - window) - min. As in the authors' code, max is at most the tokens
     seen less the window, min grows by what max loses, and below 2 (budget - window) tokens all layers keep ``budget``.
 
-    Departures: the tokens seen stand for the prompt's length, so that decoding and later turns follow the same rule.
-    Budgets are rounded so that they sum to L * budget, where the authors' whole steps leave up to L / 2 more per layer.
+    Departures: tokens seen replace the prompt's length, so that decoding and later turns follow the same rule. Budgets
+    are rounded so that they sum to L * budget, while the authors' whole steps leave up to L / 2 more per layer.
     """
 
-    name: ClassVar[str] = "pyramidkv"
-    paper: ClassVar[str] = "2406.02069"
-    keeps: ClassVar[str] = "as snapkv, with budgets that shrink from the first layer to the last"
+    name = "pyramidkv"
+    paper = "2406.02069"
+    keeps = "as snapkv, with budgets that shrink from the first layer to the last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sink > (self.budget - self.window) // FUNNEL:
+        if self.sink > (self.budget - self.window) // _FUNNEL:
             raise SpecError(
                 f"policy pyramidkv: sink={self.sink} does not fit the last layer, which keeps "
-                f"(budget - window) / {FUNNEL} = {(self.budget - self.window) // FUNNEL} entries beyond the window"
+                f"(budget - window) / {_FUNNEL} = {(self.budget - self.window) // _FUNNEL} entries beyond the window"
             )
 
     def for_layer(self, layer: int, layers: int) -> SnapKV:
@@ -46,7 +46,7 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class _Layer(SnapKV):
-    """One layer of the pyramid; its ``budget`` is that of long rows."""
+    """One layer of the pyramid; ``budget`` is its budget for long rows, ``mean`` the mean over layers."""
 
     mean: int = 0
     layer: int = 0
@@ -55,29 +55,29 @@ class _Layer(SnapKV):
     def __post_init__(self) -> None:
         import torch
 
-        # what checks and forecasts ask for is the budget of a row that is long enough for the whole slope
-        object.__setattr__(self, "budget", int(self._sloped(torch.tensor(LONG))))
+        # checks and forecasts read the budget of a row that is long enough for the full slope
+        object.__setattr__(self, "budget", int(self._sloped(torch.tensor(_LONG))))
         super().__post_init__()
 
     def budget_at(self, seen: Tensor) -> Tensor:
         import torch
 
-        uniform = seen < 2 * (self.mean - self.window)  # too short a row for a slope
-        return torch.where(uniform, self.mean, self._sloped(seen))
+        is_short = seen < 2 * (self.mean - self.window)  # all layers keep the mean
+        return torch.where(is_short, self.mean, self._sloped(seen))
 
     def _sloped(self, seen: Tensor) -> Tensor:
-        # differences of rounded sums: what one layer rounds away the next one gets
+        # differences of rounded sums, so that the budgets add up exactly
         return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
 
     def _total(self, count: int, seen: Tensor) -> Tensor:
-        """Entries of the first ``count`` layers together, rounded."""
+        """Return the entries of the first ``count`` layers together, rounded."""
         import torch
 
         beyond = self.mean - self.window  # of a layer, on average
         if self.layers == 1:
             return torch.full_like(seen, count * self.mean)
-        # entries beyond the window of the first layer and of the last, fractions as yet; their mean is beyond
-        most = (seen - self.window).double().clamp(max=2 * beyond - beyond / FUNNEL)
+        # unrounded entries beyond the window of the first and of the last layer; their mean is ``beyond``
+        most = (seen - self.window).double().clamp(max=2 * beyond - beyond / _FUNNEL)
         least = 2 * beyond - most
         # an arithmetic series: layer l has most - l * step beyond its window
         ramp = count * most - (most - least) / (self.layers - 1) * count * (count - 1) / 2

@@ -1,10 +1,10 @@
-"""Four-bit integers by token, in the blocks of llama.cpp's Q4_0."""
+"""Q4_0: entries stored as four-bit integers per token, in the blocks of llama.cpp."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.quantiser import Quantiser, working_dtype
 from kvaudit.core.errors import SpecError
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MIDDLE = 8  # the code of 0
-_OF_VALUES = 64  # channels of a value that are mixed, at most
+_VALUE_CHANNELS = 64  # of a value, mixed by one rotation at most
 
 
 @dataclass(frozen=True)
 class Q4(Quantiser):
-    """Codes of 4 bits per token, ``group`` channels of a head to a scale, as the blocks of llama.cpp's Q4_0.
+    """Codes of 4 bits per token with one scale per ``group`` channels of a head, as in llama.cpp's Q4_0.
 
-    scale = the number of largest magnitude, with its sign, / -8: that number is code 0 and exact, 0 is code 8, and what
-    lies beyond seven scales on the other side is cut off. A smaller head is one group. ``rotate``: a Hadamard matrix
-    mixes the channels of a head first, of values 64 at a time, so that one large channel is shared by all. llama.cpp of
-    2026-11 is ``write=true,rotate=true``.
+    scale = the number of largest magnitude, with its sign, / -8: that number is code 0 and exact, 0 is code 8, and
+    numbers beyond seven scales on the other side are clipped. A smaller head is one group. ``rotate``: a Hadamard
+    matrix first mixes the channels of a head, for values 64 at a time, which spreads a large channel over all.
+    llama.cpp of 2026-11 is ``write=true,rotate=true``.
 
     Departures: the scale is kept in the model's own precision, not in float16, and heads whose size is no multiple of
-    64 are rotated too, by the largest power of two in it.
+    64 are rotated too, by the largest power of two that divides it.
     """
 
-    name: ClassVar[str] = "q4_0"
-    keeps: ClassVar[str] = "every entry, in 4-bit integers"
-    uses: ClassVar[tuple[str, ...] | None] = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
+    name = "q4_0"
+    keeps = "every entry, in 4-bit integers"
+    uses = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
 
     group: int = 32
     write: bool = False
@@ -60,8 +60,8 @@ class Q4(Quantiser):
         if not self.rotate:
             return x
         size = x.shape[-1]
-        together = size & -size  # the largest power of two in it
-        matrix = hadamard(together if part == 0 else min(together, _OF_VALUES), working_dtype(x.dtype), x.device)
+        width = size & -size  # the largest power of two that divides it
+        matrix = hadamard(width if part == 0 else min(width, _VALUE_CHANNELS), working_dtype(x.dtype), x.device)
         mixed = x.to(matrix.dtype).reshape(*x.shape[:-1], -1, len(matrix)) @ matrix
         return mixed.reshape(x.shape).to(x.dtype)
 
@@ -75,7 +75,7 @@ class Q4(Quantiser):
 
         scale = parameters[..., 0]
         steps = x / scale.masked_fill(scale == 0, 1)
-        # halves go up, as they do where a number is cut off behind .5 more
+        # halves round up: llama.cpp adds .5 and truncates
         return (steps + (_MIDDLE + 0.5)).floor().clamp(0, 2 * _MIDDLE - 1).to(torch.uint8)
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class Q4(Quantiser):
 
 @cache
 def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The matrix [size, size] of +1 and -1 over its root, of a power of two (Sylvester); it is its own inverse."""
+    """Return Sylvester's matrix [size, size] of +-1 / sqrt(size), size a power of two; it is its own inverse."""
     import torch
 
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    found: Tensor = matrix / size**0.5
-    return found
+    scaled: Tensor = matrix / size**0.5
+    return scaled

@@ -1,31 +1,35 @@
 """The contract of a quantising policy: nothing leaves, entries past the residual window are stored in fewer bits.
 
-Which entries are quantised when is the policy's ``keys_until`` and ``values_until``; how, its ``fit``, ``encode`` and
-``numbers``. The cache stores codes and parameters, the shadow pass calls the same functions.
+``keys_until`` and ``values_until`` say when entries are quantised; ``fit``, ``encode`` and ``numbers`` say how. The
+cache stores codes and parameters, the shadow pass calls the same functions.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvaudit.audit.policies.base import Policy
-from kvaudit.audit.policies.quantiser import pinned_scales, read_scales
 from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_DIGITS = 7  # fewer than these name a layer
+_LAYER_DIGITS = 7  # a layer's number has fewer
+_HASH_DIGITS = 12  # of a scale file's sha256 in the policy's canonical string
 
 
 @dataclass(frozen=True)
 class Quantiser(Policy):
     """Entries are exact while among the last ``residual`` of their row and quantised for every later query.
 
-    ``skip_layers``: numbers of the model's layers, from 0, that keep all of theirs exact, such as 0/1/23.
+    ``skip_layers``: numbers of the model's layers, from 0, whose entries stay exact, such as 0/1/23.
     """
 
     quantises: ClassVar[bool] = True
@@ -40,7 +44,7 @@ class Quantiser(Policy):
         if self.on_write and self.residual:
             raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
         words = [word.strip() for word in self.skip_layers.split("/")] if self.skip_layers else []
-        if not all(word.isascii() and word.isdigit() and len(word) < _DIGITS for word in words):
+        if not all(word.isascii() and word.isdigit() and len(word) < _LAYER_DIGITS for word in words):
             raise SpecError(
                 f"policy {self.name}: skip_layers={self.skip_layers}, wanted numbers of layers, from 0, such as 0/1/23"
             )
@@ -59,11 +63,11 @@ class Quantiser(Policy):
 
     @property
     def key_group(self) -> int:
-        """Consecutive keys that share parameters per channel; 0: keys are quantised per token, like values."""
+        """The number of consecutive keys that share parameters per channel; 0: keys are quantised per token."""
         return 0
 
     def channels(self, size: int) -> int:
-        """Channels of one token's head of ``size`` that share parameters."""
+        """Return how many channels of one token's head of ``size`` share parameters."""
         return size
 
     @property
@@ -72,43 +76,43 @@ class Quantiser(Policy):
         return False
 
     def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
-        """The scales [H] float64 of a layer's keys (part 0) or values (1) where they are not fitted to each group."""
+        """Return the fixed scales [H] float64 of a layer's keys (part 0) or values (1); None if they are fitted."""
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
-        """The query that is the first to read each of these entries as codes, after a row has seen ``seen`` tokens."""
-        # on write an entry's own query is the first, else the next one to come, at position seen
+        """Return the first query to read each of entries ``before .. until - 1`` quantised, after ``seen`` tokens."""
+        # on write it is the entry's own query, otherwise the next one to come, at position ``seen``
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
-        """Keys at positions below this are quantised after a row has seen ``seen`` tokens; ``before`` already were."""
+        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` already were."""
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
-        """The same for values."""
+        """Return the same for values."""
         return max(before, seen - self.residual)
 
     def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002
-        """Keys (part 0) or values (1) [..., D] as they are coded, of those coded by token; twice turned they are back.
+        """Transform keys (part 0) or values (1) [..., D] before coding, where they are coded by token.
 
-        It keeps products of two vectors, so that a turned query meets turned keys.
+        The transform is its own inverse and keeps inner products, so that it can be applied to queries instead of keys.
         """
         return x
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
-        """Parameters [..., P] of groups with these extremes [...]."""
+        """Return the parameters [..., P] of groups with these extremes [...]."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """Codes (uint8, one per element) of ``x`` [...] with its parameters [..., P]."""
+        """Return codes (uint8, one per element) of ``x`` [...] with its parameters [..., P]."""
         raise NotImplementedError
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """The codes as plain numbers, put into ``out``; an entry is number * scale, plus zero where there is one."""
+        """Write the codes as plain numbers into ``out``; an entry is number * scale, plus zero if it has one."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """What the codes stand for, in the dtype of the parameters [..., P]: scale, or scale and zero."""
+        """Return decoded entries in the dtype of the parameters [..., P]: scale, or scale and zero."""
         import torch
 
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
@@ -118,17 +122,14 @@ class Quantiser(Policy):
         return torch.addcmul(parameters[..., 1], numbers, parameters[..., 0])
 
 
-SCALES = ("token", "head", "tensor")
-
-
 @dataclass(frozen=True)
 class Absmax(Quantiser):
-    """Symmetric scaling: ``scale=token`` sets the largest magnitude of every token and head on the largest code.
+    """Symmetric scaling: ``scale=token`` maps the largest magnitude of every token and head to the largest code.
 
-    ``scale=tensor`` has one fixed scale per layer and ``scale=head`` one per layer and KV head, keys and values apart:
-    ``scales`` is a number for all of them, two for keys/values, or a JSON file {"keys": [...], "values": [...]} that
-    holds by layer one number, or a list of one per KV head. What lies beyond the largest code is cut off. ``write``:
-    codes are taken before a token attends, so that its own query and the rest of its chunk read them too.
+    ``scale=tensor`` uses one fixed scale per layer and ``scale=head`` one per layer and KV head, separately for keys
+    and values. ``scales``: one number for all of them, two for keys/values, or a JSON file {"keys": [...], "values":
+    [...]} with, per layer, one number or a list of one per KV head. Larger values are clipped. ``write``: codes are
+    taken before a token attends, so that its own query and the rest of its chunk read them too.
     """
 
     scale: str = "token"
@@ -137,17 +138,17 @@ class Absmax(Quantiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("scale", SCALES)
+        self._one_of("scale", ("token", "head", "tensor"))
         if self.scales and self.scale == "token":
             raise SpecError(f"policy {self.name}: scales={self.scales} needs scale=head or scale=tensor")
         if self.scale != "token" and not (self.scales or self.default_scale):
             raise SpecError(f"policy {self.name}: scale={self.scale} needs scales=, a number or a file of numbers")
         if self.scales:
-            object.__setattr__(self, "scales", pinned_scales(self.name, self.scales))
+            object.__setattr__(self, "scales", _pin_scales(self.name, self.scales))
 
     @property
     def default_scale(self) -> str:
-        """What fixed scales are where none are given; empty: they have to be."""
+        """The fixed scale used where ``scales`` is not set; empty: it must be set."""
         return ""
 
     @property
@@ -159,10 +160,18 @@ class Absmax(Quantiser):
 
         if self.scale == "token":
             return None
-        found = read_scales(self.name, self.scales or self.default_scale).of(layer, part, heads)
-        if self.scale == "tensor" and len(set(found)) > 1:
+        table = _read_scales(self.name, self.scales or self.default_scale)[part]
+        if isinstance(table, float):
+            scales = [table] * heads
+        elif layer < len(table) and len(table[layer]) in (1, heads):
+            scales = table[layer] * (heads // len(table[layer]))
+        else:
+            raise SpecError(
+                f"scales: the file has {len(table)} layers, wanted one number or {heads} (KV heads) for layer {layer}"
+            )
+        if self.scale == "tensor" and len(set(scales)) > 1:
             raise SpecError(f"policy {self.name}: scales={self.scales} differ by KV head; that is scale=head")
-        return torch.tensor(found, dtype=torch.float64)  # [H]; the cache turns it into the dtype of its keys
+        return torch.tensor(scales, dtype=torch.float64)  # [H]; the cache converts it to the dtype of its keys
 
     @property
     def largest(self) -> float:
@@ -172,20 +181,86 @@ class Absmax(Quantiser):
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
         import torch
 
-        # the larger magnitude, since low is at most high; [..., 1]: a scale alone, zero is 0
+        # low <= high, so this is the larger magnitude; [..., 1]: a scale, no zero
         return (torch.maximum(-low, high) / self.largest)[..., None]
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """``x`` in units of its scale, 0 where all of its group is 0."""
+        """Return ``x`` in units of its scale, 0 for a scale of 0."""
         scale = parameters[..., 0]
-        # a fixed scale may leave values beyond the largest code
+        # with a fixed scale, values may exceed the largest code
         return (x / scale.masked_fill(scale == 0, 1)).clamp(-self.largest, self.largest)
 
 
 @cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that codes are computed in: float32 at least."""
+    """Return the dtype that codes are computed in: float32 at least."""
     import torch
 
     # bfloat16 has 8 significant bits, too few to place a value between two of 255 codes
     return torch.promote_types(dtype, torch.float32)
+
+
+# of keys and of values: one number for the model, or per layer a list of one number or one per KV head
+ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
+
+
+def _pin_scales(policy: str, text: str) -> str:
+    """Return the text, a file name with its sha256 (``scales.json#1f2e3d4c5b6a``); raises SpecError if it changed."""
+    if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
+        _parse_scales(policy, text)
+        return text
+    name, _, expected = text.partition("#")
+    try:
+        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:_HASH_DIGITS]
+    except OSError as error:
+        raise SpecError(
+            f"policy {policy}: scales={text!r} is no number above 0, no two (keys/values) and no file to read "
+            f"({error.strerror})"
+        ) from None
+    if expected and expected != digest:
+        raise SpecError(f"policy {policy}: scales={name!r} has sha256 {digest}, the policy names {expected}")
+    # fail here on an invalid file, not in the middle of a run
+    _read_scales(policy, f"{name}#{digest}")
+    return f"{name}#{digest}"
+
+
+@cache  # the text contains the file's sha256, so a changed file is another key
+def _read_scales(policy: str, text: str) -> ScaleTables:
+    if "#" not in text:
+        return _parse_scales(policy, text)
+    name = text.partition("#")[0]
+    try:
+        table = json.loads(Path(name).read_text(encoding="utf-8"))
+        keys, values = ([_layer_scales(entry) for entry in table[part]] for part in ("keys", "values"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"policy {policy}: scales={name!r} is not JSON of the form "
+            f'{{"keys": [...], "values": [...]}}, by layer a number above 0 or a list of one per KV head ({error!r})'
+        ) from None
+    return keys, values
+
+
+def _layer_scales(entry: object) -> list[float]:
+    items = [entry] if isinstance(entry, int | float) else entry
+    if not isinstance(items, list) or not items:
+        raise TypeError(f"{entry!r} is no number and no list of numbers")
+    numbers = [number for item in items if (number := _positive_number(str(item))) is not None]
+    if len(numbers) < len(items):
+        raise ValueError(f"{entry!r} has an item that is no number above 0")
+    return numbers
+
+
+def _parse_scales(policy: str, text: str) -> ScaleTables:
+    numbers = [_positive_number(part) for part in text.split("/")]
+    keys, values = numbers[0], numbers[-1]
+    if len(numbers) > 2 or keys is None or values is None:
+        raise SpecError(f"policy {policy}: scales={text!r}, wanted a number above 0, or two as keys/values")
+    return keys, values
+
+
+def _positive_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None

@@ -1,9 +1,9 @@
-"""Pages of keys whose largest possible attention logit is largest, chosen anew by every query."""
+"""Quest: every query attends to the pages of keys with the largest possible attention logit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.base import Policy
 from kvaudit.audit.policies.evictor import Extremes, View
@@ -13,7 +13,7 @@ from kvaudit.audit.policies.selector import Selector
 if TYPE_CHECKING:
     from torch import Tensor
 
-FEWEST = 3  # pages, as in the published evaluation
+_MIN_PAGES = 3  # as in the published evaluation
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,19 @@ class Quest(Selector):
     """The page of the query itself, and the pages with the largest bound on q k (Tang 2024, arXiv:2406.10774).
 
     A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
-    chooses ``budget`` / ``page`` pages, three at least. The first ``dense`` layers attend to everything, as do given
-    tokens. Departures: the published evaluation leaves the query's own page to its bound, the published kernels always
-    take it, as here; query heads that share a KV head choose apart, which the paper, without grouped queries, leaves
-    open. The cache keeps the extremes of every page, as engines do (1/``page`` of it more); without them they are
+    chooses ``budget`` / ``page`` pages, at least three. The first ``dense`` layers attend to everything, as do given
+    tokens. The cache keeps the extremes of every page, as engines do (two keys more per page); without them they are
     computed from the keys.
+
+    Departures: the query's own page is always taken, as in the published kernels; the published evaluation takes it by
+    its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
     """
 
-    name: ClassVar[str] = "quest"
-    paper: ClassVar[str] = "2406.10774"
-    keeps: ClassVar[str] = "every entry; each query attends to the pages that may matter most to it"
-    uses: ClassVar[tuple[str, ...] | None] = ("budget", "page", "dense", "chunk")
-    extremes: ClassVar[bool] = True
+    name = "quest"
+    paper = "2406.10774"
+    keeps = "every entry; each query attends to the pages that may matter most to it"
+    uses = ("budget", "page", "dense", "chunk")
+    extremes = True
 
     page: int = 16
     dense: int = 2
@@ -50,25 +51,25 @@ class Quest(Selector):
         return Dense(chunk=self.chunk) if layer < self.dense else self
 
     def units_at(self, seen: int) -> int:
-        return min(max(FEWEST, self.budget // self.page), -(-seen // self.page))  # pages; never more than there are
+        return min(max(_MIN_PAGES, self.budget // self.page), -(-seen // self.page))
 
     def choose(self, view: View) -> Tensor:
         import torch
 
-        last = (view.seen - 1) // self.page  # [B] the page of the query itself
+        last = (view.seen - 1) // self.page  # [B] the query's own page
         longest = int(view.seen.max()) if view.longest is None else view.longest
-        # [pages] of the longest row in the batch; those that a shorter row has not are masked below
+        # [pages] of the longest row; pages beyond a shorter row are masked below
         pages = torch.arange((longest - 1) // self.page + 1, device=last.device)
         bounds = self._bounds(view, len(pages))  # [B, G*H, pages]
-        # its own page whatever the bound, so that a query always sees itself
+        # the query's own page is always chosen, so that it sees itself
         bounds = bounds.masked_fill(pages == last[:, None, None], float("inf"))
         bounds = bounds.masked_fill(pages > last[:, None, None], -float("inf"))
-        # stable: equal bounds go to the earlier page on every device; best is [B, G*H, k]
+        # [B, G*H, k]; stable: ties go to the earlier page on every device
         best = bounds.sort(dim=-1, descending=True, stable=True).indices[..., : self.units_at(longest)]
-        return torch.where(best > last[:, None, None], -1, best)  # pages that a shorter row of the batch has not
+        return torch.where(best > last[:, None, None], -1, best)
 
     def _bounds(self, view: View, pages: int) -> Tensor:
-        """The largest q k that a key within its page's channel-wise extremes could have: [B, G*H, pages]."""
+        """Return the largest q k that a key within its page's extremes could have: [B, G*H, pages]."""
         # [B, H, pages, D] each
         low, high = (part[:, :, :pages].float() for part in view.extremes or self._extremes_of(view, pages))
         batch, heads, _, size = low.shape
@@ -78,12 +79,12 @@ class Quest(Selector):
         return bounds.flatten(1, 2)
 
     def _extremes_of(self, view: View, pages: int) -> Extremes:
-        """Of the keys in view, in so many pages."""
+        """Compute the extremes from the keys in view."""
         import torch
 
         keys, positions = view.keys.float(), view.positions[..., None]  # [B, H, K, D] and [B, H, K, 1]
         # [B, H, K, D], the page of every entry
         at = torch.where(positions >= 0, positions // self.page, pages).long().expand_as(keys)
-        # the zeros to begin with are no keys (include_self), and one page more takes the empty slots
-        nothing = keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
-        return Extremes(*(nothing.scatter_reduce(2, at, keys, how, include_self=False) for how in ("amin", "amax")))
+        # include_self=False ignores the initial zeros; an extra page takes the empty slots
+        zeros = keys.new_zeros(*keys.shape[:2], pages + 1, keys.shape[3])
+        return Extremes(*(zeros.scatter_reduce(2, at, keys, how, include_self=False) for how in ("amin", "amax")))

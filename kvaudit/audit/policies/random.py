@@ -1,9 +1,9 @@
-"""A uniformly random subset: the control every scorer has to beat."""
+"""A uniformly random subset: the control that every other ranking has to beat."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.draws import mix
 from kvaudit.audit.policies.evictor import Evictor, View
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class Random(Evictor):
     """Every entry draws one fixed priority from (seed, row, layer, head, position); the highest stay.
 
-    A fixed priority per entry makes the kept set a uniform sample of all entries seen, whatever the batch or schedule.
+    Fixed priorities make the kept set a uniform sample of all entries seen, whatever the batch or schedule.
     """
 
-    name: ClassVar[str] = "random"
-    keeps: ClassVar[str] = "a uniform random sample, other in every row, layer and head"
-    ordered: ClassVar[bool] = False
-    blind: ClassVar[bool] = True
-    seeded: ClassVar[bool] = True
+    name = "random"
+    keeps = "a uniform random sample, different in every row, layer and head"
+    ordered = False
+    blind = True
+    seeded = True
 
     sink: int = 0
     window: int = 0
@@ -37,8 +37,8 @@ class Random(Evictor):
         import torch
 
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]  # [H, 1]
-        # mixed after every part: a plain sum would give (layer 1, head 0) and (layer 0, head 1) the same draws
+        # mixed after every term: a plain sum would give (layer 1, head 0) and (layer 0, head 1) the same draws
         draw = mix(view.entry_keys + mix(torch.full((1,), self.seed, device=heads.device)))
         draw = mix(mix(draw + view.layer * 1_000_003) + heads)
-        # 24 bits: every value is exact in float32, so ranking is the same on every device
+        # 24 bits are exact in float32, so the ranking is the same on every device
         return (mix(draw + view.positions) & 0xFFFFFF).float()

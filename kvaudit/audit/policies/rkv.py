@@ -1,9 +1,9 @@
-"""Important and not redundant: attention of the last queries against similarity to later keys."""
+"""R-KV: the entries that the last queries attend to and that later keys do not repeat."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -11,8 +11,8 @@ from kvaudit.core.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIKE = 0.5  # cosine above which two keys count as the same content
-KEY_BLOCK = 128  # keys that are compared with all others at once
+_SIMILAR = 0.5  # cosine above which two keys count as the same content
+_KEY_BLOCK = 128  # keys that are compared with all others at once
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class RKV(Evictor):
     """Z = weight * I - (1 - weight) * R (Cai 2025, arXiv:2505.24133).
 
     I: softmax of the last ``window`` queries over the entries before the window, the largest logit of the GQA group,
-    mean over queries, max-pooled over ``kernel``. R: per head, the mean cosine of all keys to an entry's, softmax; for
-    every key, the latest entry more than .5 alike counts as new, not redundant.
+    mean over queries, max-pooled over ``kernel``. R: per head, the softmax of an entry's mean cosine to all keys; each
+    key leaves out the latest entry with a cosine above .5, which counts as new, not redundant.
 
-    Departure: a key that resembles none spares none; the published code spares the first entry then.
+    Departure: a key without such an entry leaves out none; the published code leaves out the first entry.
     """
 
-    name: ClassVar[str] = "rkv"
-    paper: ClassVar[str] = "2505.24133"
-    keeps: ClassVar[str] = "entries that are attended to and unlike what comes later, and the last `window`"
+    name = "rkv"
+    paper = "2505.24133"
+    keeps = "entries that are attended to and unlike what comes later, and the last `window`"
 
     sink: int = 0
     window: int = 8
@@ -54,10 +54,10 @@ class RKV(Evictor):
 
         before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)  # [B, H, K]
         attended = max_pool1d(self._attended(view, before), self.kernel, stride=1, padding=self.kernel // 2)
-        return self.weight * attended - (1 - self.weight) * redundancy(view.keys, view.positions >= 0)
+        return self.weight * attended - (1 - self.weight) * _redundancy(view.keys, view.positions >= 0)
 
     def _attended(self, view: View, before: Tensor) -> Tensor:
-        """Mean attention over the window's queries, among the entries before it: [B, H, K]."""
+        """Return the window's mean attention to the entries before it: [B, H, K]."""
         import torch
 
         batch, heads, _, size = view.keys.shape
@@ -68,23 +68,23 @@ class RKV(Evictor):
         return (shares * present[:, None, :, None]).sum(2) / present.sum(1).clamp(min=1)[:, None, None]
 
 
-def redundancy(keys: Tensor, present: Tensor) -> Tensor:
-    """How much of each entry's content other keys hold, softmax over entries: [B, H, K]; 0 for empty slots.
+def _redundancy(keys: Tensor, present: Tensor) -> Tensor:
+    """Return how similar other keys are to each entry, softmax over entries: [B, H, K]; 0 for empty slots.
 
-    In blocks of keys: memory O(KEY_BLOCK * K).
+    In blocks of keys: memory O(_KEY_BLOCK * K).
     """
     import torch
     from torch.nn.functional import normalize
 
-    # [B, H, K, D]; an empty slot is 0 and resembles nothing
+    # [B, H, K, D]; an empty slot is 0 and similar to nothing
     unit = normalize(keys.float(), dim=-1) * present[..., None]
     columns = torch.arange(keys.shape[2], device=keys.device)
     total = unit.new_zeros(unit.shape[:3])  # [B, H, K]
-    for start in range(0, keys.shape[2], KEY_BLOCK):
-        own = columns[start : start + KEY_BLOCK, None]
-        # [B, H, block, K]; a key's cosine with itself says nothing
-        alike = (unit[:, :, start : start + KEY_BLOCK] @ unit.transpose(2, 3)).masked_fill(columns == own, 0.0)
-        latest = torch.where(alike > ALIKE, columns, -1).amax(-1, keepdim=True)  # [B, H, block, 1]
-        total += alike.masked_fill(columns == latest, 0.0).sum(2)  # each key spares the one it sees as new
+    for start in range(0, keys.shape[2], _KEY_BLOCK):
+        block = slice(start, start + _KEY_BLOCK)
+        # [B, H, block, K], without a key's cosine to itself
+        cosine = (unit[:, :, block] @ unit.transpose(2, 3)).masked_fill(columns == columns[block, None], 0.0)
+        latest = torch.where(cosine > _SIMILAR, columns, -1).amax(-1, keepdim=True)  # [B, H, block, 1]
+        total += cosine.masked_fill(columns == latest, 0.0).sum(2)
     mean = total / present.sum(-1, keepdim=True)  # [B, H, K]
     return mean.masked_fill(~present, float("-inf")).softmax(-1)

@@ -1,7 +1,7 @@
-"""The contract of a selecting policy: nothing leaves, every drawn token's query attends to some of the entries.
+"""The contract of a selecting policy: nothing leaves, and every drawn token's query attends to some of the entries.
 
-Which ones is the policy's ``choose``; the cache attends to them and writes them into the ledger, one list per query.
-Given tokens attend to everything.
+The policy's ``choose`` selects them; the cache attends to them and records one list per query in the ledger. Given
+tokens attend to everything.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selector(Policy):
-    """Entries are chosen in units of ``unit`` consecutive positions; memory: the dense cache's, and `extremes`."""
+    """Entries are chosen in units of ``unit`` consecutive positions; memory: the dense cache plus `extremes`."""
 
     selects: ClassVar[bool] = True
-    extremes: ClassVar[bool] = False  # wants `View.extremes`, by its units
+    extremes: ClassVar[bool] = False  # needs `View.extremes`, one per unit
 
     budget: int = 512
     chunk: int = 1024
@@ -32,18 +32,17 @@ class Selector(Policy):
 
     @property
     def unit(self) -> int:
-        """Positions that are chosen together: unit n holds positions n * unit to (n + 1) * unit - 1."""
+        """The number of positions chosen together: unit n holds positions n * unit to (n + 1) * unit - 1."""
         return 1
 
-    # units, not positions: a budget of 512 in pages of 16 is 32
     def units_at(self, seen: int) -> int:
-        """How many units a query attends to whose row has seen ``seen`` tokens, its own included."""
+        """Return how many units (not positions) a query attends to after ``seen`` tokens, its own included."""
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:
-        """Units that each row's newest query attends to: int64 [B, A, k], no unit twice, -1 = none, in any order.
+        """Return the units that each row's newest query attends to: int64 [B, A, k], distinct, -1 = none, any order.
 
-        A is 1 for one set that all heads share, or the number of KV heads or of query heads. ``view.queries`` holds the
-        newest query alone. A row's list must not depend on other rows.
+        A is 1 for one set that all heads share, or the number of KV heads or of query heads. ``view.queries`` holds
+        only the newest query. A row's list must not depend on other rows.
         """
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""What the last queries look at, smoothed over neighbours."""
+"""SnapKV: the entries that the last queries attend to, smoothed over neighbours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -20,9 +20,9 @@ class SnapKV(Evictor):
     default, decoding is compressed by the same rule every ``interval`` tokens, so that memory stays bounded.
     """
 
-    name: ClassVar[str] = "snapkv"
-    paper: ClassVar[str] = "2404.14469"
-    keeps: ClassVar[str] = "the entries the last `window` queries attend to, and that window"
+    name = "snapkv"
+    paper = "2404.14469"
+    keeps = "the entries the last `window` queries attend to, and that window"
 
     sink: int = 0
     window: int = 32
@@ -36,27 +36,22 @@ class SnapKV(Evictor):
             raise SpecError(f"policy snapkv: window={self.window}, wanted at least 1 observing query")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise SpecError(f"policy snapkv: kernel={self.kernel}, wanted an odd number")
-        if self.pool not in ("max", "avg"):
-            raise SpecError(f"policy snapkv: pool={self.pool!r}, wanted max or avg")
+        self._one_of("pool", ("max", "avg"))
 
     @property
     def observed_queries(self) -> int:
         return self.window
 
     def importance(self, view: View) -> Tensor:
+        from torch.nn.functional import avg_pool1d, max_pool1d
+
         attention = view.attention()  # [B, H, W, K]
         present = (view.query_positions >= 0).sum(-1).clamp(min=1)  # [B]
-        score = attention.sum(2) / present[:, None, None]  # [B, H, K]; absent queries are rows of 0
-        # the window is kept anyway: pooling must not carry its mass to the entries before it
-        inside = view.positions >= (view.seen[:, None, None] - self.window)
-        score = score.masked_fill(inside | (view.positions < 0), 0.0)
-        return _pool(score, self.kernel, self.pool)
-
-
-def _pool(score: Tensor, kernel: int, pool: str) -> Tensor:
-    from torch.nn.functional import avg_pool1d, max_pool1d
-
-    if pool == "max":
-        return max_pool1d(score, kernel, stride=1, padding=kernel // 2)  # [B, H, K], padded with -inf
-    # [B, H, K], padded with 0, which count
-    return avg_pool1d(score, kernel, stride=1, padding=kernel // 2, count_include_pad=True)
+        score = attention.sum(2) / present[:, None, None]  # [B, H, K]; rows of absent queries are 0
+        # the window stays anyway; pooling must not spread its mass to the entries before it
+        in_window = view.positions >= (view.seen[:, None, None] - self.window)
+        score = score.masked_fill(in_window | (view.positions < 0), 0.0)
+        if self.pool == "max":
+            return max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)  # [B, H, K], padded with -inf
+        # [B, H, K], padded with zeros, which count in the mean
+        return avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2, count_include_pad=True)

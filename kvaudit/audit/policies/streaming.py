@@ -1,9 +1,9 @@
-"""StreamingLLM's attention sinks plus a sliding window."""
+"""StreamingLLM: attention sinks and a sliding window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 from kvaudit.core.errors import SpecError
@@ -17,15 +17,15 @@ class Streaming(Evictor):
     """Sink tokens and the most recent ones stay (Xiao 2024, arXiv:2309.17453).
 
     Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.
-    ``reposition=true`` is the original, which counts positions inside the cache: for serving only, not replayable.
+    ``reposition=true`` is the original, with positions counted inside the cache: for serving only, not replayable.
     """
 
-    name: ClassVar[str] = "streaming"
-    paper: ClassVar[str] = "2309.17453"
-    keeps: ClassVar[str] = "the first `sink` entries and the most recent ones"
-    ordered: ClassVar[bool] = False
-    blind: ClassVar[bool] = True
-    by_position: ClassVar[bool] = True
+    name = "streaming"
+    paper = "2309.17453"
+    keeps = "the first `sink` entries and the most recent ones"
+    ordered = False
+    blind = True
+    by_position = True
 
     window: int = 0
     reposition: bool = False
@@ -44,4 +44,4 @@ class Streaming(Evictor):
         return not self.reposition
 
     def importance(self, view: View) -> Tensor:
-        return view.positions.float()  # the latest rank highest; sinks are protected by the template
+        return view.positions.float()  # the latest rank highest; the cache protects the sinks

@@ -1,9 +1,9 @@
-"""What the last token looks at stays, one set for all heads of a layer."""
+"""TOVA: the entries that the last token attends to, one set for all heads of a layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(Evictor):
-    """Attention of the last query, mean over all heads; no sink, no window of its own (Oren 2024, arXiv:2401.06104)."""
+    """Attention of the last query, mean over all heads; no sink or window (Oren 2024, arXiv:2401.06104)."""
 
-    name: ClassVar[str] = "tova"
-    paper: ClassVar[str] = "2401.06104"
-    keeps: ClassVar[str] = "the entries the last query attends to, the same in every head"
-    ordered: ClassVar[bool] = False
+    name = "tova"
+    paper = "2401.06104"
+    keeps = "the entries the last query attends to, the same in every head"
+    ordered = False
 
     sink: int = 0
     window: int = 0

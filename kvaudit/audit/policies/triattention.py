@@ -1,19 +1,17 @@
-"""What the row's mean query would look at from many places to come, and keys that long queries may."""
+"""TriAttention: the entries that the mean query would attend to from future positions, and those with long keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.evictor import Evictor, View
-from kvaudit.core.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODES = ("union", "per_head", "per_layer_perhead")
-LEAST_SPREAD = 1e-6  # of a head's scores
+_MIN_SPREAD = 1e-6  # of a head's scores
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class TriAttention(Evictor):
 
     A key k before rotation at position p scores, for a query head with centre c (the mean query before rotation), the
     mean over offsets d = 1, 2, 4 .. ``horizon`` of sum_f |c_f| |k_f| cos((seen + d - p) w_f + arg c_f - arg k_f), plus
-    sum_f (E|q_f| - |c_f|) |k_f|. Scores are standardised per query head, the largest of a GQA group counts. ``mode``:
+    sum_f (E|q_f| - |c_f|) |k_f|. Scores are standardised per query head; the largest in a GQA group counts. ``mode``:
     one set of entries for all layers and heads, by the largest score (union); one per KV head for all layers, by the
     mean over them (per_head); or one per layer and KV head (per_layer_perhead).
 
@@ -30,10 +28,10 @@ class TriAttention(Evictor):
     counts towards the budget. Ties go to the earlier position, without noise. Channels that do not rotate add c k.
     """
 
-    name: ClassVar[str] = "triattention"
-    paper: ClassVar[str] = "2604.04921"
-    keeps: ClassVar[str] = "the entries that the mean query will look at from further on, and those with long keys"
-    centres: ClassVar[bool] = True
+    name = "triattention"
+    paper = "2604.04921"
+    keeps = "the entries that the mean query will attend to from later positions, and those with long keys"
+    centres = True
 
     budget: int = 2048
     sink: int = 0
@@ -45,8 +43,7 @@ class TriAttention(Evictor):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("horizon", 1)
-        if self.mode not in MODES:
-            raise SpecError(f"policy triattention: mode={self.mode}, wanted one of {', '.join(MODES)}")
+        self._one_of("mode", ("union", "per_head", "per_layer_perhead"))
 
     @property
     def across_layers(self) -> bool:
@@ -59,17 +56,15 @@ class TriAttention(Evictor):
         mean, length, turn, lengths = view.centres
         group = (len(mean), view.keys.shape[1], -1)
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=mean.device)  # 1, 2, 4 .. horizon, in tokens
-        # [B, N, D], the centre as it will stand at those distances, mean over them
+        # [B, N, D], the centre rotated to those distances, mean over them
         ahead = torch.einsum("bij,bnj->bni", turn(view.seen, offsets), mean)
         spread = length - lengths(mean)  # [B, N, F], F pairs of channels that rotate; never below 0
         keys = view.keys.to(mean.dtype)
-        looks = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)  # [B, H, G, K]
+        attended = torch.einsum("bhgi,bhki->bhgk", ahead.reshape(*group, ahead.shape[-1]), keys)  # [B, H, G, K]
         norms = torch.einsum("bhgf,bhkf->bhgk", spread.reshape(*group, spread.shape[-1]), lengths(keys))  # [B, H, G, K]
-        return _standardised(looks + norms, self._competing(view)).amax(2)
-
-    def _competing(self, view: View) -> Tensor:
-        """Entries that may leave: [B, H, K]."""
-        return (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
+        # [B, H, K], entries that may leave
+        unprotected = (view.positions >= self.sink) & (view.positions < view.seen[:, None, None] - self.window)
+        return _standardise(attended + norms, unprotected).amax(2)
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
         import torch
@@ -77,14 +72,14 @@ class TriAttention(Evictor):
         if not self.across_layers:
             return importances
         every = torch.stack([*importances])  # [L, B, H, K]
-        one = every.mean(0) if self.mode == "per_head" else every.amax((0, 2)).unsqueeze(1).expand(every.shape[1:])
-        return [one] * len(every)
+        agreed = every.mean(0) if self.mode == "per_head" else every.amax((0, 2)).unsqueeze(1).expand(every.shape[1:])
+        return [agreed] * len(every)
 
 
-def _standardised(scores: Tensor, counted: Tensor) -> Tensor:
-    """Scores [B, H, G, K] less their mean over ``counted`` [B, H, K], over their spread; 0 elsewhere."""
+def _standardise(scores: Tensor, counted: Tensor) -> Tensor:
+    """Return scores [B, H, G, K] with mean 0 and spread 1 over ``counted`` [B, H, K]; 0 elsewhere."""
     counted = counted[:, :, None]
     count = counted.sum(-1, keepdim=True).clamp(min=1)
     centred = (scores - (scores * counted).sum(-1, keepdim=True) / count) * counted
     spread = (centred.square().sum(-1, keepdim=True) / count).sqrt()
-    return centred / spread.clamp(min=LEAST_SPREAD)
+    return centred / spread.clamp(min=_MIN_SPREAD)

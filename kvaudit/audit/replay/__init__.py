@@ -1,7 +1,6 @@
-"""What the sampler saw, seen again, and recorded rollouts held to the policy they name.
+"""Replay of recorded rollouts: a parallel forward in which every query sees the entries it saw while sampling.
 
-``attention`` is one pass under a record, with ``codes`` where the cache had quantised; ``learner_pass`` is what trains
-and verifies, ``shadow`` the door for stock models. ``recorded`` holds rollouts of a file to a model, ``schedule_check``
-to when and how much the policy evicts, ``ranking_check`` to what it would choose.
-``interchange`` reads rollouts of other engines, whose ``interchange_form`` is docs/rollout-files.md's.
+``attention`` is the replay itself, ``learner_pass`` the pass that trains and verifies, ``shadow`` the same for stock
+models. ``interchange`` and ``stacks`` read rollouts of other engines; ``rollout_checks`` and ``ranking_check`` test a
+rollout against its policy.
 """

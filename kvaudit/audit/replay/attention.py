@@ -1,35 +1,51 @@
-"""Attention of a pass over what was sampled: every query sees exactly the keys, and codes, that it saw then."""
+"""Replayed attention: every query sees exactly the entries, exact or quantised, that it saw while sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks, require_single_call
-from kvaudit.audit.cache.layers import LayerPlan
-from kvaudit.audit.cache.layers import LayerRun, States, run_state_layer
-from kvaudit.audit.cache.hints import KEYS, VALUES, CodePlace
+from kvaudit.audit.cache.attention import (
+    AttentionCall,
+    causal_attention,
+    grouped_attention,
+    query_blocks,
+    require_single_call,
+)
+from kvaudit.audit.cache.codes import (
+    decode_keys,
+    decode_tokens,
+    encode_as,
+    encode_tokens,
+    fit_groups,
+    parameters_of,
+)
+from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.layers import LayerPlan, LayerRun, States, run_state_layer
+from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.routing import ReplayedRoutes
 from kvaudit.audit.cache.selection import Choices
 from kvaudit.audit.cache.tensors import upload
-from kvaudit.audit.replay.attention import CodedSince, QuantisedView, coded_keys, coded_values, two_precisions
+from kvaudit.audit.policies import Quantiser, softmax
 from kvaudit.core.errors import RunError
 
-BLOCK = 512  # queries of a prompt that are masked at once, so that few keys of their future are read
+BLOCK = 512  # prompt queries per mask: small blocks skip most of the keys in their future
 
 
 class Replay:
     """Attention of one learner pass; pass it to a model's forward as ``kv=``.
 
-    ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding), the last Q keys being the queries' own,
-    and all of them without a ``prefix``;
-    ``evicted_at`` is int32 [B, L, H, K] or None for the dense view. With ``prefix`` the keys and values of an earlier
-    pass stand before the new ones, each of its rows repeated ``group`` times. ``codes`` says since when keys and values
-    were seen quantised, ``experts`` [B, Q, M, k] where the model's M mixture-of-experts blocks sent each query's token,
-    ``choices`` which keys a query attended to where it chose. Positions and ledger may be on the host, from where they
-    are handed over to ``device``: what follows from them is then known without waiting for it.
+    ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding). The last Q keys belong to the queries;
+    the keys before them come from ``prefix``, an earlier pass each of whose rows is repeated ``group`` times.
+    ``evicted_at`` is int32 [B, L, H, K], None for the dense view. ``codes`` gives the times at which entries were
+    quantised, ``experts`` [B, Q, M, k] the experts of each token in the model's M mixture-of-experts blocks,
+    ``choices`` the keys that selecting queries attended to; ``last`` says that no later pass continues from this one's
+    recurrent states. Positions and ledger may be on the host: they are copied to ``device``, and what is computed from
+    them here does not wait for it.
     """
 
     def __init__(
@@ -39,7 +55,7 @@ class Replay:
         keys: Tensor,
         evicted_at: Tensor | None,
         *,
-        codes: CodedSince | None = None,
+        codes: QuantisationTimes | None = None,
         experts: Tensor | None = None,
         choices: Choices | None = None,
         prefix: Replay | None = None,
@@ -51,122 +67,255 @@ class Replay:
         self.routes = None if experts is None else ReplayedRoutes(experts)
         self._plans = plans
         assert prefix is not None or queries.shape == keys.shape, (queries.shape, keys.shape)
-        # a prompt until its first cut: no mask is made that hides the future alone
+        # before the first eviction a prompt needs no mask but the causal one
         self._causal = 0 if prefix is not None else _causal_columns(queries, evicted_at)
         device = queries.device if device is None else device
-        self._queries, self._keys = upload(queries, device), upload(keys, device)
+        self.queries, self._keys = upload(queries, device), upload(keys, device)
         self._evicted_at = None if evicted_at is None else upload(evicted_at, device)
-        # asked here, outside of the model: inside a re-entrant checkpoint gradients are off
-        self._prefix, self._group, self._learns = prefix, group, torch.is_grad_enabled()
-        # own keys and values [B, H, Q, D], and states, of every layer: a pass behind this one begins with them
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        # read here, outside of the model: inside a re-entrant checkpoint gradients are off
+        self._prefix, self._group, self._has_gradients = prefix, group, torch.is_grad_enabled()
+        # new keys and values [B, H, Q, D] and states of every layer; a later pass continues from them
+        self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, States] = {}
-        self._real, self._last = (queries >= 0).cpu(), last  # [B, Q], tokens that are no padding
+        self._real, self._last = (queries >= 0).cpu(), last  # [B, Q], tokens that are not padding
         self._settled = False
 
     def settle(self) -> None:
-        """After a forward: raise RunError where some layer did not attend through this replay."""
+        """End the forward; raise RunError if a layer did not attend through this replay."""
         attending, carrying = sum(p.has_entries for p in self._plans), sum(p.has_state for p in self._plans)
-        if len(self.held) != attending or len(self.states) != carrying:
-            done = len(self.held.keys() | self.states.keys())
+        if len(self.keys_values) != attending or len(self.states) != carrying:
+            done = len(self.keys_values.keys() | self.states.keys())
             raise RunError(
-                f"{done} of the model's {len(self._plans)} layers attended under the ledger, the others saw "
-                "what the sampler did not; set the model's attention to kvaudit"
+                f"{done} of the model's {len(self._plans)} layers attended under the ledger; the others saw entries "
+                "that the sampler did not; set the model's attention to kvaudit"
             )
         self._settled = True
         if self.routes:
             self.routes.settle()
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention output [B, G*H, Q, D] over the prefix and the new keys."""
+        """Return the attention output [B, G*H, Q, D] over the prefix and the new keys."""
         layer = call.layer
-        if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
-            require_single_call(layer, self.held, len(self._plans))
-        self.held[layer] = (call.key, call.value)
-        call = self._behind_prefix(call)
+        if not self._settled:  # a checkpointed layer runs again, but only after the forward has ended
+            require_single_call(layer, self.keys_values, len(self._plans))
+        self.keys_values[layer] = (call.key, call.value)
+        call = self._with_prefix(call)
         window = self._plans[layer].sliding_window
-        chosen = self._choices is not None and layer in self._choices.slots
-        # a layer with a window of its own is never quantised
+        has_choices = self._choices is not None and layer in self._choices.slots
+        # a sliding-window layer is never quantised
         if self._codes and window is None and layer not in self._codes.codec.skipped:
-            return self._in_two_precisions(call, self._codes)
+            return self._attend_quantised(call, self._codes)
         query, key = call.query, call.key
-        # within the first window columns a window of the layer's own hides nothing
-        causal = 0 if chosen else min(self._causal, window or self._causal)
-        parts = []
+        # among the first ``window`` columns a sliding window hides nothing
+        causal = 0 if has_choices else min(self._causal, window or self._causal)
+        outputs = []
         if causal:
             early = slice(causal)
-            own = query[:, :, early], key[:, :, early], call.value[:, :, early]
-            parts.append(causal_attention(*own, call.scaling, call.sink_logits))
-        # the heads of the mask: it is what decides how many queries are looked at together
-        heads = query.shape[1] if chosen else 1 if self._evicted_at is None else key.shape[1]
+            inputs = query[:, :, early], key[:, :, early], call.value[:, :, early]
+            outputs.append(causal_attention(*inputs, call.scaling, call.sink_logits))
+        # the mask's size sets how many queries fit into a block
+        mask_heads = query.shape[1] if has_choices else 1 if self._evicted_at is None else key.shape[1]
         most = None if self._prefix else BLOCK
-        for part in query_blocks(query.shape[2], len(query) * heads * key.shape[2], start=causal, most=most):
-            until = key.shape[2] if self._prefix else part.stop  # a query's own key is in its own column
-            seen = (key[:, :, :until], call.value[:, :, :until], self._visible(layer, part, until))
-            parts.append(grouped_attention(query[:, :, part], *seen, call.scaling, call.sink_logits))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        for block in query_blocks(query.shape[2], len(query) * mask_heads * key.shape[2], start=causal, most=most):
+            end = key.shape[2] if self._prefix else block.stop  # without a prefix, a query's own key has its column
+            visible = (key[:, :, :end], call.value[:, :, :end], self._visible(layer, block, end))
+            outputs.append(grouped_attention(query[:, :, block], *visible, call.scaling, call.sink_logits))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-    def _behind_prefix(self, call: AttentionCall) -> AttentionCall:
-        """The call with the prefix's keys and values before its own."""
+    def _with_prefix(self, call: AttentionCall) -> AttentionCall:
+        """Return the call with the prefix's keys and values before the new ones."""
         if self._prefix is None:
             return call
-        if self._learns and not torch.is_grad_enabled():
+        if self._has_gradients and not torch.is_grad_enabled():
             raise RunError(
                 "gradient checkpointing with use_reentrant=True loses the gradient of the prompt that a group "
                 "shares; use gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         # each [B, H, P, D], P columns of the prompt
-        before = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[call.layer]]
-        return call._replace(key=torch.cat([before[0], call.key], 2), value=torch.cat([before[1], call.value], 2))
+        keys, values = (x.repeat_interleave(self._group, 0) for x in self._prefix.keys_values[call.layer])
+        return call._replace(key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2))
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
-        """See ``EvictingCache.carry``; a group takes its prompt's states over, with their gradient."""
+        """Run a recurrent layer (see ``EvictingCache.carry``); a group continues from its prompt's states."""
         states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
         out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 
-    def _in_two_precisions(self, call: AttentionCall, codes: CodedSince) -> Tensor:
-        stored, parts = self._stored(call, codes), []
-        query = call.query
-        for part in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
-            at = self._queries[:, part, None]  # [B, q, 1]
-            # which query sees which entry as a code: [B, q, K]
-            late = QuantisedView(*stored, at >= codes.keys_at[:, None], at >= codes.values_at[:, None])
-            some = call._replace(query=query[:, :, part])
-            parts.append(two_precisions(some, self._visible(call.layer, part, call.key.shape[2]), late))
-        return torch.cat(parts, 2)
+    def _attend_quantised(self, call: AttentionCall, codes: QuantisationTimes) -> Tensor:
+        decoded, query, outputs = self._decoded(call, codes), call.query, []
+        for block in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
+            at = self.queries[:, block, None]  # [B, q, 1]
+            is_coded = at >= codes.keys_at[:, None], at >= codes.values_at[:, None]
+            visible = self._visible(call.layer, block, call.key.shape[2])
+            part = call._replace(query=query[:, :, block])
+            outputs.append(mixed_precision_attention(part, visible, decoded, is_coded))
+        return torch.cat(outputs, 2)
 
-    def _stored(self, call: AttentionCall, codes: CodedSince) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, K, D] as the cache's codes give them back."""
+    def _decoded(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, H, K, D] after their round trip through codes."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
-        return coded_keys(call.key, self._keys, evicted_at, codes, keys), coded_values(call.value, codes, values)
+        return (
+            decoded_keys(call.key, self._keys, evicted_at, codes, keys),
+            _straight_through(call.value, _decoded_by_token(call.value.detach(), codes, values)),
+        )
 
-    def _visible(self, layer: int, part: slice, until: int) -> Tensor:
-        """Bool [B, 1, H or G*H, part, until]: j <= i < evicted_at[j] and chosen by i; padding sees everything."""
-        # [B, 1, q, 1] and [B, 1, 1, until]
-        q, k = self._queries[:, None, part, None], self._keys[:, None, None, :until]
+    def _visible(self, layer: int, block: slice, end: int) -> Tensor:
+        """Return the mask [B, 1, H or G*H, block, end]: j <= i < evicted_at[j] and chosen by i; padding sees all."""
+        # [B, 1, q, 1] and [B, 1, 1, end]
+        q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
         visible = (k >= 0) & (k <= q)
         window = self._plans[layer].sliding_window
         if window is not None:
             visible = visible & (q - k < window)
         if self._evicted_at is not None:
-            visible = visible & (q < self._evicted_at[:, layer, :, None, :until])
+            visible = visible & (q < self._evicted_at[:, layer, :, None, :end])
         if self._choices is not None and layer in self._choices.slots:
-            chosen = self._choices.visible(layer, self._queries[:, part], self._keys[:, :until])  # [B, A, Q, K]
-            # choices may be by query head, where the ledger is by KV head
-            apart = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
-            visible = visible.repeat_interleave(apart, 1) & chosen
-        # a row of padding that sees nothing would be NaN, and so would its gradient
+            chosen = self._choices.visible(layer, self.queries[:, block], self._keys[:, :end])  # [B, A, Q, K]
+            # choices may be by query head, the ledger is by KV head
+            repeats = max(1, chosen.shape[1] // visible.shape[1]) if visible.shape[1] > 1 else 1
+            visible = visible.repeat_interleave(repeats, 1) & chosen
+        # a row that sees nothing would be NaN, and so would its gradient
         return visible | (q < 0)
 
 
+def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -> Tensor:
+    """Run a model on ``ids`` [B, Q] under a replay; return the logits of all columns (0), or of the last ones."""
+    options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
+    ids, positions = upload(ids, replay.queries.device), replay.queries.clamp(min=0)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay, **options).logits
+    replay.settle()
+    return logits
+
+
+def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
+    """Return row positions [B, longest]: ``counts`` [B] of them from ``starts`` [B] on, then -1."""
+    columns = torch.arange(int(counts.max()))
+    return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
+
+
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
-    """How many first columns of queries [B, Q] miss nothing but the future; none where padding stands before them."""
+    """Return how many first columns of queries [B, Q] need only a causal mask; 0 if a row is padded on the left."""
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
     columns = queries.shape[1]
-    # until the first eviction anywhere a query misses nothing of its past
     return columns if evicted_at is None else min(columns, int(evicted_at.min()))
+
+
+class QuantisationTimes(NamedTuple):
+    """The first query position that sees each key and value quantised: int32 [B, K] each, NEVER = stays exact."""
+
+    codec: Quantiser
+    keys_at: Tensor
+    values_at: Tensor
+    hints: HintTable | None = None
+
+    def affects(self, queries: Tensor) -> bool:
+        """Return whether any query at row positions [B, Q] sees a quantised key or value."""
+        return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
+
+    def apply_hints(self, place: CodePlace, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
+        """Replace replayed ``codes`` [B, H, K, D] of ``exact`` by the sampler's where it recorded a rounding hint."""
+        if self.hints is None or exact.dtype not in HINTED_DTYPES:
+            return codes
+        return self.hints.take_over(place, exact, codes, parameters, self.codec)
+
+
+def quantisation_times(
+    rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None
+) -> QuantisationTimes | None:
+    """Return when the cache quantised the entries at row positions [B, K]; None if it does not quantise."""
+    codec = rollouts[0].codec
+    if codec is None:
+        return None
+    keys, values = (
+        _times_at([getattr(rollout, name) for rollout in rollouts], positions)
+        for name in ("keys_quantised_at", "values_quantised_at")
+    )
+    no_hints = torch.zeros(0, dtype=torch.uint16)
+    hints = [no_hints if rollout.hints is None else rollout.hints for rollout in rollouts]
+    return QuantisationTimes(codec, keys, values, HintTable(hints, positions, rollouts[0].evicted_at.shape[0], strays))
+
+
+def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
+    """Return the times [T] of each row at row positions [B, K]."""
+    times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)  # [B, T]
+    return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
+
+
+def decoded_keys(
+    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, place: CodePlace
+) -> Tensor:
+    """Return keys [B, H, K, D] after their round trip through codes, with the gradient of the exact keys.
+
+    ``positions`` [B, K]; ``evicted_at`` [B, H, K] or None. Keys that left before their group was quantised are in no
+    group and stay exact: no query sees them quantised.
+    """
+    codec, exact = codes.codec, keys.detach()
+    if not codec.key_group:
+        return _straight_through(keys, _decoded_by_token(exact, codes, place))
+    member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
+    if evicted_at is not None:
+        member = member & (evicted_at > codes.keys_at[:, None])  # at the same query, eviction comes first
+    group = _key_groups(member, codes.keys_at, codec.key_group)  # [B, H, K], -1 for none
+    groups = int(group.max()) + 1
+    if groups == 0:
+        return keys
+    parameters = parameters_of(group, fit_groups(exact, group, groups, codec))  # [B, H, K, D, P]
+    key_codes = codes.apply_hints(place, exact, encode_as(exact, parameters, codec), parameters)
+    return _straight_through(keys, torch.where(member[..., None], decode_keys(key_codes, parameters, codec), exact))
+
+
+def _decoded_by_token(exact: Tensor, times: QuantisationTimes, place: CodePlace) -> Tensor:
+    codec, turned = times.codec, times.codec.turned(exact, place.part)
+    codes, parameters = encode_tokens(turned, codec, codec.fixed_scales(place.layer, place.part, exact.shape[1]))
+    codes = times.apply_hints(place, turned, codes, parameters)
+    return codec.turned(decode_tokens(codes, parameters, codec), place.part)
+
+
+def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
+    """Return group numbers [B, H, K], -1 for none: runs of ``size`` members quantised at the same time (a flush).
+
+    ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
+    """
+    batch, heads, slots = member.shape
+    has_member = member.any(1)  # [B, K], in some head
+    # other columns take the time before them, so that a change of time marks the next flush
+    steady = torch.where(has_member, times, 0).cummax(1).values
+    flush = torch.nn.functional.pad((steady[:, 1:] != steady[:, :-1]).int(), (1, 0)).cumsum(1)  # [B, K]
+    flush = flush[:, None].expand(batch, heads, slots).long()
+    counts = torch.zeros(batch, heads, int(flush.max()) + 1, dtype=torch.int64, device=member.device)
+    counts = counts.scatter_add(2, flush, member.long())  # [B, H, flushes], members of each flush
+    before = counts.cumsum(2) - counts  # members of earlier flushes
+    per_flush = (counts + size - 1) // size  # the last group of a flush may be short
+    first = per_flush.cumsum(2) - per_flush  # number of each flush's first group
+    rank = member.long().cumsum(2) - 1 - before.gather(2, flush)  # among the members of its flush
+    return torch.where(member, first.gather(2, flush) + rank // size, -1)
+
+
+def mixed_precision_attention(
+    call: AttentionCall, visible: Tensor, decoded: tuple[Tensor, Tensor], is_coded: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return attention [B, G*H, Q, D] in which each query sees some entries exact and some decoded.
+
+    ``decoded`` keys and values [B, H, K, D] replace the call's for the queries of ``is_coded`` [B, Q, K] each;
+    ``visible`` bool [B, 1 or H, Q, K]. Logits and softmax are float32 at least.
+    """
+    batch, heads, length, size = call.query.shape
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    packed = call.query.reshape(batch, call.key.shape[1], -1, length, size).to(dtype)  # [B, H, G, Q, D]
+    # each [B, H, G, Q, K]
+    exact, coded = (torch.einsum("bhgqd,bhkd->bhgqk", packed, keys.to(dtype)) for keys in (call.key, decoded[0]))
+    key_coded, value_coded = (mask[:, None, None] for mask in is_coded)  # [B, 1, 1, Q, K]
+    logits = torch.where(key_coded, coded, exact) * call.scaling
+    shares = softmax(logits.masked_fill(~visible[:, :, None], float("-inf")), call.sink_logits)
+    out = torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(value_coded, 0.0), call.value.to(dtype))
+    out = out + torch.einsum("bhgqk,bhkd->bhgqd", shares.masked_fill(~value_coded, 0.0), decoded[1].to(dtype))
+    return out.reshape(batch, heads, length, -1).to(call.query.dtype)
+
+
+def _straight_through(exact: Tensor, decoded: Tensor) -> Tensor:
+    """Return ``decoded``, to the last bit, with the gradient of ``exact``."""
+    return decoded + (exact - exact.detach())

@@ -1,37 +1,30 @@
-"""Rollouts of another engine, as JSON or safetensors: who was kept when becomes the ledger's one integer per entry.
+"""Rollouts of another engine, as JSON or safetensors; their history of kept entries becomes a ledger.
 
-Both forms are described in docs/rollout-files.md. Every value is checked, since the file is a stranger's.
+Both forms are described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers
-from kvaudit.audit.cache.selection import Selection, selection_fault
+from kvaudit.audit.cache.routing import NO_EXPERT
+from kvaudit.audit.cache.selection import NO_UNIT, Selection, selection_fault
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.replay.interchange import (
-    ChosenForm,
-    EventForm,
-    FileHeader,
-    JsonFile,
-    TensorFile,
-    experts_of,
-    selection_of,
-)
-from kvaudit.audit.replay.rollout_checks import RecordedRollouts
+from kvaudit.audit.replay.rollout_checks import LOGPROB_ROUNDING, RecordedRollouts
 from kvaudit.core.errors import DataError
+from kvaudit.core.spec_parts import TemperatureOrGreedy
 
-ROLLOUTS_FORMAT, ROLLOUTS_VERSION = "kvaudit.rollouts", 1
+ROLLOUTS_FORMAT = "kvaudit.rollouts"
 _TENSORS = {
     "ids": (torch.int64, 1),  # [T]
     "sampled": (torch.bool, 1),  # [T]
@@ -39,16 +32,102 @@ _TENSORS = {
     "query": (torch.int32, 1),  # [events]
     "kept": (torch.bool, 4),  # [events, L, H, T]
 }
-_SHOWN = 60  # characters of a wrong value
+_MAX_SHOWN = 60  # characters of a wrong value
 _MOST_ENTRIES = 1 << 28  # of all ledgers of a file: a few bytes of header must not claim all memory
-_MOST_STEPS = 1 << 34  # entries that all events together look at: seconds
+_MOST_STEPS = 1 << 34  # entries in all events together: seconds of work
+_MOST_CHOICES = 1 << 28  # of one rollout, lists padded to the longest
 _LARGEST_JSON = 1 << 28  # bytes
+
+Index = Annotated[int, Field(strict=True, ge=0, lt=NEVER)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=NEVER)]
+Expert = Annotated[int, Field(strict=True, ge=0, lt=2**15)]  # an int16
+AxisSize = Annotated[int, Field(strict=True, ge=1, le=1024)]
+Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
+
+
+class Form(BaseModel):
+    """A part of a file; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ChoiceUnits(Form):
+    """The layers whose queries choose keys, and how many positions they choose at once."""
+
+    unit: Length
+    layers: list[Index]
+
+
+class ChoiceForm(Form):
+    """The units that one query chose."""
+
+    query: Index
+    chosen: list[list[list[Index]]]  # [layers][heads][units]
+
+
+class ChosenForm(ChoiceUnits):
+    """The choices of all choosing queries."""
+
+    queries: Annotated[list[ChoiceForm], Field(min_length=1)]
+
+
+class EventForm(Form):
+    """One eviction."""
+
+    query: Index
+    kept: list[list[list[Index]] | None]  # [layers][heads][entries], None for a layer from which nothing left
+
+
+class RolloutForm(Form):
+    """One rollout, in either form."""
+
+    prompt_length: Length
+
+
+class TensorRollout(RolloutForm):
+    """The header of a rollout whose tensors are in the file."""
+
+    selection: ChoiceUnits | None = None
+
+
+class JsonRollout(RolloutForm):
+    """A rollout as lists."""
+
+    ids: list[Index]
+    sampled: list[tuple[Index, Index]] | None = None  # half-open spans
+    logprobs: list[Nats]
+    events: list[EventForm] = []
+    experts: list[list[list[Expert]]] | None = None  # [tokens - 1][blocks][experts]
+    selection: ChosenForm | None = None
+
+
+class FileHeader(Form):
+    """The fields that all rollouts of a file share."""
+
+    format: Literal["kvaudit.rollouts"]
+    version: Literal[1]
+    layers: AxisSize
+    kv_heads: AxisSize
+    policy: str | None = None
+    temperature: TemperatureOrGreedy | None = None
+
+
+class JsonFile(FileHeader):
+    """The JSON form."""
+
+    rollouts: Annotated[list[JsonRollout], Field(min_length=1)]
+
+
+class TensorFile(FileHeader):
+    """The header of the safetensors form."""
+
+    rollouts: Annotated[list[TensorRollout], Field(min_length=1)]
 
 
 class Event(NamedTuple):
-    """From query ``query`` on, of the entries before it only ``kept`` can be seen: bool [H, T] per layer.
+    """From query ``query`` on, only ``kept`` of the entries before it are visible: bool [H, T] per layer.
 
-    None for a layer in which nothing left.
+    None for a layer from which nothing left.
     """
 
     query: int
@@ -66,7 +145,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
             metadata = (file.metadata() or {}).get("kvaudit", "")
             if f'"{ROLLOUTS_FORMAT}"' in metadata:
                 return _from_tensors(path, TensorFile.model_validate_json(metadata), file)
-    except ValidationError as error:  # first, being a ValueError itself
+    except ValidationError as error:  # before ValueError, which it subclasses
         raise DataError(f"rollouts {str(path)!r}: {first_error(error)}") from None
     except (SafetensorError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"rollouts {str(path)!r}: {error}") from None
@@ -75,7 +154,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 
 
 def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
-    """``evicted_at`` int32 [L, H, T] of a history; raises ValueError where the history contradicts itself."""
+    """Return ``evicted_at`` int32 [L, H, T] of a history; raises ValueError if the history contradicts itself."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]
     for number, event in enumerate(events):
@@ -88,7 +167,11 @@ def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor
                 continue
             has_left = table[layer] < NEVER  # [H, T]
             _refuse(f"{where}, layer {layer}", kept & ~past, "is in the future, the query cannot have seen it")
-            _refuse(f"{where}, layer {layer}", kept & has_left, "returns after it had left; eviction is for good")
+            _refuse(
+                f"{where}, layer {layer}",
+                kept & has_left,
+                "returns after it had left; an evicted entry cannot come back",
+            )
             table[layer][past & ~kept & ~has_left] = event.query
     return table
 
@@ -102,54 +185,45 @@ def _refuse(where: str, wrong: Tensor, why: str) -> None:
 def _from_json(path: Path) -> RecordedRollouts:
     if path.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"larger than {_LARGEST_JSON >> 20} MB; write the safetensors form")
-    table = JsonFile.model_validate_json(path.read_bytes())
-    _require_room(table, [len(row.ids) for row in table.rollouts])
-    looked_at = sum(
-        len(row.ids) * table.kv_heads * sum(layer is not None for layer in event.kept)
-        for row in table.rollouts
+    file = JsonFile.model_validate_json(path.read_bytes())
+    _require_room(file, [len(row.ids) for row in file.rollouts])
+    steps = sum(
+        len(row.ids) * file.kv_heads * sum(layer is not None for layer in event.kept)
+        for row in file.rollouts
         for event in row.events
     )
-    if looked_at > _MOST_STEPS:
-        raise ValueError(f"its events look at {looked_at} entries, at most {_MOST_STEPS} are followed")
+    if steps > _MOST_STEPS:
+        raise ValueError(f"its events look at {steps} entries, at most {_MOST_STEPS} are followed")
     rollouts = []
-    for number, row in enumerate(table.rollouts):
+    for number, row in enumerate(file.rollouts):
         tokens = len(row.ids)
         _require_suffix(number, row.prompt_length, tokens)
         sampled = torch.zeros(tokens, dtype=torch.bool)
         for start, stop in [(row.prompt_length, tokens)] if row.sampled is None else row.sampled:
             _require(start < stop <= tokens, number, f"has the sampled span [{start}, {stop}] in {tokens} tokens")
             sampled[start:stop] = True
-        # one at a time: all of them at once can be a thousand times the file
-        events = (_event(number, place, event, table, tokens) for place, event in enumerate(row.events))
+        # generated one at a time: all masks together can be a thousand times the file
+        events = (_event(number, place, event, file, tokens) for place, event in enumerate(row.events))
         ids, logprobs = torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.logprobs, dtype=torch.float32)
-        rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, table)
-        experts = None if row.experts is None else experts_of(row.experts, tokens)
-        rollouts.append(replace(rollout, experts=experts, selection=_fitting(number, row.selection, rollout)))
-    return _recorded(path, table, rollouts)
+        rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, file)
+        experts = None if row.experts is None else _experts(row.experts, tokens)
+        selection = None if row.selection is None else _selection(row.selection)
+        rollouts.append(replace(rollout, experts=experts, selection=_checked(number, selection, rollout)))
+    return _recorded(path, file, rollouts)
 
 
-def _fitting(number: int, made: Selection | ChosenForm | None, rollout: Rollout) -> Selection | None:
-    """What queries chose, if it can have been chosen in this rollout."""
-    if isinstance(made, ChosenForm):
-        made = selection_of(made)
-    if made is not None:
-        fault = selection_fault(made, rollout.evicted_at)
-        _require(fault is None, number, str(fault))
-    return made
-
-
-def _event(number: int, place: int, event: EventForm, table: FileHeader, tokens: int) -> Event:
-    """An event's lists as booleans [H, T] per layer."""
+def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: int) -> Event:
+    """Return an event's lists as bool [H, T] per layer."""
     layers = len(event.kept)
-    _require(layers == table.layers, number, f"has {layers} layers in event {place}, the file says {table.layers}")
+    _require(layers == file.layers, number, f"has {layers} layers in event {place}, the file says {file.layers}")
     kept: list[Tensor | None] = []
     for layer, heads in enumerate(event.kept):
         where = f"in event {place}, layer {layer}"
         if heads is None:
             kept.append(None)
             continue
-        _require(len(heads) == table.kv_heads, number, f"has {len(heads)} heads {where}, wanted {table.kv_heads}")
-        mask = torch.zeros(table.kv_heads, tokens, dtype=torch.bool)
+        _require(len(heads) == file.kv_heads, number, f"has {len(heads)} heads {where}, wanted {file.kv_heads}")
+        mask = torch.zeros(file.kv_heads, tokens, dtype=torch.bool)
         for head, entries in enumerate(heads):
             _require(len(set(entries)) == len(entries), number, f"names an entry twice {where}, head {head}")
             _require(max(entries, default=0) < tokens, number, f"names an entry beyond its end {where}, head {head}")
@@ -158,29 +232,62 @@ def _event(number: int, place: int, event: EventForm, table: FileHeader, tokens:
     return Event(event.query, kept)
 
 
-def _from_tensors(path: Path, table: TensorFile, file: Any) -> RecordedRollouts:
+def _selection(form: ChosenForm) -> Selection:
+    """Return the choices as padded tensors; raises ValueError if lists are uneven or too large."""
+    shapes = {(len(row.chosen), *map(len, row.chosen)) for row in form.queries}
+    layers, *heads = next(iter(shapes))
+    if len(shapes) != 1 or layers != len(form.layers) or len(set(heads)) != 1 or not heads[0]:
+        raise ValueError(
+            f"a choosing query has lists of other layers or heads than {len(form.layers)} layers of one size"
+        )
+    widest = max(len(units) for row in form.queries for heads in row.chosen for units in heads)
+    if len(form.queries) * layers * heads[0] * widest > _MOST_CHOICES:
+        raise ValueError(
+            f"{len(form.queries)} choosing queries of up to {widest} units take more than {_MOST_CHOICES} numbers"
+        )
+    chosen = [
+        [[units + [NO_UNIT] * (widest - len(units)) for units in heads] for heads in row.chosen] for row in form.queries
+    ]
+    queries = torch.tensor([row.query for row in form.queries], dtype=torch.int32)
+    lists = torch.tensor(chosen, dtype=torch.int32).reshape(len(queries), layers, heads[0], widest)
+    return Selection(form.unit, tuple(form.layers), queries, lists.permute(1, 2, 0, 3))  # [N, S, A, k] -> [S, A, N, k]
+
+
+def _experts(rows: list[list[list[int]]], tokens: int) -> Tensor:
+    """Return experts int16 [T, M, k], NOBODY for the last token, which was not fed; raises ValueError if uneven."""
+    if len(rows) != tokens - 1:
+        raise ValueError(f"a rollout has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last one's")
+    sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
+    if len(sizes) != 1 or len(set(next(iter(sizes))[1:])) != 1:
+        raise ValueError("a rollout has experts of uneven lengths")
+    return torch.nn.functional.pad(torch.tensor(rows, dtype=torch.int16), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)
+
+
+def _from_tensors(path: Path, header: TensorFile, file: Any) -> RecordedRollouts:
     rollouts, lengths, names = [], list[int](), set(file.keys())
-    for number, row in enumerate(table.rollouts):
+    for number, row in enumerate(header.rollouts):
         kinds = _TENSORS | ({"experts": (torch.int16, 3)} if f"{number}.experts" in names else {})
         # choosing [N] queries, chosen [S, A, N, k] of the S layers that choose
         kinds |= {} if row.selection is None else {"choosing": (torch.int32, 1), "chosen": (torch.int32, 4)}
-        found = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
+        tensors = {name: file.get_tensor(f"{number}.{name}") for name in kinds}
         for name, (dtype, rank) in kinds.items():
-            fits = found[name].dtype == dtype and found[name].dim() == rank
+            fits = tensors[name].dtype == dtype and tensors[name].dim() == rank
             _require(fits, number, f"has {name} of another type than {rank}-dimensional {dtype}")
-        ids, query, kept = found["ids"], found["query"].tolist(), found["kept"]
+        ids, query, kept = tensors["ids"], tensors["query"].tolist(), tensors["kept"]
         lengths.append(len(ids))
-        _require_room(table, lengths)
+        _require_room(header, lengths)
         _require_suffix(number, row.prompt_length, len(ids))
-        wanted = (len(query), table.layers, table.kv_heads, len(ids))
-        _require(tuple(kept.shape) == wanted, number, f"has kept of shape {tuple(kept.shape)}, wanted {wanted}")
-        events = [Event(time, list(sets)) for time, sets in zip(query, kept, strict=True)]
-        rollout = _rollout(number, row.prompt_length, ids, found["sampled"], found["logprobs"], events, table)
-        made = None
+        expected = (len(query), header.layers, header.kv_heads, len(ids))
+        _require(tuple(kept.shape) == expected, number, f"has kept of shape {tuple(kept.shape)}, wanted {expected}")
+        events = [Event(time, list(masks)) for time, masks in zip(query, kept, strict=True)]
+        rollout = _rollout(number, row.prompt_length, ids, tensors["sampled"], tensors["logprobs"], events, header)
+        selection = None
         if row.selection is not None:
-            made = Selection(row.selection.unit, tuple(row.selection.layers), found["choosing"], found["chosen"])
-        rollouts.append(replace(rollout, experts=found.get("experts"), selection=_fitting(number, made, rollout)))
-    return _recorded(path, table, rollouts)
+            layers = tuple(row.selection.layers)
+            selection = Selection(row.selection.unit, layers, tensors["choosing"], tensors["chosen"])
+        selection = _checked(number, selection, rollout)
+        rollouts.append(replace(rollout, experts=tensors.get("experts"), selection=selection))
+    return _recorded(path, header, rollouts)
 
 
 def _rollout(
@@ -190,19 +297,19 @@ def _rollout(
     sampled: Tensor,
     logprobs: Tensor,
     events: Iterable[Event],
-    table: FileHeader,
+    header: FileHeader,
 ) -> Rollout:
     _require(len(sampled) == len(ids), number, f"has {len(sampled)} sampled flags for {len(ids)} tokens")
     drawn = int(sampled.sum())
     _require(len(logprobs) == drawn, number, f"has {len(logprobs)} log-probs for {drawn} sampled tokens")
     try:
-        evicted_at = build_ledger(events, (table.layers, table.kv_heads, len(ids)))
-    except _Misfit:  # names its rollout already
+        evicted_at = build_ledger(events, (header.layers, header.kv_heads, len(ids)))
+    except _RolloutError:  # names its rollout already
         raise
     except ValueError as error:
         raise ValueError(f"rollout {number}, {error}") from None
-    # the last answer begins with the last run of drawn tokens
-    starts = [start for start, _ in _spans(sampled.tolist())]
+    # the last answer is the last run of drawn tokens
+    starts = (sampled.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) > 0).nonzero()[:, 0].tolist()
     start = starts[-1] if starts else prompt_length
     return Rollout(
         ids=ids,
@@ -210,37 +317,36 @@ def _rollout(
         sampled=sampled,
         sampler_logprobs=torch.zeros(len(ids)).masked_scatter(sampled, logprobs),
         evicted_at=evicted_at,
-        kv_bytes_peak=0,  # what the other engine allocated is not known
+        kv_bytes_peak=0,  # unknown for another engine
         kv_bytes_dense=0,
         retention=float((evicted_at[:, :, :start] > start).double().mean()),
         answer_start=start,
     )
 
 
-def _recorded(path: Path, table: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
-    policy = None if table.policy is None else parse_policy(table.policy)
-    return RecordedRollouts(str(path), tuple(rollouts), policy, table.temperature)
+def _checked(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
+    if selection is not None:
+        fault = selection_fault(selection, rollout.evicted_at)
+        _require(fault is None, number, str(fault))
+    return selection
 
 
-def _spans(sampled: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Half-open runs of True."""
-    padded = [False, *sampled, False]
-    edges = [n for n in range(len(padded) - 1) if padded[n] != padded[n + 1]]
-    yield from zip(edges[::2], edges[1::2], strict=True)
+def _recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
+    policy = None if header.policy is None else parse_policy(header.policy)
+    return RecordedRollouts(str(path), tuple(rollouts), policy, header.temperature)
 
 
-class _Misfit(ValueError):
-    """A rollout whose parts do not fit, said with its number."""
+class _RolloutError(ValueError):
+    """An error whose text names its rollout."""
 
 
-def _require(holds: bool, number: int, otherwise: str) -> None:
+def _require(holds: bool, number: int, fault: str) -> None:
     if not holds:
-        raise _Misfit(f"rollout {number} {otherwise}")
+        raise _RolloutError(f"rollout {number} {fault}")
 
 
-def _require_room(table: FileHeader, lengths: Sequence[int]) -> None:
-    """Raise ValueError where the ledgers of rollouts of these lengths would not fit."""
-    entries = table.layers * table.kv_heads * sum(lengths)
+def _require_room(header: FileHeader, lengths: Sequence[int]) -> None:
+    entries = header.layers * header.kv_heads * sum(lengths)
     if entries > _MOST_ENTRIES:
         raise ValueError(f"{entries} cache entries, at most {_MOST_ENTRIES} can be read; split the file")
 
@@ -250,11 +356,11 @@ def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first mistake that a form has found, with its place, such as rollouts.2.events.0.query."""
-    mistake: Mapping[str, Any] = error.errors(include_url=False)[0]
-    path = ".".join(str(part) for part in mistake["loc"]) or "the file"
-    place = "".join(character if character.isprintable() else "?" for character in path[:_SHOWN])
-    # of these the input is whatever stands around, not a wrong value
-    if mistake["type"] in ("missing", "json_invalid", "extra_forbidden"):
-        return f"{place}: {mistake['msg']}"
-    return f"{place} is {str(mistake['input'])[:_SHOWN]!r}: {mistake['msg']}"
+    """Return the first error that pydantic reports, with its place, such as rollouts.2.events.0.query."""
+    details: Mapping[str, Any] = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in details["loc"]) or "the file"
+    place = "".join(character if character.isprintable() else "?" for character in path[:_MAX_SHOWN])
+    # of these errors the input is the surrounding object, not a wrong value
+    if details["type"] in ("missing", "json_invalid", "extra_forbidden"):
+        return f"{place}: {details['msg']}"
+    return f"{place} is {str(details['input'])[:_MAX_SHOWN]!r}: {details['msg']}"

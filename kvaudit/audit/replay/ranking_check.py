@@ -1,8 +1,8 @@
-"""Would the named policy have evicted what a ledger says left? Every choice of a row is made again.
+"""Would the named policy have evicted the entries that left by the ledger? Every choice of a row is repeated.
 
-One parallel pass under the ledger gives queries, keys and values as the sampler had them, to rounding. What the policy
-saw at an eviction is cut out of them, evictions of a layer side by side as rows of one batch. The recorded history goes
-on whatever the policy would have chosen, so one disagreement brings no other.
+One parallel pass under the ledger gives queries, keys and values as the sampler had them, to rounding. The policy's
+view at every eviction is cut out of them; evictions of a layer form the rows of one batch. The recorded history
+goes on whatever the policy would have chosen, so one disagreement causes no other.
 """
 
 from __future__ import annotations
@@ -22,93 +22,81 @@ from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.rotary import Rotary, find_rotary
 from kvaudit.audit.cache.selection import batch_choices
-from kvaudit.audit.policies import (
-    Centres,
-    Evictor,
-    Moments,
-    Policy,
-    Selector,
-    View,
-    evictor_of,
-    quantiser_of,
-    selector_of,
-)
-from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.replay.attention import CodedSince, codes_of
+from kvaudit.audit.policies import Evictor, Policy, Selector, View, evictor_of, quantiser_of, selector_of
+from kvaudit.audit.replay.attention import QuantisationTimes, Replay, quantisation_times, run_forward
 from kvaudit.audit.replay.rollout_checks import ForwardStep, due_evictions, forward_steps
 
-# Of what left a rollout, the share that its policy has to choose again: rounding changes few of its own choices, and
-# another ranking agrees on a quarter to a half of them (docs/results/verify.md).
+# The share of a rollout's evictions that its policy has to choose again: rounding changes few of a policy's own
+# choices, while another ranking agrees on a quarter to a half of them (docs/results/verify.md).
 REQUIRED_AGREEMENT: Mapping[torch.dtype, float] = {
     torch.float64: 0.98,
     torch.float32: 0.98,
     torch.float16: 0.97,
     torch.bfloat16: 0.97,
 }
-ROUGH_CHOICE = 0.85  # with codes in two bytes, where rounding is of the size of a code
-ELEMENTS = 1 << 24  # of keys, or of a matrix over slots, that evictions side by side may take
-FLIPS = 2  # choices of a rollout that rounding may change in two bytes, however few there are
+_CODED_AGREEMENT = 0.85  # quantised in a two-byte dtype, whose rounding is of the size of a code
+_ALLOWED_FLIPS = 2  # choices per rollout that rounding of a two-byte dtype may always change
+_MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one batch of evictions
 
 
 class ChoiceCount(NamedTuple):
     """Entries that left the layers a policy governs, and how many of them it chooses again."""
 
     evicted: int
-    again: int
+    repeated: int
 
 
 class RankingAgreement(NamedTuple):
-    """Of the entries that left, the share that the named policy chooses again; ``least`` is that of the worst rollout.
+    """The share of evicted entries that the named policy chooses again, and the ``lowest`` share of any rollout.
 
-    ``wanted`` is what a rollout of the policy's own has; ``least`` is 1 where no rollout has more than ``FLIPS`` others
-    in two bytes. Where queries choose (``selects``), ``evicted`` are the units that they chose among more, their own
-    left out.
+    ``required`` is the lowest share that passes. ``lowest`` is 1 if every rollout has at most ``_ALLOWED_FLIPS`` other
+    choices in a two-byte dtype. For a selector (``selects``), ``evicted`` counts the units that queries chose from
+    more, their own unit left out.
     """
 
     evicted: int
     share: float
-    least: float
+    lowest: float
     rollout: int
-    wanted: float
+    required: float
     selects: bool = False
 
 
-def ranked(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
-    """Every choice of rollouts that keep the policy's schedule made again, or in words why none was."""
+def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
+    """Repeat every choice in rollouts that keep the policy's schedule; return the reason if none can be repeated."""
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):
         return "the policy keeps every entry"
     if evictor.shares_heads and evictor.pinned_roles and any(rollout.pinned is None for rollout in rollouts):
-        return f"pins move what heads share under {evictor.name}, and the record does not hold them"
+        return f"pins change how {evictor.name} shares a budget among heads, and the record has no pins"
     if evictor.seeded and any(rollout.row_keys is None for rollout in rollouts):
         return f"{evictor.name} draws by the keys of rows, which the record does not hold"
     rotary = find_rotary(model, policy)
-    made = [repeat_choices(model, rollout, policy, rotary) for rollout in rollouts]
-    narrow = model.dtype.itemsize < torch.float32.itemsize
-    forgiven = FLIPS if narrow and not evictor.blind else 0  # a blind ranking reads no states, so nothing rounds
+    counts = [repeat_choices(model, rollout, policy, rotary) for rollout in rollouts]
+    is_narrow = model.dtype.itemsize < torch.float32.itemsize
+    allowed = _ALLOWED_FLIPS if is_narrow and not evictor.blind else 0  # a blind ranking reads no states to round
     shares = {
-        number: 1.0 if one.evicted - one.again <= forgiven else one.again / one.evicted
-        for number, one in enumerate(made)
-        if one.evicted
+        number: 1.0 if count.evicted - count.repeated <= allowed else count.repeated / count.evicted
+        for number, count in enumerate(counts)
+        if count.evicted
     }
     if not shares:
         return "no query had more to choose from than it takes" if selects else "nothing left the cache"
-    worst, evicted = min(shares, key=shares.__getitem__), sum(one.evicted for one in made)
-    rough = quantiser_of(policy) is not None and narrow
-    wanted = 1.0 if evictor.blind else ROUGH_CHOICE if rough else REQUIRED_AGREEMENT[model.dtype]
-    return RankingAgreement(evicted, sum(one.again for one in made) / evicted, shares[worst], worst, wanted, selects)
+    worst, evicted = min(shares, key=shares.__getitem__), sum(count.evicted for count in counts)
+    is_coded = quantiser_of(policy) is not None and is_narrow
+    required = 1.0 if evictor.blind else _CODED_AGREEMENT if is_coded else REQUIRED_AGREEMENT[model.dtype]
+    repeated = sum(count.repeated for count in counts)
+    return RankingAgreement(evicted, repeated / evicted, shares[worst], worst, required, selects)
 
 
 @torch.no_grad()
 def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChoiceCount:
-    """Rank again at every eviction of a rollout that keeps the policy's schedule (``breach`` is None)."""
-    plans, fed = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
-    device, tokens = next(model.parameters()).device, fed[-1].seen
-    ids, at = rollout.ids[None, :tokens].to(device), torch.arange(tokens, device=device)[None]
-    context = Reranking(plans, at, rollout, fed, rotary)
-    model(input_ids=ids, position_ids=at, use_cache=False, kv=context, logits_to_keep=1)
-    context.settle()
-    return ChoiceCount(context.evicted, context.again)
+    """Rank again at every eviction of a rollout that keeps the policy's schedule (``eviction_breach`` is None)."""
+    plans, steps = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
+    device, tokens = next(model.parameters()).device, steps[-1].seen
+    context = Reranking(plans, torch.arange(tokens, device=device)[None], rollout, steps, rotary)
+    run_forward(model, rollout.ids[None, :tokens], context, 1)
+    return ChoiceCount(context.evicted, context.repeated)
 
 
 class Reranking(Replay):
@@ -119,86 +107,88 @@ class Reranking(Replay):
         plans: Sequence[LayerPlan],
         at: Tensor,
         rollout: Rollout,
-        fed: Sequence[ForwardStep],
+        steps: Sequence[ForwardStep],
         rotary: Rotary | None,
     ) -> None:
         tokens = at.shape[1]
         evicted_at = rollout.evicted_at[None, :, :, :tokens].to(at.device)  # [1, L, H, T]
         experts = None if rollout.experts is None else rollout.experts[None, :tokens].to(at.device)
-        # a token more than was fed: the last one drawn
+        # one token more than was fed: the last one drawn
         choices = batch_choices([rollout.selection], tokens + 1, at.device)
-        super().__init__(plans, at, at, evicted_at, codes=codes_of([rollout], at), experts=experts, choices=choices)
-        self._rollout, self._fed, self._rotary = rollout, fed, rotary
-        self._waiting: list[list[_Ranks]] = []  # of layers whose choice is not made yet
+        codes = quantisation_times([rollout], at)
+        super().__init__(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
+        self._rollout, self._steps, self._rotary = rollout, steps, rotary
+        self._pending: list[list[_Ranking]] = []  # of layers that wait for the others to agree
         self._last_governed = max(layer for layer, plan in enumerate(plans) if plan.is_governed)
-        self.evicted = self.again = 0
+        self.evicted = self.repeated = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See ``Replay.attend``."""
+        """Rank the layer's evictions, then attend (see ``Replay.attend``)."""
         plan, codes = self._plans[call.layer], self._codes
         if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
-            stored = None if codes is None else self._stored(call, codes)
-            passed = PassedLayer(call, self._keys, self._evicted_at[:, call.layer], stored, codes)
-            self._choose(call.layer, list(self._ranks(passed, plan.evictor)), plan.evictor)
+            decoded = None if codes is None else self._decoded(call, codes)
+            recorded = RecordedLayer(call, self._keys, self._evicted_at[:, call.layer], decoded, codes)
+            self._count_evictions(call.layer, list(self._rank(recorded, plan.evictor)), plan.evictor)
         if plan.is_governed and plan.selector is not None and self._choices is not None:
-            self._select(call, plan.selector)
+            self._count_selections(call, plan.selector)
         return super().attend(call)
 
-    def _select(self, call: AttentionCall, selector: Selector) -> None:
-        """Count the units that queries chose among more, their own left out, and those that they choose again."""
-        made = self._rollout.selection
-        assert made is not None
-        queries = made.queries.to(call.key.device)
-        recorded = made.chosen[made.layers.index(call.layer)].to(queries.device)  # [A, N, k]
-        passed = PassedLayer(call, self._keys, call.key.new_zeros(0), None, None)
-        # keys are laid out anew for every query
-        most = max(1, ELEMENTS // (call.key[0, :, : int(queries.max()) + 1].numel()))
-        for some in torch.split(torch.arange(len(queries), device=queries.device), most):
-            at = queries[some].long()
-            again = selector.choose(passed.asked(at, self._rollout))  # [N, A, k]
+    def _count_selections(self, call: AttentionCall, selector: Selector) -> None:
+        """Count the units that queries chose from more, their own left out, and those that they choose again."""
+        selection = self._rollout.selection
+        assert selection is not None
+        queries = selection.queries.to(call.key.device)
+        recorded = selection.chosen[selection.layers.index(call.layer)].to(queries.device)  # [A, N, k]
+        layer = RecordedLayer(call, self._keys, call.key.new_zeros(0), None, None)
+        # every query has its own copy of the keys
+        most = max(1, _MAX_ELEMENTS // (call.key[0, :, : int(queries.max()) + 1].numel()))
+        for index in torch.split(torch.arange(len(queries), device=queries.device), most):
+            at = queries[index].long()
+            repeated = selector.choose(layer.selection_view(at, self._rollout))  # [n, A, k]
             # [n, A, k] and [n, 1, 1]
-            units, own = recorded[:, some].transpose(0, 1), (at // selector.unit)[:, None, None]
-            among = (units >= 0).sum(-1, keepdim=True) <= own  # fewer than there are
-            counted = (units >= 0) & (units != own) & among
-            found = (units[..., None] == again[..., None, :]).any(-1)  # [n, A, k]
+            units, query_unit = recorded[:, index].transpose(0, 1), (at // selector.unit)[:, None, None]
+            has_choice = (units >= 0).sum(-1, keepdim=True) <= query_unit  # chose fewer units than exist
+            counted = (units >= 0) & (units != query_unit) & has_choice
+            is_repeated = (units[..., None] == repeated[..., None, :]).any(-1)  # [n, A, k]
             self.evicted += int(counted.sum())
-            self.again += int((counted & found).sum())
+            self.repeated += int((counted & is_repeated).sum())
 
-    def _ranks(self, passed: PassedLayer, policy: Evictor) -> Iterator[_Ranks]:
-        due = due_evictions(policy, self._fed)
-        queries, rotary = [one.query for one in due], self._rotary
-        moments = QueryMoments(rotary, policy.sink) if rotary and policy.moments else None
-        centres = QueryCentres(rotary) if rotary and policy.centres else None
-        running = Running(
-            masses=passed.masses(self._fed, set(queries)) if policy.accumulates else None,
-            moments=None if moments is None else passed.statistics(moments, queries),
-            centres=None if centres is None else passed.statistics(centres, queries),
-        )
-        for held, alike in groupby(due, lambda one: one.held):  # rows of one batch have one number of slots
-            several = torch.tensor([one.query for one in alike], device=passed.evicted_at.device)
-            for times in torch.split(several, passed.most(held)):
-                view = passed.view(times, policy, running, self._rollout)
-                # [E, H, K], what left at this very query by the record
-                left = (along(passed.evicted_at, view.positions) == times[:, None, None]) & (view.positions >= 0)
-                yield _Ranks(policy.importance(view).float(), view.positions, times, left)
+    def _rank(self, layer: RecordedLayer, policy: Evictor) -> Iterator[_Ranking]:
+        due = due_evictions(policy, self._steps)
+        queries, rotary = [eviction.query for eviction in due], self._rotary
+        statistics: dict[str, Iterator[Any]] = {}  # by field of View, one per eviction
+        if policy.accumulates:
+            statistics["mass"] = layer.masses(self._steps, set(queries))
+        if rotary and policy.moments:
+            statistics["moments"] = layer.query_statistics(QueryMoments(rotary, policy.sink), queries)
+        if rotary and policy.centres:
+            statistics["centres"] = layer.query_statistics(QueryCentres(rotary), queries)
+        for size, evictions in groupby(due, lambda eviction: eviction.size):  # rows of a batch have equally many slots
+            times = torch.tensor([eviction.query for eviction in evictions], device=layer.evicted_at.device)
+            for batch in torch.split(times, layer.batch_size(size)):
+                view = layer.view(batch, policy, statistics, self._rollout)
+                # [E, H, K], the entries that left at this very query by the record
+                left = (_at_positions(layer.evicted_at, view.positions) == batch[:, None, None]) & (view.positions >= 0)
+                yield _Ranking(policy.importance(view).float(), view.positions, batch, left)
 
-    def _choose(self, layer: int, ranks: list[_Ranks], policy: Evictor) -> None:
-        """Count what left and what the policy chooses; layers that agree choose after the last one ranked."""
-        self._waiting.append(ranks)
+    def _count_evictions(self, layer: int, rankings: list[_Ranking], policy: Evictor) -> None:
+        """Count what left and what the policy chooses; layers that agree choose after the last one has ranked."""
+        self._pending.append(rankings)
         if policy.across_layers and layer != self._last_governed:
             return
-        # of layers that agree, the n-th parts are the same evictions
-        for alike in zip(*self._waiting, strict=True):
-            for one, agreed in zip(alike, policy.agreed([one.importance for one in alike]), strict=True):
-                pinned = self._pinned(one.positions, policy)
-                kept = keep_mask(agreed, one.positions, one.seen, policy, pinned)  # [E, H, K]
-                self.evicted += int(one.left.sum())
-                self.again += int((one.left & ~kept).sum())
-        self._waiting = []
+        # the n-th ranking of every pending layer is of the same evictions
+        for same_evictions in zip(*self._pending, strict=True):
+            agreed = policy.agreed([ranking.importance for ranking in same_evictions])
+            for ranking, importance in zip(same_evictions, agreed, strict=True):
+                pinned = self._pinned(ranking.positions, policy)
+                kept = keep_mask(importance, ranking.positions, ranking.seen, policy, pinned)  # [E, H, K]
+                self.evicted += int(ranking.left.sum())
+                self.repeated += int((ranking.left & ~kept).sum())
+        self._pending = []
 
     def _pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Where pins are not recorded, what no governed layer let go counts as pinned."""
+        """Return which entries are pinned; without recorded pins, those that never left any governed layer."""
         if not policy.pinned_roles:
             return None
         if self._rollout.pinned is not None:
@@ -211,8 +201,8 @@ class Reranking(Replay):
         return stays[positions]
 
 
-class _Ranks(NamedTuple):
-    """Evictions of one layer: importance, positions and what left [E, H, K], queries ``seen`` [E] that came next."""
+class _Ranking(NamedTuple):
+    """Evictions of one layer: importance, positions and what left [E, H, K], and the next queries ``seen`` [E]."""
 
     importance: Tensor
     positions: Tensor
@@ -220,115 +210,109 @@ class _Ranks(NamedTuple):
     left: Tensor
 
 
-class Running(NamedTuple):
-    """What a policy asks for of all queries so far, eviction by eviction; None where it does not ask."""
-
-    masses: Iterator[Tensor] | None
-    moments: Iterator[Moments] | None
-    centres: Iterator[Centres] | None
-
-
 @dataclass(frozen=True)
-class PassedLayer:
-    """What one layer computed for a row of T tokens, and what codes make of its keys and values [1, H, T, D]."""
+class RecordedLayer:
+    """One layer of a replayed row of T tokens; ``decoded`` keys and values [1, H, T, D] if it was quantised."""
 
     call: AttentionCall
     at: Tensor  # [1, T]
     evicted_at: Tensor  # [1, H, T]
-    stored: tuple[Tensor, Tensor] | None
-    codes: CodedSince | None
+    decoded: tuple[Tensor, Tensor] | None
+    codes: QuantisationTimes | None
 
-    def most(self, held: int) -> int:
-        """How many evictions from ``held`` entries are ranked at once."""
-        # keys take D numbers an entry, a ranking by likeness one for every other entry
-        return max(1, ELEMENTS // (self.call.key.shape[1] * held * max(held, self.call.key.shape[3])))
+    def batch_size(self, size: int) -> int:
+        """Return how many evictions from ``size`` entries are ranked at once."""
+        # a batch holds D numbers per entry; a ranking by similarity holds one per pair of entries
+        return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
-    def view(self, times: Tensor, policy: Evictor, running: Running, rollout: Rollout) -> View:
-        """What the policy saw when it evicted before queries ``times`` [E]."""
+    def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
+        """Return what the policy saw when it evicted before queries ``times`` [E]."""
         positions = self.slots(times)
-        keys, values = self.entries(positions, times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
-        asked = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
-        return View(
-            layer=self.call.layer,
-            keys=keys,
-            values=values,
-            positions=positions,
-            seen=times,
-            queries=asked,
-            query_positions=window.clamp(min=-1),
-            mass=keys.new_zeros(keys.shape[:3]) if running.masses is None else _taken(running.masses, positions),
-            scaling=self.call.scaling,
-            entry_keys=_entry_keys(rollout, positions),
-            moments=None if running.moments is None else _moments([next(running.moments) for _ in times]),
-            centres=None if running.centres is None else _centres([next(running.centres) for _ in times]),
-            sink_logits=self.call.sink_logits,
-        )
+        queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
+        view = self._view(rollout, times, positions, self.entries(positions, times), queries, window.clamp(min=-1))
+        for name, rows in statistics.items():
+            if name == "mass":
+                view = view._replace(mass=torch.cat([_at_positions(next(rows), row[None]) for row in positions]))
+            else:
+                view = view._replace(**{name: _batch([next(rows) for _ in times])})
+        return view
 
-    def asked(self, queries: Tensor, rollout: Rollout) -> View:
-        """What the policy saw when the queries at these positions [E] chose among all before them."""
+    def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
+        """Return what the policy saw when queries at these positions [E] chose among all entries before them."""
         heads, longest = self.call.key.shape[1], int(queries.max()) + 1
         columns = torch.arange(longest, device=queries.device)
         positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]
-        keys, values = (
-            part[:, :, :longest].expand(len(queries), -1, -1, -1) for part in (self.call.key, self.call.value)
-        )
+        keys, values = (x[:, :, :longest].expand(len(queries), -1, -1, -1) for x in (self.call.key, self.call.value))
+        newest = self.call.query[0, :, queries].transpose(0, 1)[:, :, None]  # [E, G*H, 1, D]
+        view = self._view(rollout, queries + 1, positions, (keys, values), newest, queries[:, None])
+        return view._replace(longest=longest)
+
+    def _view(
+        self,
+        rollout: Rollout,
+        seen: Tensor,
+        positions: Tensor,
+        entries: tuple[Tensor, Tensor],
+        queries: Tensor,
+        query_positions: Tensor,
+    ) -> View:
+        prompt_key, suffix_key = rollout.row_keys or (0, 0)  # only for policies that draw
         return View(
             layer=self.call.layer,
-            keys=keys,
-            values=values,
+            keys=entries[0],
+            values=entries[1],
             positions=positions,
-            seen=queries + 1,
-            queries=self.call.query[0, :, queries].transpose(0, 1)[:, :, None],  # [E, G*H, 1, D]
-            query_positions=queries[:, None],
-            mass=keys.new_zeros(keys.shape[:3]),
+            seen=seen,
+            queries=queries,
+            query_positions=query_positions,
+            mass=entries[0].new_zeros(entries[0].shape[:3]),
             scaling=self.call.scaling,
-            entry_keys=_entry_keys(rollout, positions),
+            entry_keys=torch.where(positions < rollout.prompt_length, prompt_key, suffix_key),
             sink_logits=self.call.sink_logits,
-            longest=longest,
         )
 
     def slots(self, times: Tensor) -> Tensor:
-        """Positions [E, H, K] of what the cache held before it evicted for queries ``times`` [E], then -1."""
+        """Return the positions [E, H, K] of the entries held when evicting before queries ``times`` [E], then -1."""
         seen = times[:, None, None]
-        # what leaves at this very query is there: the policy chose among it
-        there = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
-        counts = there.sum(2, keepdim=True)  # [E, H, 1]
-        # stable: what is there comes first, in order of position
-        order = there.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
+        # entries that leave at this very query are still held: the policy chose among them
+        is_held = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
+        counts = is_held.sum(2, keepdim=True)  # [E, H, 1]
+        # stable: held entries come first, in order of position
+        order = is_held.int().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
         return torch.where(self.at[:, None, : order.shape[2]] < counts, order, -1)
 
     def entries(self, positions: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [E, H, K, D] at positions [E, H, K], as codes where they were before queries ``times``."""
-        exact = [along(part, positions) for part in (self.call.key, self.call.value)]
-        if self.stored is None or self.codes is None:
+        """Return keys and values [E, H, K, D] at positions [E, H, K], decoded if quantised before ``times`` [E]."""
+        exact = [_at_positions(x, positions) for x in (self.call.key, self.call.value)]
+        if self.decoded is None or self.codes is None:
             return exact[0], exact[1]
         # each [E, H, K]
-        since = [along(part[:, None], positions) for part in (self.codes.keys_at, self.codes.values_at)]
+        quantised_at = [_at_positions(x[:, None], positions) for x in (self.codes.keys_at, self.codes.values_at)]
         keys, values = (
             # not at the time itself: codes are made after the eviction
-            torch.where((at < times[:, None, None])[..., None], along(coded, positions), plain)
-            for plain, coded, at in zip(exact, self.stored, since, strict=True)
+            torch.where((at < times[:, None, None])[..., None], _at_positions(decoded, positions), plain)
+            for plain, decoded, at in zip(exact, self.decoded, quantised_at, strict=True)
         )
         return keys, values
 
-    def masses(self, fed: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
-        """Attention that every entry has drawn by each eviction, [1, H, T] float32."""
+    def masses(self, steps: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
+        """Yield the attention that every entry has drawn by each eviction, [1, H, T] float32."""
         total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
-        for seen, _ in fed:
-            time, part = torch.tensor([seen], device=self.evicted_at.device), slice(start, seen)
+        for seen, _ in steps:
+            time, fed = torch.tensor([seen], device=self.evicted_at.device), slice(start, seen)
             slots = self.slots(time)
             keys, _ = self.entries(slots, time)
-            new = attention_mass(
-                self.call.query[:, :, part], self.at[:, part], keys, slots, self.call.scaling, self.call.sink_logits
+            mass = attention_mass(
+                self.call.query[:, :, fed], self.at[:, fed], keys, slots, self.call.scaling, self.call.sink_logits
             )
-            total.scatter_add_(2, slots.clamp(min=0), new)
+            total.scatter_add_(2, slots.clamp(min=0), mass)
             start = seen
             if seen in due:
                 yield total.clone()
 
-    def statistics(self, sums: QueryMoments | QueryCentres, due: Sequence[int]) -> Iterator[Any]:
-        """What ``sums`` says of all queries before each eviction."""
+    def query_statistics(self, sums: QueryMoments | QueryCentres, due: Sequence[int]) -> Iterator[Any]:
+        """Yield ``sums`` over all queries before each eviction."""
         start = 0
         for seen in due:
             sums.add(self.call.query[:, :, start:seen], self.at[:, start:seen])
@@ -336,29 +320,13 @@ class PassedLayer:
             yield sums.of(slice(None))
 
 
-def _entry_keys(rollout: Rollout, positions: Tensor) -> Tensor:
-    """The key of the row that each entry was made for; any, where the policy draws nothing."""
-    prompt, own = rollout.row_keys or (0, 0)
-    return torch.where(positions < rollout.prompt_length, prompt, own)
-
-
-def along(tensor: Tensor, positions: Tensor) -> Tensor:
-    """What ``tensor`` [1, H, T, ...] holds at positions [E, H, K], anything at -1: [E, H, K, ...]."""
+def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Return ``tensor`` [1, H, T, ...] at positions [E, H, K], anything at -1: [E, H, K, ...]."""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     return tensor[0].expand(positions.shape[1], *tensor.shape[2:])[heads, positions]
 
 
-def _taken(masses: Iterator[Tensor], positions: Tensor) -> Tensor:
-    return torch.cat([along(next(masses), places[None]) for places in positions])
-
-
-def _moments(parts: Sequence[Moments]) -> Moments:
-    """One batch of several rows."""
-    mean, covariance = (torch.cat(same) for same in zip(*(part[:2] for part in parts), strict=True))
-    return Moments(mean, covariance, parts[0].turn)
-
-
-def _centres(parts: Sequence[Centres]) -> Centres:
-    """One batch of several rows."""
-    mean, length = (torch.cat(same) for same in zip(*(part[:2] for part in parts), strict=True))
-    return Centres(mean, length, parts[0].turn, parts[0].lengths)
+def _batch(rows: Sequence[Any]) -> Any:
+    """Return one batch of the moments, or of the centres, of several rows."""
+    tensors = [torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True)]
+    return type(rows[0])(*tensors, *rows[0][2:])

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout
+from torch.nn import Dropout, Module
 
 from kvaudit.audit.cache.attention import find_decoder, inner_model
+from kvaudit.audit.cache.hints import HintTable
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Ledger
-from kvaudit.audit.cache.hints import HintTable
 from kvaudit.audit.cache.rotary import require_rotary_length
 from kvaudit.audit.cache.routing import NO_EXPERT, check_experts
 from kvaudit.audit.cache.selection import batch_choices
 from kvaudit.audit.cache.stock import (
-    named_arguments,
     call_ids,
     call_mask,
+    named_arguments,
     prepare_model,
     require_causal,
     require_no_padding_counted,
@@ -29,31 +29,30 @@ from kvaudit.audit.cache.stock import (
     use_attention,
 )
 from kvaudit.audit.policies import Dense
-from kvaudit.audit.replay.attention import Replay
-from kvaudit.audit.replay.attention import CodedSince
+from kvaudit.audit.replay.attention import QuantisationTimes, Replay
 from kvaudit.core.errors import DataError, RunError, SpecError
 
 
 @contextmanager
 def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
-    """Inside, ``model(ids, attention_mask=...)`` sees what the sampler saw, as the ``ledger`` of its cache says.
+    """Make ``model(ids, attention_mask=...)`` see what the sampler saw, as the ``ledger`` of its cache records.
 
-    The ledger counts row positions; ``ids`` may be padded on either side, as the 2-D mask says. With ``reroute`` a
-    mixture-of-experts model chooses its experts anew.
+    The ledger counts row positions; ``ids`` may be padded on either side if a 2-D mask shows it. With ``reroute`` a
+    mixture-of-experts model chooses its experts again.
     """
     model = inner_model(model)
     prepare_model(model)
     plans = layer_plans(model.config, Dense())
-    got, wanted = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
-    if got != wanted:
-        raise DataError(f"the ledger has {got} layers and KV heads, the model {wanted}: it is of another model")
+    got, expected = tuple(ledger.evicted_at.shape[1:3]), (len(plans), kv_heads(model.config))
+    if got != expected:
+        raise DataError(f"the ledger has {got} layers and KV heads, the model {expected}: it is of another model")
     check_experts([ledger.experts], model, reroute=reroute)
 
     def replay(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = named_arguments(model, args, kwargs)
         ids = call_ids(call)
         if call.get("past_key_values") is not None:
-            raise RunError("inside shadow(...) a text is passed whole, with no cache; leave past_key_values out")
+            raise RunError("shadow(...) takes the whole text without a cache; leave past_key_values out")
         require_causal(model, call)
         require_no_padding_counted(model, call)
         if len(ids) != len(ledger.evicted_at):
@@ -63,31 +62,34 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
         if mask is not None and mask.shape != ids.shape:
             raise SpecError(
                 f"the attention mask has shape {tuple(mask.shape)}, the text {tuple(ids.shape)}; inside shadow(...) "
-                "both are passed whole"
+                "pass both whole"
             )
         require_positions(call.get("position_ids"), positions)
         require_rotary_length(model.config, int(positions.max()) + 1)
-        _refuse_noise(model)
+        _require_no_noise(model)
         _check_text(ledger, ids.cpu(), positions)
         use_attention(model)
         at = positions.to(ids.device)  # [B, columns]
-        codes = _codes(ledger, positions, ids.device)
-        experts = None if ledger.experts is None or reroute else _sent(ledger.experts, positions).to(ids.device)
-        evicted_at = _along(ledger.evicted_at, positions, ids.device)
+        codes = _quantisation_times(ledger, positions, ids.device)
+        experts = None
+        if ledger.experts is not None and not reroute:
+            experts = _take(ledger.experts, positions, NO_EXPERT).to(ids.device)
+        times = _take(ledger.evicted_at.permute(0, 3, 1, 2), positions, NEVER)  # [B, columns, L, H]
+        evicted_at = times.permute(0, 2, 3, 1).contiguous().to(ids.device)
         # one more than the ledger holds: the last drawn token is in the text and never entered a cache
-        chosen = batch_choices(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
-        context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=chosen)
-        more = {"kv": context, "attention_mask": None, "use_cache": False}
-        # what was given by place is now under its name, or it would be given twice
-        return (), call | more | {"position_ids": at.clamp(min=0)}
+        choices = batch_choices(ledger.selections or [], ledger.evicted_at.shape[-1] + 1, ids.device)
+        context = Replay(plans, at, at, evicted_at, codes=codes, experts=experts, choices=choices)
+        options = {"kv": context, "attention_mask": None, "use_cache": False}
+        # positional arguments are now passed by name
+        return (), call | options | {"position_ids": at.clamp(min=0)}
 
-    def refuse(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def require_replay(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(kwargs.get("kv"), Replay):
-            raise RunError("inside shadow(...) call the model itself: a part of it would see what the sampler did not")
+            raise RunError("inside shadow(...) call the model itself, not its decoder, which would see every entry")
 
     handles = [
         model.register_forward_pre_hook(replay, with_kwargs=True),
-        find_decoder(model).register_forward_pre_hook(refuse, with_kwargs=True),
+        find_decoder(model).register_forward_pre_hook(require_replay, with_kwargs=True),
     ]
     try:
         yield
@@ -96,38 +98,34 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
             handle.remove()
 
 
-def _refuse_noise(model: Any) -> None:
-    """Raise RunError where some layer would drop activations that the sampler had, or add noise to them.
-
-    Of modules of torch, and of numbers that a module keeps for a function of its own: ``dropout``, ``layerdrop``,
-    ``jitter_noise`` of a router, ``neftune_noise_alpha`` of embeddings.
-    """
+def _require_no_noise(model: Any) -> None:
+    """Raise RunError if a layer in training mode drops activations or adds noise to them."""
     for name, module in model.named_modules():
-        if not module.training:
-            continue
-        named = {"dropout": module.p} if isinstance(module, Dropout) else _noises(vars(module))
-        for what, value in named.items():
+        for option, value in _noise_options(module).items() if module.training else ():
             if value > 0:
                 raise RunError(
-                    f"{what} of {value} in {name} would make the pass another policy than the sampler's; call "
-                    "model.eval(), or set it to 0"
+                    f"{option} of {value} in {name} would make the pass differ from the sampler's; call model.eval(), "
+                    "or set it to 0"
                 )
 
 
-def _noises(kept: Mapping[str, Any]) -> dict[str, float]:
+def _noise_options(module: Module) -> dict[str, float]:
+    """Return ``dropout``, ``layerdrop``, ``jitter_noise``, ``neftune_noise_alpha`` and the like of a module."""
+    if isinstance(module, Dropout):
+        return {"dropout": module.p}
     return {
-        what: value
-        for what, value in kept.items()
-        if ("drop" in what or "noise" in what or "jitter" in what)
+        option: value
+        for option, value in vars(module).items()
+        if ("drop" in option or "noise" in option or "jitter" in option)
         and isinstance(value, int | float)
         and not isinstance(value, bool)
     }
 
 
 def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
-    """Raise DataError where the ledger was recorded for other tokens than ``ids`` at ``positions``, both [B, T]."""
+    """Raise DataError if the ledger was recorded for other tokens than ``ids`` at ``positions``, both [B, T]."""
     length = ledger.evicted_at.shape[-1]
-    # the last drawn token never enters a cache, so one more than the ledger holds is honest
+    # the last drawn token never enters a cache, so the text may be one longer
     if int(positions.max()) > length:
         raise DataError(
             f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
@@ -135,7 +133,7 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
         )
     if ledger.ids is None:
         return
-    # [B, columns], with one more for a token that never entered the cache
+    # [B, columns], -1 for a token that never entered the cache
     recorded = torch.nn.functional.pad(ledger.ids, (0, 1), value=-1).gather(1, positions.clamp(min=0))
     wrong = ((recorded != ids) & (positions >= 0) & (recorded >= 0)).nonzero()
     if len(wrong):
@@ -146,30 +144,19 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
         )
 
 
-def _codes(ledger: Ledger, positions: Tensor, device: torch.device) -> CodedSince | None:
+def _quantisation_times(ledger: Ledger, positions: Tensor, device: torch.device) -> QuantisationTimes | None:
     if ledger.codec is None or ledger.keys_quantised_at is None or ledger.values_quantised_at is None:
         return None
     keys, values = (
-        _along(times[:, None, None], positions, device)[:, 0, 0]
-        for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
+        _take(times, positions, NEVER).to(device) for times in (ledger.keys_quantised_at, ledger.values_quantised_at)
     )
     hints = HintTable(ledger.hints, positions.to(device), ledger.evicted_at.shape[1]) if ledger.hints else None
-    return CodedSince(ledger.codec, keys, values, hints)
+    return QuantisationTimes(ledger.codec, keys, values, hints)
 
 
-def _sent(experts: Tensor, positions: Tensor) -> Tensor:
-    """Lay experts over padded columns: [B, T, M, k] by position -> [B, columns, M, k]."""
-    length = experts.shape[1]
-    padded = torch.nn.functional.pad(experts.cpu(), (0, 0, 0, 0, 0, 1), value=NO_EXPERT)
-    index = torch.where((positions >= 0) & (positions < length), positions, length)[..., None, None]
-    return padded.gather(1, index.expand(-1, -1, *experts.shape[2:]))
-
-
-def _along(times: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """Lay times over padded columns: [B, L, H, T] by position -> [B, L, H, columns]."""
-    batch, layers, heads, length = times.shape
-    padded = torch.nn.functional.pad(times.cpu(), (0, 1), value=NEVER)
-    # padding, and a token that never entered the cache, read the column behind the end
+def _take(x: Tensor, positions: Tensor, default: int) -> Tensor:
+    """Return ``x`` [B, T, ...] at positions [B, columns], on the host; ``default`` for padding and beyond the end."""
+    length = x.shape[1]
+    padded = torch.cat([x.cpu(), x.new_full((len(x), 1, *x.shape[2:]), default, device="cpu")], 1)
     index = torch.where((positions >= 0) & (positions < length), positions, length)
-    index = index[:, None, None].expand(batch, layers, heads, -1)
-    return padded.gather(3, index).to(device)
+    return padded[torch.arange(len(x))[:, None], index]

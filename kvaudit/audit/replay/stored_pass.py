@@ -1,17 +1,8 @@
 """The learner's forward over rollouts of a serving engine: every query reads keys and values as the engine stored them.
 
-The prompt of a group is passed once, whole, as the engine prefills it; the suffixes attend to its keys. Its last token
-is passed again with every suffix, as the query that predicts the first of them, since a block of keys that the engine
-codes together may reach to it. Rows ``apart`` are passed whole, in one forward, to the same numbers.
-
-Coding is an error that is added to a number: what was stored less what the engine ``wrote``, where it hands that out.
-The learner's own keys and values are read with the errors of those of the engine, so they have their own gradient, and
-move as the weights do in later updates of a batch. Codes of the learner's own would not do: codes are steps, and two
-float32 arithmetics that differ in the last bit come to other codes here and there, then to others in every later layer.
-They stand in where nothing is handed out.
-
-An engine that hands out what its queries read, and not what it coded (``EngineStore.shown``), is read so: its numbers,
-with the gradient of the learner's. They stand still where weights move, so such a rollout is good for one update.
+A group's prompt is passed once, whole, as the engine prefills it; the suffixes attend to its keys. Its last token is
+passed again with every suffix, as the query that predicts the first suffix token: an engine may code it in one block
+with the suffix.
 """
 
 from __future__ import annotations
@@ -25,62 +16,69 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvaudit.audit.cache.attention import AttentionCall, query_blocks, require_single_call
-from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, EngineStore, Cast
+from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Dense, softmax
+from kvaudit.audit.replay.attention import position_columns, run_forward
 from kvaudit.core.errors import DataError, RunError
 
 
 def stored_logits(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, store: EngineStore, keep: int = 0, apart: bool = False
+    model: Any,
+    rollouts: Sequence[Rollout],
+    *,
+    group: int,
+    store: EngineStore,
+    logits_to_keep: int = 0,
+    whole_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [B, R, V] that predict each suffix token, and the valid mask bool [B, R]; see ``suffix_logits``."""
+    """Return the logits [B, R, V] that predict each suffix token, and their mask bool [B, R]; see ``suffix_logits``."""
     device = next(model.parameters()).device
-    layers = _layers(model)
+    layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
-        raise DataError("a rollout is without what its engine's queries read, which nothing else can stand in for")
+        raise DataError("a rollout lacks what its engine's queries read; it cannot be replayed without")
     prefix, starts = None, [0] * len(rollouts)
-    lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; what is where is worked out on the host
-    if not apart:
-        group = group if _share(rollouts, group) else 1
+    lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; positions are computed on the host
+    if not whole_rows:
+        group = group if _wrote_same_prompts(rollouts, group) else 1
         prefix = _prompts(model, rollouts[::group], store, layers, lengths[::group], device)
-        # from the prompt's last token, which predicts the first of the suffix
-        starts = [r.prompt_length - 1 for r in rollouts]
-    # to the last token but one
+        starts = [r.prompt_length - 1 for r in rollouts]  # the prompt's last token predicts the first suffix token
+    # up to the last token, which predicts nothing
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
     counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
-    queries = _columns(counts, torch.tensor(starts))
-    wrote = _wrote(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
-    context = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, wrote=wrote)
-    asked = {"logits_to_keep": keep} if keep else {}
-    ids, at = upload(columns, device), context.queries
-    output = model(input_ids=ids, position_ids=at.clamp(min=0), use_cache=False, kv=context, **asked)
-    context.settle()
-    return output.logits, at >= 0
+    queries = position_columns(counts, torch.tensor(starts))
+    written = _written(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
+    replay = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, written=written)
+    return run_forward(model, columns, replay, logits_to_keep), replay.queries >= 0
 
 
 def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
-    """The prompt of each group, passed whole; ``lengths`` [groups] are its tokens."""
-    ids = upload(pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True), device)
-    queries = _columns(lengths, torch.zeros_like(lengths))
-    wrote = _wrote(leaders, [(0, r.prompt_length) for r in leaders], device)
-    replay = StoredReplay(store, layers, queries, lengths, device, wrote=wrote)
-    model(input_ids=ids, position_ids=replay.queries.clamp(min=0), use_cache=False, kv=replay, logits_to_keep=1)
-    replay.settle()
+    """Pass the whole prompt of each group, of ``lengths`` [groups] tokens."""
+    ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
+    queries = position_columns(lengths, torch.zeros_like(lengths))
+    written = _written(leaders, [(0, r.prompt_length) for r in leaders], device)
+    replay = StoredReplay(store, layers, queries, lengths, device, written=written)
+    run_forward(model, ids, replay, 1)
     return replay
 
 
 class StoredReplay:
-    """Attention of one such pass; pass it to a model's forward as ``kv=``.
+    """Attention over entries as an engine stored them; pass it to a model's forward as ``kv=``.
 
-    ``queries`` are row positions [B, Q], -1 = padding; ``lengths`` [B] those of the prompts: both on the host, where
-    it is worked out once which entry lies where, so that no layer waits for the ``device``. Without a ``prefix`` they
-    begin at the first token; with one at the prompt's last, and each row of it stands before ``group``.
-    ``wrote`` are the keys and values of the queries' tokens as the engine had them, [B, L, H, Q, D].
+    The engine's coding error (stored - written) is added to the learner's own keys and values, which keep their
+    gradient and follow later weight updates. Coding the learner's values is only the fallback where the engine exports
+    nothing: a last-bit difference yields other codes, in every later layer. What an engine's queries read
+    (``EngineStore.shown``) replaces the learner's values and does not follow the weights, so it serves one update.
+
+    ``queries`` are row positions [B, Q], -1 = padding, and ``lengths`` [B] the lengths of the prompts. Both are on the
+    host: the column of every entry is computed there once, so that no layer waits for the ``device``. Without a
+    ``prefix`` queries begin at the first token; with one at the prompt's last token, and each row of the prefix serves
+    ``group`` rows.
+    ``written`` are the engine's keys and values of the queries' tokens, [B, L, H, Q, D] each.
     """
 
     routes = None
@@ -95,199 +93,198 @@ class StoredReplay:
         *,
         prefix: StoredReplay | None = None,
         group: int = 1,
-        wrote: tuple[Tensor, Tensor] | None = None,
+        written: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._wrote = wrote
+        self._written = written
         self._store, self._layers = store, layers
         self._prefix, self._group, self._settled = prefix, group, False
-        self._draws = bool((queries >= lengths[:, None]).any())  # or the queries are those of prompts alone
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._has_suffix = bool((queries >= lengths[:, None]).any())
+        self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         self._host_queries = keys = queries
-        if prefix is not None:  # the prompt's last token is a query again, and its key is the prompt's
-            behind = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
-            keys = torch.cat([prefix._host_queries.repeat_interleave(group, 0), behind], 1)
-        self._shared = int(lengths.min()) // BLOCK  # blocks before are the prompt's alone
+        if prefix is not None:  # the prompt's last token is a query here, but its key is in the prefix
+            suffix = torch.where(queries >= lengths[:, None], queries, -1)  # [B, Q]
+            keys = torch.cat([prefix._host_queries.repeat_interleave(group, 0), suffix], 1)
+        self._prompt_blocks = int(lengths.min()) // BLOCK  # first blocks that hold prompt entries only
         self.queries, self._lengths = upload(queries, device), upload(lengths, device)
         self._keys = upload(keys, device)
         if isinstance(store.keys, ByChannel):
-            self._place, self._there = (upload(part, device) for part in _places(keys))
+            self._key_columns, self._has_key = (upload(x, device) for x in _columns_by_position(keys))
 
     def settle(self) -> None:
-        """After a forward: raise RunError where some layer did not attend through this replay."""
-        if len(self.held) != self._layers:
+        """End the forward; raise RunError if a layer did not attend through this replay."""
+        if len(self.keys_values) != self._layers:
             raise RunError(
-                f"{len(self.held)} of the model's {self._layers} layers attended as the engine stored, the others saw "
-                "what it did not; set the model's attention to kvaudit"
+                f"{len(self.keys_values)} of the model's {self._layers} layers attended as the engine stored; the "
+                "others read other keys and values; set the model's attention to kvaudit"
             )
         self._settled = True
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention output [B, G*H, Q, D] over the prompt and the new keys."""
-        if not self._settled:  # a checkpointed layer runs again, but only once the forward is over
-            require_single_call(call.layer, self.held, self._layers)
-        self.held[call.layer] = (call.key, call.value)
-        (key, value), (its_key, its_value) = self._with_prefix(call.layer), self._written(call.layer)
-        values = self._as_read(self._store.values, value, its_value)
-        kind = self._store.keys
-        if isinstance(kind, ByChannel):
-            return self._by_blocks(call, kind, (key, its_key), values)
-        keys = self._as_read(kind, key, its_key)
+        """Return the attention output [B, G*H, Q, D] over the prompt and the new keys."""
+        if not self._settled:  # a checkpointed layer runs again, but only after the forward has ended
+            require_single_call(call.layer, self.keys_values, self._layers)
+        self.keys_values[call.layer] = (call.key, call.value)
+        (key, value), (engine_key, engine_value) = self._learner_entries(call.layer), self._engine_entries(call.layer)
+        values = self._as_read(self._store.values, value, engine_value)
+        coding = self._store.keys
+        if isinstance(coding, ByChannel):
+            return self._attend_by_blocks(call, coding, (key, engine_key), values)
+        keys = self._as_read(coding, key, engine_key)
         visible = (self._keys[:, None] >= 0) & (self._keys[:, None] <= self.queries[..., None])  # [B, Q, K]
         return _attention(call, keys, values, visible)
 
-    def _as_read(self, kind: Cast | ByToken | None, own: Tensor, its: Tensor) -> Tensor:
-        """Entries [B, H, K, D] that are coded one by one, of the learner's ``own`` and the engine's."""
-        if self._store.shown:  # the learner's own as they are now, in the value of the engine's
-            return _off_by(own, its, own.detach())
-        return _off_by(own, its if kind is None else kind.read_back(its), its)
+    def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
+        """Return entries [B, H, K, D] that are coded one by one, as queries read them."""
+        if self._store.shown:  # the engine's value, the learner's gradient
+            return _add_error(learner, engine, learner.detach())
+        return _add_error(learner, engine if coding is None else coding.read_back(engine), engine)
 
-    def _with_prefix(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Own keys and values [B, H, K, D] of a layer, the prefix's before the new ones."""
-        new = self.held[layer]
+    def _learner_entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the learner's keys and values [B, H, K, D] of a layer, the prefix's before the new ones."""
+        new = self.keys_values[layer]
         if self._prefix is None:
             return new
-        old = [part.repeat_interleave(self._group, 0) for part in self._prefix.held[layer]]
+        old = [x.repeat_interleave(self._group, 0) for x in self._prefix.keys_values[layer]]
         return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
 
-    def _written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, K, D] as the engine wrote them, without gradient."""
-        if self._wrote is None:
-            key, value = self._with_prefix(layer)
+    def _engine_entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, H, K, D] as the engine wrote them, without gradient; the learner's if unknown."""
+        if self._written is None:
+            key, value = self._learner_entries(layer)
             return key.detach(), value.detach()
-        new = [part[:, layer] for part in self._wrote]
+        new = [x[:, layer] for x in self._written]
         if self._prefix is None:
             return new[0], new[1]
-        assert self._prefix._wrote is not None
-        old = [part[:, layer].repeat_interleave(self._group, 0) for part in self._prefix._wrote]
+        assert self._prefix._written is not None
+        old = [x[:, layer].repeat_interleave(self._group, 0) for x in self._prefix._written]
         return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
 
-    def _by_blocks(self, call: AttentionCall, kind: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor) -> Tensor:
-        """Over keys laid out by position in blocks: [B, H, n, BLOCK, D], the first block at position 0.
+    def _attend_by_blocks(
+        self, call: AttentionCall, coding: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor
+    ) -> Tensor:
+        """Attend to keys coded in blocks of positions, the first block at position 0.
 
-        ``keys`` are the learner's own and the engine's.
+        ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
-        place, there = self._place, self._there
-        exact, its, values = (_gathered(part, place) for part in (*keys, value))  # [B, H, n * BLOCK, D]
-        positions = torch.arange(place.shape[1], device=place.device)
-        visible = there[:, None] & (positions <= self.queries[..., None])  # [B, Q, n * BLOCK]
-        blocks, written = _in_blocks(its, 2), _in_blocks(there, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
-        prompt = written & _in_blocks(positions < self._lengths[:, None], 1)
-        # as the prefill coded them, all entries of a block at once
-        first = kind.read_back(blocks, prompt[:, None])
-        if not self._draws and self._prefix is None:
-            return _attention(call, _off_by(exact, first.flatten(2, 3), its), values, visible)
-        start = self._shared
-        tail = kind.read_in_order(blocks[:, :, start:], prompt[:, start:], written[:, start:])
+        places, has_key = self._key_columns, self._has_key
+        exact, engine, values = (_gather_columns(x, places) for x in (*keys, value))  # [B, H, n * BLOCK, D]
+        positions = torch.arange(places.shape[1], device=places.device)
+        visible = has_key[:, None] & (positions <= self.queries[..., None])  # [B, Q, n * BLOCK]
+        blocks, present = _in_blocks(engine, 2), _in_blocks(has_key, 1)  # [B, H, n, BLOCK, D] and [B, n, BLOCK]
+        prompt = present & _in_blocks(positions < self._lengths[:, None], 1)
+        # the prefill codes all entries of a block at once
+        prefilled = coding.read_back(blocks, prompt[:, None])
+        if not self._has_suffix and self._prefix is None:
+            return _attention(call, _add_error(exact, prefilled.flatten(2, 3), engine), values, visible)
+        start = self._prompt_blocks
+        tail = coding.read_in_order(blocks[:, :, start:], prompt[:, start:], present[:, start:])
         # queries of later blocks read a block as it was when its last entry joined
-        later = torch.cat([first[:, :, :start], tail.later], 2).flatten(2, 3)
-        near = self._own((_in_blocks(exact, 2), blocks), first, tail.own, start)
-        return _attention(call, _off_by(exact, later, its), values, visible, near)
+        later = torch.cat([prefilled[:, :, :start], tail.later], 2).flatten(2, 3)
+        near = self._block_of_query((_in_blocks(exact, 2), blocks), prefilled, tail.same_block, start)
+        return _attention(call, _add_error(exact, later, engine), values, visible, near)
 
-    def _own(self, blocks: tuple[Tensor, Tensor], first: Tensor, own: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, Q, BLOCK, D] of each query's own block as it read them, and their first columns [B, Q].
+    def _block_of_query(
+        self, blocks: tuple[Tensor, Tensor], prefilled: Tensor, tail: Tensor, start: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys [B, H, Q, BLOCK, D] of each query's block, as it read them, and their first columns [B, Q].
 
         ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
         """
         at = self.queries.clamp(min=0)
         block, place = at // BLOCK, at % BLOCK  # each [B, Q]
         rows = torch.arange(len(at), device=at.device)[:, None]
-        tail = own[rows, :, (block - start).clamp(min=0), place]  # [B, Q, H, BLOCK, D]
+        read_late = tail[rows, :, (block - start).clamp(min=0), place]  # [B, Q, H, BLOCK, D]
         # the prompt's last token read what the prefill had written
-        early = (at < self._lengths[:, None])[..., None, None, None]
-        read = torch.where(early, first[rows, :, block], tail)
-        exact, its = (part[rows, :, block] for part in blocks)
-        return _off_by(exact, read, its).transpose(1, 2), block * BLOCK
+        is_prompt = (at < self._lengths[:, None])[..., None, None, None]
+        read = torch.where(is_prompt, prefilled[rows, :, block], read_late)
+        exact, engine = (x[rows, :, block] for x in blocks)
+        return _add_error(exact, read, engine).transpose(1, 2), block * BLOCK
 
 
-def _places(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each position [B, n * BLOCK] of ``keys`` [B, K], and whether it has one."""
+def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the column of each position [B, n * BLOCK] among ``keys`` [B, K], and whether it has one."""
     width = (int(keys.max()) // BLOCK + 1) * BLOCK
     place = torch.full((len(keys), width + 1), -1)
     columns = torch.arange(keys.shape[1]).expand_as(keys)
-    place.scatter_(1, torch.where(keys >= 0, keys, width), columns)  # padding into the last, cut off
+    place.scatter_(1, torch.where(keys >= 0, keys, width), columns)  # padding goes to the last column, cut off
     place = place[:, :width]
     return place.clamp(min=0), place >= 0
 
 
 def _attention(
-    call: AttentionCall, keys: Tensor, values: Tensor, visible: Tensor, own: tuple[Tensor, Tensor] | None = None
+    call: AttentionCall, keys: Tensor, values: Tensor, visible: Tensor, near: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Softmax attention [B, G*H, Q, D]; ``own`` keys take the place of those from their columns on.
+    """Return softmax attention [B, G*H, Q, D], logits and softmax in float32 at least.
 
-    Logits and softmax are float32 at least.
+    ``near``: keys [B, H, Q, BLOCK, D] by query that replace the others, from their first columns [B, Q] on.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     packed = call.query.reshape(batch, keys.shape[1], -1, length, size).to(dtype)
-    parts = []
-    for some in query_blocks(length, batch * heads * keys.shape[2]):
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", packed[:, :, :, some], keys.to(dtype)) * call.scaling
-        if own is not None:
-            near = (
-                torch.einsum("bhgqd,bhqkd->bhgqk", packed[:, :, :, some], own[0][:, :, some].to(dtype)) * call.scaling
-            )
-            columns = own[1][:, some, None] + torch.arange(near.shape[-1], device=near.device)  # [B, q, BLOCK]
-            logits = logits.scatter(-1, columns[:, None, None].expand_as(near), near)
-        # padding, which sees nothing, is left to see all: otherwise it would be NaN
-        hidden = ~visible[:, None, None, some] & (visible[:, some].any(-1))[:, None, None, :, None]
+    outputs = []
+    for block in query_blocks(length, batch * heads * keys.shape[2]):
+        query = packed[:, :, :, block]
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", query, keys.to(dtype)) * call.scaling
+        if near is not None:
+            near_logits = torch.einsum("bhgqd,bhqkd->bhgqk", query, near[0][:, :, block].to(dtype)) * call.scaling
+            columns = near[1][:, block, None] + torch.arange(BLOCK, device=keys.device)  # [B, q, BLOCK]
+            logits = logits.scatter(-1, columns[:, None, None].expand_as(near_logits), near_logits)
+        # padding sees nothing, which would be NaN: it sees all instead
+        hidden = ~visible[:, None, None, block] & (visible[:, block].any(-1))[:, None, None, :, None]
         shares = softmax(logits.masked_fill(hidden, float("-inf")), call.sink_logits)
-        parts.append(torch.einsum("bhgqk,bhkd->bhgqd", shares, values.to(dtype)))
-    return torch.cat(parts, 3).reshape(batch, heads, length, -1).to(call.query.dtype)
+        outputs.append(torch.einsum("bhgqk,bhkd->bhgqd", shares, values.to(dtype)))
+    return torch.cat(outputs, 3).reshape(batch, heads, length, -1).to(call.query.dtype)
 
 
-def _share(rollouts: Sequence[Rollout], group: int) -> bool:
-    """Whether the engine wrote the same for the prompt in all rows of a group: some read it once for every row."""
+def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
+    """Return whether the engine wrote the same entries for the prompt in all rows of a group.
+
+    Engines that prefill the prompt again for every row may not.
+    """
     for n, rollout in enumerate(rollouts):
         leader, length = rollouts[n - n % group], rollout.prompt_length
-        for own, first in zip(rollout.written or (), leader.written or (), strict=True):
-            if own is not first and not torch.equal(own[:, :, :length], first[:, :, :length]):
+        for entries, expected in zip(rollout.written or (), leader.written or (), strict=True):
+            if entries is not expected and not torch.equal(entries[:, :, :length], expected[:, :, :length]):
                 return False
     return True
 
 
-def _wrote(
-    rollouts: Sequence[Rollout], parts: Sequence[tuple[int, int]], device: torch.device
+def _written(
+    rollouts: Sequence[Rollout], spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """What the engine wrote of some tokens of each row, right-padded: keys and values [B, L, H, columns, D]."""
-    known = [r.written for r in rollouts if r.written is not None]
-    if not known:
+    """Return the keys and values that the engine wrote in a span of each row, right-padded: [B, L, H, columns, D]."""
+    written = [r.written for r in rollouts if r.written is not None]
+    if not written:
         return None
-    assert len(known) == len(rollouts), "some rollouts of a batch have what the engine wrote, others have not"
-    width = max(end - start for start, end in parts)
+    assert len(written) == len(rollouts), "some rollouts of a batch have what the engine wrote, others have not"
+    width = max(end - start for start, end in spans)
     both = []
-    for which in (0, 1):
-        rows = [own[which][:, :, start:end] for own, (start, end) in zip(known, parts, strict=True)]
+    for part in (0, 1):
+        rows = [pair[part][:, :, start:end] for pair, (start, end) in zip(written, spans, strict=True)]
         both.append(upload(torch.stack([pad(row, (0, 0, 0, width - row.shape[2])) for row in rows]), device))
     return both[0], both[1]
 
 
 def _in_blocks(x: Tensor, dim: int) -> Tensor:
-    """A dimension of n * BLOCK entries as two."""
+    """Split a dimension of n * BLOCK entries into two."""
     return x.reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
 
 
-def _gathered(part: Tensor, place: Tensor) -> Tensor:
-    """Columns [B, H, n, D] of [B, H, K, D] at ``place`` [B, n]."""
-    index = place[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
-    return part.gather(2, index)
+def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """Return columns [B, n] of ``x`` [B, H, K, D]: [B, H, n, D]."""
+    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _columns(counts: Tensor, start: Tensor) -> Tensor:
-    """Row positions [B, longest] from ``start`` [B] on, ``counts`` [B] of them, then -1."""
-    columns = torch.arange(int(counts.max()))
-    return torch.where(columns < counts[:, None], columns + start[:, None], -1)
-
-
-def _layers(model: Any) -> int:
+def _count_layers(model: Any) -> int:
     plans = layer_plans(model.config, Dense())
     if not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise DataError(
-            "some layers of the model attend to a window or carry a state, and how an engine stores those is not "
-            "known; take an arm whose learner sees the dense view"
+            "some layers of the model have a sliding window or a recurrent state, and how the engine stores those is "
+            "unknown; take an arm whose learner sees the dense view"
         )
     return len(plans)
 
 
-def _off_by(own: Tensor, stored: Tensor, wrote: Tensor) -> Tensor:
-    """The learner's ``own`` numbers, as far off as what was ``stored`` is from what the engine ``wrote``."""
-    return own + (stored - wrote)
+def _add_error(learner: Tensor, stored: Tensor, written: Tensor) -> Tensor:
+    """Return the learner's numbers plus the engine's coding error."""
+    return learner + (stored - written)

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.engines import ENGINES
+from kvaudit.audit.engines.base import Condition, EngineContext, EngineFailed, Reply, Session, require_replies
 from kvaudit.audit.engines.base import GenerationRequest as AskedOfEngine
-from kvaudit.audit.engines.base import Condition, EngineFailed, Reply, Session, EngineContext, require_replies
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel

@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from kvaudit import __version__
-from kvaudit.audit.judges.base import Judge
-from kvaudit.audit.judges.base import CachedGrader, StoredAnswer
+from kvaudit.audit.judges.base import CachedGrader, Judge, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
 from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, stored_units, work_on_stored
-from kvaudit.audit.sampling.exchange import grade_transcript, grade_by_judge, with_harm
+from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of

@@ -1,8 +1,8 @@
 """What the pilot asks, and what follows from its answers.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That shows
-whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from which
-``items: auto`` takes its number (``kvaudit.reports.verdict.enough``).
+whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from
+which ``items: auto`` takes its number (``kvaudit.reports.verdict.enough``).
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
         "suite": suite,
         "metric": control.metric,
         "context_tokens": control.context_tokens,
-        "standing": str(control.standing),
-        "measurable": control.standing is Measurability.MEASURABLE,
+        "standing": str(control.measurability),
+        "measurable": control.measurability is Measurability.MEASURABLE,
         "hopeless": control.hopeless,
         "rate": float(control.rate),
         "answers": int(control.answers),

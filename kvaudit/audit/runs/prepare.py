@@ -119,7 +119,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
         check_adapter(model.model, spec.train.adapter)
         for name in _training_suites(spec.train):
             context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
-            number = suite.held("train", spec.train.prompts_per_step, seed)
+            number = suite.item_count("train", spec.train.prompts_per_step, seed)
             for item in make_items("train", suite, "train", number, seed, context, model.chat.count_tokens):
                 opening_tokens(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:

@@ -1,4 +1,4 @@
-"""A conversation over the wire: as rows of a chat completion, and which completions count as an answer to it."""
+"""Conversations over the wire: messages as request rows, and which chat completions count as answers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvaudit.audit.sampling.chat import TOOL_PREFIX
+from kvaudit.audit.sampling.chat import move_roles
 from kvaudit.core.completions import ChatCompletion, Finish, finish_of, is_filtered
 from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
 from kvaudit.core.thoughts import heard
 
-_FRAME = 64, 16  # tokens that a chat template may put around a conversation, and around a message
-_COUNTED, _ESTIMATED = 0.2, 1.0  # share by which a claim may differ from what a tokenizer counted, or was estimated
-_SPARE = 16  # tokens beyond the limit of an answer that count as rounding
-_ENDED_BY_ERROR = "error"  # how gateways say that the server behind them failed under way
-_LONGEST_TOKEN = 128  # characters: the longest of the usual vocabularies, which are spaces
+_FRAME = 64, 16  # tokens that a chat template may add to a conversation, and to each message
+_COUNTED, _ESTIMATED = 0.2, 1.0  # relative error allowed in a claim, if our count is exact or an estimate
+_SPARE = 16  # tokens that an answer may exceed its limit by
+_ENDED_BY_ERROR = "error"  # a gateway's finish reason when its server failed during the answer
+_LONGEST_TOKEN = 128  # characters of the longest token in common vocabularies (spaces)
 
 WireRows = Sequence[Mapping[str, str]]  # a conversation as it goes over the wire
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply that counts. Tokens are None where the endpoint says nothing of them; seconds are the call's.
+    """An accepted completion. Token counts are None if the endpoint does not report them; seconds are the call's.
 
-    ``thought`` and ``said_in`` are those of a ``ChatCompletion``.
+    ``thought`` and ``said_in`` are copied from the ``ChatCompletion``.
     """
 
     text: str
@@ -40,8 +40,7 @@ class Answer:
 
 
 class SentRequest(NamedTuple):
-    """What went out: a conversation of so many ``tokens``, by a tokenizer where ``exact``, and the ``limit`` of new
-    ones."""
+    """A request: its rows, their ``tokens`` (``exact`` or estimated), and the ``limit`` of new tokens."""
 
     rows: WireRows
     tokens: int
@@ -50,61 +49,50 @@ class SentRequest(NamedTuple):
 
 
 def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
-    """Messages as endpoints take them: without thoughts, and a tool's result in the user's message where asked for."""
-    found: list[dict[str, str]] = []
-    foreign = False  # whether the last row holds a tool's text
-    for message in heard(transcript):
-        moved = message.role is Role.TOOL and tool_role == Role.USER
-        role, prefix = (tool_role, TOOL_PREFIX) if moved else (str(message.role), "")
-        row = {"role": role, "content": prefix + message.content}
-        if found and found[-1]["role"] == row["role"] == Role.USER and (moved or foreign):
-            found[-1]["content"] += "\n\n" + row["content"]
-        else:
-            found.append(row)
-        foreign = moved
-    return found
+    """Return messages as request rows, without thoughts; ``tool_role`` "user" puts tool results into user messages."""
+    return move_roles(heard(transcript), {Role.TOOL} if tool_role == Role.USER else set())
 
 
 class Readings:
-    """What an endpoint is known to have read whole. Some count only what they had not read before; threads share it."""
+    """The conversations an endpoint has read in full, shared by threads; some endpoints count only uncached tokens."""
 
     def __init__(self) -> None:
-        self._lock, self._whole = threading.Lock(), set[tuple[tuple[str, str], ...]]()
+        self._lock, self._prefixes = threading.Lock(), set[tuple[tuple[str, str], ...]]()
 
     def note(self, rows: WireRows) -> None:
-        """Note a conversation that was read whole, and all of its beginnings."""
-        said = _said(rows)
+        """Add a conversation and all of its prefixes."""
+        pairs = _pairs(rows)
         with self._lock:
-            self._whole.update(said[:end] for end in range(1, len(said) + 1))
+            self._prefixes.update(pairs[:end] for end in range(1, len(pairs) + 1))
 
     def unread(self, rows: WireRows) -> float:
-        """The share of a conversation's characters behind the longest beginning that was read before."""
-        said = _said(rows)
+        """Return the share of a conversation's characters after its longest prefix that was read before."""
+        pairs = _pairs(rows)
         with self._lock:
-            known = next((end for end in range(len(said), 0, -1) if said[:end] in self._whole), 0)
-        sizes = [len(content) + 1 for _, content in said]
-        return sum(sizes[known:]) / sum(sizes)
+            length = next((end for end in range(len(pairs), 0, -1) if pairs[:end] in self._prefixes), 0)
+        sizes = [len(content) + 1 for _, content in pairs]
+        return sum(sizes[length:]) / sum(sizes)
 
 
-def _said(rows: WireRows) -> tuple[tuple[str, str], ...]:
+def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
     return tuple((row["role"], row["content"]) for row in rows)
 
 
 def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readings: Readings | None = None) -> Answer:
-    """A completion as an answer; raises Unanswered for one that cannot be to what was sent.
+    """Return a completion as an answer; raises Unanswered if it cannot be one to the request.
 
-    Counts are claims: one that contradicts ours breaks an answer, one that is no number says nothing. A claim that is
-    too small says nothing either where ``readings`` know that the conversation began with what was read before.
+    The endpoint's token counts are checked against ours; one that is not a number is ignored. So is a count of prompt
+    tokens that is too small, if ``readings`` show that the endpoint has read the beginning before.
     """
-    drawn = _number(completion.usage, "completion_tokens") or None
-    finish = _finish(completion, drawn, sent.limit)
-    read = _read_tokens(completion.usage, sent, readings or Readings())
-    _check_drawn(completion, finish, drawn, sent.limit)
+    new_tokens = _number(completion.usage, "completion_tokens") or None
+    finish = _finish(completion, new_tokens, sent.limit)
+    prompt_tokens = _prompt_tokens(completion.usage, sent, readings or Readings())
+    _check_length(completion, finish, new_tokens, sent.limit)
     return Answer(
         text=completion.text,
         finish=finish,
-        prompt_tokens=read,
-        new_tokens=drawn,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
         model=completion.model[:200],
         seconds=seconds,
         thought=completion.thought,
@@ -112,69 +100,69 @@ def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readin
     )
 
 
-def _finish(completion: ChatCompletion, drawn: int | None, limit: int) -> Finish:
-    """How an answer ended; an endpoint that does not say stopped, unless it wrote all that it might."""
+def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> Finish:
+    """Return how an answer ended; without a finish reason "stop", or "length" if it used its limit."""
     word = completion.finish_reason
-    said = f", behind {completion.text!r}" if completion.text else ""
+    text = f", behind {completion.text!r}" if completion.text else ""
     if is_filtered(word):
-        raise RefusedRequest(f"it ended by {word[:40]!r}, which is no end of an answer{said}")
+        raise RefusedRequest(f"it ended by {word[:40]!r}, which is no end of an answer{text}")
     if word == _ENDED_BY_ERROR:
         raise Unanswered("it ended by 'error', which is no end of an answer")
-    found = finish_of(word) if word else "stop" if drawn is None or drawn < limit else "length"
-    if found is None:
+    finish = finish_of(word) if word else "stop" if new_tokens is None or new_tokens < limit else "length"
+    if finish is None:
         raise _broken(f"it ended by {word[:40]!r}, which is no end of an answer")
-    return found
+    return finish
 
 
-def _read_tokens(usage: Any, sent: SentRequest, readings: Readings) -> int | None:
-    """The tokens that it claims to have read, None where it claims nothing; raises Unanswered for another prompt."""
+def _prompt_tokens(usage: Any, sent: SentRequest, readings: Readings) -> int | None:
+    """Return the prompt tokens that an endpoint reports, if any; raises Unanswered if they do not fit the request."""
     read = _number(usage, "prompt_tokens") or None
     if read is None:
         return None
     share = _COUNTED if sent.exact else _ESTIMATED
     least, most = sent.tokens / (1 + share), sent.tokens * (1 + share) + _FRAME[0] + _FRAME[1] * len(sent.rows)
     if read < least:
-        # what came out of a cache is counted beside what was read, if at all
+        # some endpoints count cached tokens apart, or not at all
         read += _cached(usage)
     unread = readings.unread(sent.rows) if read < least else 1.0
     if unread < 1 and read >= least * unread:
         return None
-    # a context that was cut, or another one, is no question of ours
+    # the endpoint cut the context or read another one
     if not least <= read <= most:
         raise _broken(f"it claims to have read {read} tokens where about {sent.tokens} were sent")
     readings.note(sent.rows)
     return read
 
 
-def _check_drawn(completion: ChatCompletion, finish: Finish, drawn: int | None, limit: int) -> None:
-    """Raise Unanswered for an answer, or a claim of new tokens, that none of this limit has; thoughts may be longer."""
-    if drawn is None:
-        if len(completion.text) > (limit + _SPARE) * _LONGEST_TOKEN:  # told without counting tokens
+def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
+    """Raise Unanswered for an answer, or a count of new tokens, that does not fit the limit; thoughts may exceed it."""
+    if new_tokens is None:
+        if len(completion.text) > (limit + _SPARE) * _LONGEST_TOKEN:
             raise _broken(f"it wrote {len(completion.text)} characters where at most {limit} tokens were asked for")
         return
     thought = _number(_details(completion.usage, "completion"), "reasoning_tokens") or 0
-    spoken = drawn - min(thought, drawn)
+    spoken = new_tokens - min(thought, new_tokens)
     if spoken > limit + _SPARE and not (completion.thought and not thought):
         raise _broken(f"it claims {spoken} tokens where at most {limit} were asked for")
-    if finish == "length" and drawn < limit / 2:
-        raise _broken(f"it was cut after {drawn} tokens where {limit} were free")
+    if finish == "length" and new_tokens < limit / 2:
+        raise _broken(f"it was cut after {new_tokens} tokens where {limit} were free")
 
 
 def _cached(usage: Any) -> int:
-    own = _number(_details(usage, "prompt"), "cached_tokens") or 0
-    return own or (_number(usage, "cache_read_input_tokens") or 0) + (
+    count = _number(_details(usage, "prompt"), "cached_tokens") or 0
+    return count or (_number(usage, "cache_read_input_tokens") or 0) + (
         _number(usage, "cache_creation_input_tokens") or 0
     )
 
 
 def _details(usage: Any, kind: str) -> Any:
-    """The table of what tokens of a kind are made of, or usage itself, as some put it there."""
-    found = usage.get(f"{kind}_tokens_details") if isinstance(usage, Mapping) else None
-    return found if isinstance(found, Mapping) else usage
+    """Return the detailed token counts of a kind; some endpoints put them into ``usage`` itself."""
+    details = usage.get(f"{kind}_tokens_details") if isinstance(usage, Mapping) else None
+    return details if isinstance(details, Mapping) else usage
 
 
 def _number(usage: Any, key: str) -> int | None:
-    """Tokens of a kind; None where nothing is said of them, or something that is no number of tokens."""
+    """Return a token count; None if it is missing or is not a whole number."""
     value = usage.get(key) if isinstance(usage, Mapping) else None
     if isinstance(value, float) and value.is_integer():
         value = int(value)

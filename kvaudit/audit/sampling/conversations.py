@@ -1,4 +1,4 @@
-"""Play items: prompt, answer, environment, answer, ..., grade. One loop for training rollouts and for evaluation."""
+"""Play suite items: prompt, answer, environment, answer, ..., grade. The one loop for training and evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.chat import Chat, ChatTokens
 from kvaudit.audit.sampling.decoding import AnswerScore, draw
 from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
-from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Completion, Decoding, Sampler, ServedModel
+from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, places_of
@@ -25,10 +25,10 @@ _NOTHING = ChatTokens((), ())
 
 @dataclass(frozen=True)
 class GradedRow:
-    """One graded row. ``survival`` maps a role to the share of its tokens still cached when the last answer starts.
+    """A graded conversation. ``survival`` has, by role, the share of tokens still cached when the last answer starts.
 
-    ``spans`` maps a marked span to the same share, and to where it stands in the transcript; ``marks`` maps it to its
-    tokens in the rollout, by number. ``roles`` are those of the rollout's tokens.
+    ``spans`` has the same share for each marked span, with its places in the transcript; ``marks`` has the span's
+    token numbers in the rollout. ``roles`` has the role of every token of the rollout.
     """
 
     item: Item
@@ -60,37 +60,36 @@ def play(
 ) -> list[GradedRow]:
     """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
 
-    ``seeds`` holds one number per row. The length of an answer is the suite's, not ``decoding.max_new_tokens``. The
-    answer of a row does not depend on what shares its batch. Raises SpecError before anything is sampled when a
-    context does not fit the model's positions. An item with options is one turn, and its answer one of them.
-    ``thinks``: an answer may begin with a thought, which stays in the transcript and is heard by neither environment
-    nor grader. ``prompts``: what ``item_prompt`` gives for each item, where that is known. ``at_once``: so many rows at
-    the most share the batch, or one item's where those are more; further items enter it as rows leave. 0: all do.
+    ``seeds`` has one number per row; the answer of a row does not depend on the other rows. The suite sets the length
+    of an answer, not ``decoding.max_new_tokens``. An item with options is one turn, answered by one of them.
+    ``thinks``: answers may begin with a thought, which stays in the transcript but is hidden from environment and
+    grader. ``prompts``: the result of ``item_prompt`` for each item, if already rendered. ``at_once``: the most rows
+    that share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises SpecError
+    before anything is sampled if a context does not fit the model's positions.
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
     if prompts is None:
         prompts = [item_prompt(sampler.model.chat, item) for _, item in suite_items]
-    asked = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
-    for one in asked:
-        check_fits(sampler.model, one.suite, one.item, len(one.prompt.ids))
-    # whether an item is answered by choosing among options
-    given = [bool(one.suite.options(one.item)) for one in asked]
-    most = max(1, at_once // group) if at_once else len(asked)  # items at once
-    found: dict[int, list[GradedRow]] = {}  # by the number of the item, group members in order
-    for way, chosen in ((_converse, False), (_choose, True)):
-        part = [n for n, own in enumerate(given) if own is chosen]
-        own_seeds = [seed for n in part for seed in seeds[n * group : (n + 1) * group]]
-        # the two ways need batches of their own: scored rows draw nothing
-        rows = way(sampler, [asked[n] for n in part], decoding, own_seeds, group, most) if part else []
-        found |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(part)}
-    # wall time by rows; what one cost in a batch cannot be told
+    entries = [AskedItem(*pair, prompt, thinks) for pair, prompt in zip(suite_items, prompts, strict=True)]
+    for entry in entries:
+        check_fits(sampler.model, entry.suite, entry.item, len(entry.prompt.ids))
+    has_options = [bool(entry.suite.options(entry.item)) for entry in entries]
+    max_items = max(1, at_once // group) if at_once else len(entries)  # items at once
+    rows_of: dict[int, list[GradedRow]] = {}  # by the number of the item, group members in order
+    # separate batches, since choosing among options scores tokens and samples none
+    for run, with_options in ((_converse, False), (_choose, True)):
+        numbers = [n for n, has in enumerate(has_options) if has is with_options]
+        run_seeds = [seed for n in numbers for seed in seeds[n * group : (n + 1) * group]]
+        rows = run(sampler, [entries[n] for n in numbers], decoding, run_seeds, group, max_items) if numbers else []
+        rows_of |= {n: rows[k * group : (k + 1) * group] for k, n in enumerate(numbers)}
+    # an equal share of the wall time: the cost of one row in a batch cannot be measured
     seconds = (time.perf_counter() - started) / len(seeds)
-    return [replace(row, seconds=seconds) for n in range(len(asked)) for row in found[n]]
+    return [replace(row, seconds=seconds) for n in range(len(entries)) for row in rows_of[n]]
 
 
 def item_prompt(chat: Chat, item: Item) -> ChatTokens:
-    """An item's prompt as tokens, with its marked spans."""
+    """Return an item's prompt as tokens, with its marked spans."""
     return chat.prompt(item.messages, item.spans)
 
 
@@ -104,76 +103,72 @@ class AskedItem(NamedTuple):
 
 
 def _converse(
-    sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
+    sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Let the model speak, and the environment answer; ``most`` items at once."""
+    """Run conversations of model and environment, ``max_items`` items at once."""
 
-    def opened(items: range) -> AnyEpisode:
-        own = [asked[n].prompt for n in items]
-        part = list(seeds[items.start * group : items.stop * group])
-        return sampler.open([one.ids for one in own], part, group=group, roles=[one.roles for one in own])
+    def open_episode(items: range) -> AnyEpisode:
+        prompts = [entries[n].prompt for n in items]
+        row_seeds = list(seeds[items.start * group : items.stop * group])
+        return sampler.open([p.ids for p in prompts], row_seeds, group=group, roles=[p.roles for p in prompts])
 
-    # of items that wait too: row n is of item n // group
-    rows = [Conversation(one, member, sampler.model) for one in asked for member in range(group)]
-    arrivals = ContinuousBatch(opened, len(asked), most, group)
-    for episode in arrivals:
-        # items enter in order, so those that are in the batch have the first rows
+    # includes items that have not entered yet: row n belongs to item n // group
+    rows = [Conversation(entry, member, sampler.model) for entry in entries for member in range(group)]
+    batch = ContinuousBatch(open_episode, len(entries), max_items, group)
+    for episode in batch:
+        # items enter in order, so the first rows are those in the batch
         playing = rows[: episode.rows]
-        # 0: a row that is over is neither drawn for nor fed
-        limits = [row.suite.max_new_tokens if row.open else 0 for row in playing]
+        limits = [row.suite.max_new_tokens if row.open else 0 for row in playing]  # 0: the row is over
         episode.decode(
             decoding,
             limits,
-            lambda n, ids: rows[n].ended(ids),
+            lambda n, ids: rows[n].has_ended(ids),
             lambda n, completion: rows[n].answer(completion),
-            arrivals.should_pause,
+            batch.should_pause,
         )
-        chunks = [row.take_pending() for row in playing]  # what environments said, in the template's form
-        if any(chunk.ids for chunk in chunks):
-            episode.extend([chunk.ids for chunk in chunks], [chunk.roles for chunk in chunks])
-    return [row.played(rollout) for row, rollout in zip(rows, arrivals.rollouts(), strict=True)]
+        replies = [row.take_pending() for row in playing]
+        if any(reply.ids for reply in replies):
+            episode.extend([reply.ids for reply in replies], [reply.roles for reply in replies])
+    return [row.to_row(rollout) for row, rollout in zip(rows, batch.rollouts(), strict=True)]
 
 
 def _choose(
-    sampler: Sampler, asked: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, most: int
+    sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Score each item's options and take one: the best, or at a temperature one drawn by what they are worth."""
-    # no row leaves before the longest answer is over, so that arrivals would win nothing: part after part
-    if len(asked) > most:
-        parts = (slice(start, start + most) for start in range(0, len(asked), most))
-        own = ((asked[part], seeds[part.start * group : part.stop * group]) for part in parts)
-        return [row for some, its in own for row in _choose(sampler, some, decoding, its, group, most)]
+    """Score each item's options and take the best, or at a temperature sample one by its score."""
+    # fixed batches: rows only finish with the longest answer, so a continuous batch would gain nothing
+    if len(entries) > max_items:
+        batches = (slice(start, start + max_items) for start in range(0, len(entries), max_items))
+        pairs = ((entries[batch], seeds[batch.start * group : batch.stop * group]) for batch in batches)
+        return [
+            row for items, its_seeds in pairs for row in _choose(sampler, items, decoding, its_seeds, group, max_items)
+        ]
     chat = sampler.model.chat
-    texts = [one.suite.options(one.item) for one in asked]
-    answers = [[chat.encode(text) for text in own] for own in texts]  # [items][options][tokens]
-    rows = score_answers(sampler, [one.prompt for one in asked], answers, seeds, group)
-    played = []
-    for n, (scored, seed) in enumerate(zip(rows, seeds, strict=True)):
-        suite, item, prompt, _ = asked[n // group]
-        # [1, options], nats or what the suite makes of them
-        worth = torch.tensor([list(suite.weigh(item, [sum(own.logprobs) for own, _ in scored]))])
-        # greedy at temperature 0; else by the seed of the row, so that policies share the draw
-        (best,), _ = draw(worth, torch.tensor([seed]), torch.tensor([len(prompt.ids)]), decoding)
-        transcript = (*item.messages, Message(Role.ASSISTANT, texts[n // group][best]))
+    options = [entry.suite.options(entry.item) for entry in entries]
+    answers = [[chat.encode(text) for text in texts] for texts in options]  # [items][options][tokens]
+    scores = score_answers(sampler, [entry.prompt for entry in entries], answers, seeds, group)
+    rows = []
+    for n, (scored, seed) in enumerate(zip(scores, seeds, strict=True)):
+        suite, item, prompt, _ = entries[n // group]
+        # [1, options]: nats, unless the suite weighs them otherwise
+        weights = torch.tensor([list(suite.weigh(item, [sum(score.logprobs) for score, _ in scored]))])
+        # greedy at temperature 0; otherwise drawn with the row's seed, so that policies share the draw
+        (best,), _ = draw(weights, torch.tensor([seed]), torch.tensor([len(prompt.ids)]), decoding)
+        transcript = (*item.messages, Message(Role.ASSISTANT, options[n // group][best]))
         tokens, rollout = len(answers[n // group][best]), scored[best][1]
         roles = (*prompt.roles, *[str(Role.ASSISTANT)] * tokens)
-        played.append(
-            GradedRow(
-                item=item,
-                transcript=transcript,
-                grade=grade_transcript(suite, item, transcript, "stop"),
-                rollout=rollout,
-                finish_reason="stop",
-                prompt_tokens=len(prompt.ids),
-                new_tokens=tokens,
-                survival=survival(rollout, roles),
-                sample_index=n % group,
-                spans=spans_kept(rollout, prompt.spans, item, transcript),
-                marks=prompt.spans,
-                roles=roles,
-            )
+        row = GradedRow(
+            item=item,
+            transcript=transcript,
+            grade=grade_transcript(suite, item, transcript, "stop"),
+            rollout=rollout,
+            finish_reason="stop",
+            prompt_tokens=len(prompt.ids),
+            new_tokens=tokens,
+            sample_index=n % group,
         )
-    return played
+        rows.append(_with_survival(row, roles, prompt.spans))
+    return rows
 
 
 def score_answers(
@@ -183,39 +178,39 @@ def score_answers(
     seeds: Sequence[int],
     group: int = 1,
 ) -> list[list[tuple[AnswerScore, Rollout]]]:
-    """How probable each prompt's given answers are, token by token through the compressed cache.
+    """Score the given answers of each prompt token by token through the compressed cache.
 
-    A prompt is prefilled once and every answer has a row behind it. One list per prompt and group member, whose seed
+    A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member, whose seed
     all its answers share.
     """
-    width = max(map(len, answers))  # answers of the prompt that has most
-    # () where a prompt has fewer answers than the widest
-    said = [[*own, *[()] * (width - len(own))] for own in answers for _ in range(group)]
+    width = max(map(len, answers))
+    # pad with () where a prompt has fewer answers than the widest
+    padded = [[*texts, *[()] * (width - len(texts))] for texts in answers for _ in range(group)]
     row_seeds = [seed for seed in seeds for _ in range(width)]
     roles = [prompt.roles for prompt in prompts]
-    # rows by prompt, then group member, then answer: the members of one prefill are all of a prompt's
+    # rows by prompt, then group member, then answer: all rows of a prompt share one prefill
     episode = sampler.open([prompt.ids for prompt in prompts], row_seeds, group=group * width, roles=roles)
-    scored = episode.score([ids for own in said for ids in own])
-    pairs = list(zip(scored, episode.rollouts(), strict=True))
+    scores = episode.score([ids for texts in padded for ids in texts])
+    pairs = list(zip(scores, episode.rollouts(), strict=True))
     return [
-        [(own, rollout) for own, rollout in pairs[start : start + width] if own is not None]
+        [(score, rollout) for score, rollout in pairs[start : start + width] if score is not None]
         for start in range(0, len(pairs), width)
     ]
 
 
 def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int) -> None:
-    """Raise SpecError when a prompt and its first answer do not fit the model's positions.
+    """Raise SpecError if a prompt and its first answer do not fit the model's positions.
 
-    Neither do given answers behind a prompt that ends within a thought.
+    Also raised for answer options that follow a prompt which opens a thought, and for an option without tokens.
     """
     if model.chat.opens_thought and suite.options(item):
         raise SpecError(
-            f"suite {suite.name} scores given answers, and the chat template begins every answer with a thought; "
-            "turn that off by an option of the template (chat:), or leave the suite out"
+            f"suite {suite.name} scores given answers, but the chat template begins every answer with a thought; "
+            "turn thoughts off by an option of the template (chat:), or leave the suite out"
         )
     lengths = [model.chat.count_tokens(text) for text in suite.options(item)]
     if 0 in lengths:
-        raise SpecError(f"suite {suite.name} item {item.item_id} offers an option without a single token")
+        raise SpecError(f"suite {suite.name} item {item.item_id} has an option that encodes to no tokens")
     longest = max(lengths, default=suite.max_new_tokens)
     if prompt_tokens + longest > model.max_positions:
         raise SpecError(
@@ -225,11 +220,11 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
 
 
 class Conversation:
-    """One conversation under way: answers go in as tokens, and what the environment says comes out as tokens."""
+    """An ``Exchange`` in tokens: takes the model's answers as tokens and renders the environment's replies."""
 
-    def __init__(self, asked: AskedItem, member: int, model: ServedModel) -> None:
-        self.suite, item, prompt, self._thinks = asked
-        self.exchange = Exchange(self.suite, item, thinks=asked.thinks, opens_thought=model.chat.opens_thought)
+    def __init__(self, entry: AskedItem, member: int, model: ServedModel) -> None:
+        self.suite, item, prompt, self._thinks = entry
+        self.exchange = Exchange(self.suite, item, thinks=entry.thinks, opens_thought=model.chat.opens_thought)
         self.member, self._model = member, model
         self.prompt_tokens = len(prompt.ids)
         self._roles = list(prompt.roles)
@@ -239,28 +234,28 @@ class Conversation:
 
     @property
     def open(self) -> bool:
-        """Whether the model is to speak."""
+        """Whether another answer of the model is due."""
         return self.exchange.open
 
-    def ended(self, ids: Sequence[int]) -> bool:
-        """Whether an answer has come to a text that ends it; in a thought it ends nothing."""
+    def has_ended(self, ids: Sequence[int]) -> bool:
+        """Return whether the answer so far holds one of the suite's ``until`` texts outside a thought."""
         if not holds_stop(self._model.chat, ids, self.suite.until):
             return False
-        return not self._thinks or self._holds_end(self._model.chat.text(ids))
+        return not self._thinks or self._holds_until(self._model.chat.text(ids))
 
     def answer_end(self, text: str) -> int | None:
-        """Where an answer as text comes to the first text that ends it, which still is of it; None where none does."""
-        found = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
-        return next((place for place in sorted(found) if self._holds_end(text[:place])), None)
+        """Return where the first ``until`` text outside a thought ends in an answer; None if it holds none."""
+        matches = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
+        return next((place for place in sorted(matches) if self._holds_until(text[:place])), None)
 
-    def _holds_end(self, text: str) -> bool:
-        answer = self.exchange.said(text)[-1].content
+    def _holds_until(self, text: str) -> bool:
+        answer = self.exchange.to_messages(text)[-1].content
         return any(end in answer for end in self.suite.until)
 
     def answer(self, completion: Completion) -> bool:
-        """Take the model's answer; end the row, or hold the environment's reply ready. Whether the model speaks again.
+        """Take the model's answer and render the environment's reply; return whether the row continues.
 
-        It is asked as soon as the answer is there, while other rows still speak.
+        Called as soon as the answer is complete, while other rows are still sampled.
         """
         messages = self.exchange.step(self._model.chat.text(completion.ids), completion.finish_reason)
         self._roles += [str(Role.ASSISTANT)] * len(completion.ids)
@@ -270,14 +265,14 @@ class Conversation:
         return self.open
 
     def take_pending(self) -> ChatTokens:
-        """The tokens to append now, none when the row is over."""
-        chunk, self._pending = self._pending, _NOTHING
-        return chunk
+        """Return the tokens to append now, none when the row is over."""
+        reply, self._pending = self._pending, _NOTHING
+        return reply
 
-    def played(self, rollout: Rollout) -> GradedRow:
-        """Grade the finished row; how long it took is for whoever knows the whole batch."""
+    def to_row(self, rollout: Rollout) -> GradedRow:
+        """Grade the finished conversation; ``seconds`` is left at 0."""
         assert rollout.ids.shape[0] == len(self._roles)
-        return GradedRow(
+        row = GradedRow(
             item=self.exchange.item,
             transcript=self.exchange.transcript,
             grade=self.exchange.grade(),
@@ -285,32 +280,27 @@ class Conversation:
             finish_reason=self.exchange.finish,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            survival=survival(rollout, self._roles),
             sample_index=self.member,
-            spans=spans_kept(rollout, self._spans, self.exchange.item, self.exchange.transcript),
-            marks=self._spans,
-            roles=tuple(self._roles),
             unanswered=self.exchange.unanswered,
         )
+        return _with_survival(row, self._roles, self._spans)
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
         reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
-        # room for a whole answer, or the model would be cut short by us and not by its own length
+        # there must be room for a full answer, so that its length is limited by the suite alone
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
-            self.exchange.abort(
-                f"its next turn could outgrow the {self._model.max_positions} positions of the model"
-            )
+            self.exchange.abort(f"its next turn could outgrow the {self._model.max_positions} positions of the model")
             return
         self.exchange.add(messages)
         for name, tokens in reply.spans.items():
-            # from the reply's own numbering to that of the whole rollout
+            # from token numbers of the reply to those of the whole rollout
             self._spans.setdefault(name, []).extend(len(self._roles) + token for token in tokens)
         self._roles += reply.roles
         self._pending = reply
 
 
 def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:
-    """Whether one of the texts stands in the last tokens of an answer, which is asked after every token."""
+    """Return whether one of the texts is in the last tokens of an answer; called after every token."""
     if not until:
         return False
     reach = max(len(text.encode()) for text in until) + 4  # a token holds a byte at least; the first may be cut
@@ -318,26 +308,30 @@ def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:
     return any(text in tail for text in until)
 
 
+def _with_survival(row: GradedRow, roles: Sequence[str], marks: Mapping[str, Sequence[int]]) -> GradedRow:
+    spans = spans_kept(row.rollout, marks, row.item, row.transcript)
+    return replace(row, survival=survival(row.rollout, roles), spans=spans, marks=marks, roles=tuple(roles))
+
+
 def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
-    """Share of each role's tokens still in the cache when the last answer starts, mean over layers and KV heads."""
+    """Return each role's share of tokens still cached when the last answer starts, mean over layers and KV heads."""
     start = rollout.answer_start
     alive = (rollout.evicted_at[:, :, :start] > start).double().mean((0, 1)).tolist()  # [T], 0 to 1
     by_role: dict[str, list[float]] = {}
     for role, share in zip(roles[:start], alive, strict=True):
         by_role.setdefault(role, []).append(share)
-    # every token counts once, wherever it stands
     return {role: sum(shares) / len(shares) for role, shares in sorted(by_role.items())}
 
 
 def spans_kept(
     rollout: Rollout, tokens: Mapping[str, Sequence[int]], item: Item, transcript: Sequence[Message]
 ) -> dict[str, KeptSpan]:
-    """What is left of every marked span that the model was given, mean over its tokens, layers and KV heads.
+    """Return each marked span's share still cached, mean over its tokens, layers and KV heads.
 
-    What the model said itself is no span, even where it repeats one.
+    Text that the model wrote is never part of a span, even if it repeats one.
     """
-    own = (Role.ASSISTANT, Role.THOUGHT)
-    given = [m.content if n < len(item.messages) or m.role not in own else "" for n, m in enumerate(transcript)]
+    by_model = (Role.ASSISTANT, Role.THOUGHT)
+    given = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]
     places, start = places_of(item.spans, given), rollout.answer_start
 
     def share(numbers: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""How the next token is drawn from a distribution, and what a finished turn is."""
+"""Sampling settings, the draw of the next token, and the results of a turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.core.errors import SpecError
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 keeps the whole distribution."""
+    """Sampling settings; ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -23,15 +23,15 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
             raise SpecError(
-                f"decoding {self}: wanted max_new_tokens >= 1, temperature >= 0 (0 is greedy), 0 < top_p <= 1"
+                f"decoding {self}: expected max_new_tokens >= 1, temperature >= 0 (0 is greedy), 0 < top_p <= 1"
             )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled turn. ``ids`` include the stop token if one was drawn.
+    """A sampled turn; ``ids`` include the stop token if one was sampled.
 
-    ``logprobs`` are nats under the whole temperature-scaled distribution (greedy: temperature 1), before top-p.
+    ``logprobs`` are nats under the full temperature-scaled distribution (greedy: temperature 1), before top-p.
     """
 
     ids: tuple[int, ...]
@@ -40,15 +40,18 @@ class Completion:
 
 
 class AnswerScore(NamedTuple):
-    """A given turn: the log-prob of every token in nats, at temperature 1, and whether each was the most likely."""
+    """The log-probs of a given turn (nats, at temperature 1), and whether each token was the most likely one."""
 
     logprobs: tuple[float, ...]
     greedy: bool
 
 
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
-    """One token per row from logits [B, V], and its log-prob in nats; ``index`` [B] numbers each seed's draw."""
-    wide = logits.double()  # so that rounding seldom moves a draw to another token
+    """Draw one token per row from logits [B, V]; returns tokens and their log-probs in nats.
+
+    ``index`` [B] numbers the draws of each seed.
+    """
+    wide = logits.double()  # so that rounding rarely changes the token drawn
     if decoding.temperature not in (0, 1):
         wide = wide / decoding.temperature
     logprobs = wide.log_softmax(-1)  # [B, V] nats
@@ -57,18 +60,18 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
     else:
         probabilities = nucleus(logprobs.exp(), decoding.top_p)
         cumulative = probabilities.cumsum(-1)  # [B, V]
-        threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]  # of a nucleus, or rounded, the sum is not 1
-        # right: a token without probability is never drawn; a threshold that rounds up to the sum needs the clamp
+        threshold = uniforms(seeds, index)[:, None] * cumulative[:, -1:]  # the sum is not exactly 1
+        # right=True never draws a token of probability 0; the clamp catches a threshold that rounds up to the sum
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    # at once, since every read waits for the device; a double holds the number of any token
-    drawn, nats = torch.stack([tokens.double(), logprobs.gather(1, tokens[:, None])[:, 0]]).tolist()
-    return [int(token) for token in drawn], nats
+    # one read for both, since every read waits for the device; a double holds any token number
+    ids, nats = torch.stack([tokens.double(), logprobs.gather(1, tokens[:, None])[:, 0]]).tolist()
+    return [int(token) for token in ids], nats
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020): [B, V]."""
+    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020); returns [B, V]."""
     if top_p >= 1:
         return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)  # [B, V], the likeliest first
-    outside = ordered.cumsum(-1) - ordered >= top_p  # without the token itself: the one that crosses top_p stays
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)  # [B, V], most likely first
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays
     return torch.zeros_like(probabilities).scatter(-1, order, ordered.masked_fill(outside, 0.0))

@@ -1,6 +1,6 @@
-"""A batch of rows with one living cache: given tokens go in, drawn tokens come out, the ledger is kept.
+"""A batch of rows that share one live KV cache: tokens are fed or sampled, and the ledger records evictions.
 
-Batches are right-padded, so that the chunk a token falls into depends on its row alone.
+Batches are padded on the right, so that a row's chunk boundaries do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
-from kvaudit.audit.sampling.decoding import Completion, Decoding, AnswerScore, draw
+from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding, draw
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Role
 
-SampleTokens = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]  # from logits [b, V], and tokens drawn so far [b]
-EndsTurn = Callable[[int, Sequence[int]], bool]  # whether a row's turn is over, from its number and what it has drawn
-OnTurnEnd = Callable[[int, Completion], bool]  # takes a row's turn as soon as it is over; whether the row may go on
-ShouldPause = Callable[[], bool]  # whether turns are to stop where they are
+# (logits [b, V], number of tokens in each row's turn [b]) -> next token and its log-prob for every row
+SampleTokens = Callable[[Tensor, list[int]], tuple[list[int], list[float]]]
+EndsTurn = Callable[[int, Sequence[int]], bool]  # (row, tokens of its turn) -> whether the turn is over
+OnTurnEnd = Callable[[int, Completion], bool]  # called when a row's turn ends; returns whether the row continues
+ShouldPause = Callable[[], bool]  # called after every step; returns whether to pause the unfinished turns
 
 
 class ServedModel(Protocol):
-    """What the sampler needs of a loaded model."""
+    """The attributes of a loaded model that the sampler uses."""
 
     model: Any  # a transformers causal language model with the ``kvaudit`` attention
     device: torch.device
@@ -42,10 +43,10 @@ class ServedModel(Protocol):
 
 
 class _Row:
-    """What one row has seen, was given and has drawn."""
+    """The tokens of one row, prompt first, with what a ``Rollout`` records of them."""
 
     def __init__(self, prompt: Sequence[int], keys: tuple[int, int]) -> None:
-        self.ids, self.keys = list(prompt), keys  # of the prompt's entries and of its own
+        self.ids, self.keys = list(prompt), keys  # seeds of the prompt's entries and of the row's later ones
         self.prompt_length = len(prompt)
         self.sampled = [False] * len(prompt)
         self.logprobs = [0.0] * len(prompt)
@@ -58,10 +59,10 @@ class _Row:
 
 
 class Episode:
-    """A batch of rows with one living cache: given tokens and drawn tokens are compressed as they come.
+    """A batch of rows with one live KV cache, which compresses prompt and sampled tokens as they enter.
 
-    Rows that are over leave once they are half of those in the cache: then it is copied once for what every later step
-    costs. Others may join them, between two tokens too. Not ``recorded``: rollouts are not kept, and not asked for.
+    Finished rows leave the cache once they are half of it, so that it is copied once and later steps are cheaper.
+    Other rows can join, even in the middle of a turn. With ``recorded=False`` no rollouts are kept.
     """
 
     def __init__(
@@ -85,27 +86,27 @@ class Episode:
         self._rows = [_Row(prompts[n // group], (seeds[n - n % group], seed)) for n, seed in enumerate(seeds)]
         logits = self._prefill([list(p) for p in prompts], roles, shared)
         self._cache.expand(group, self._seeds)
-        self._held = list(range(len(seeds)))  # the rows in the cache, in its order
-        self._over = set[int]()  # the rows that do not go on
-        self._gone: dict[int, Rollout] = {}  # those of them that have left the cache
-        self._turns: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probs of turns that are under way
-        self._logits = logits.repeat_interleave(group, 0)  # [b, V] of the next token of the rows in the cache
-        self._pending: list[list[int]] = [[] for _ in self._rows]  # drawn, not yet in the cache
+        self._cached = list(range(len(seeds)))  # numbers of the rows in the cache, in cache order
+        self._finished = set[int]()  # rows that do not continue
+        self._rollouts_kept: dict[int, Rollout] = {}  # of finished rows that have left the cache
+        self._turns: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probs of unfinished turns
+        self._logits = logits.repeat_interleave(group, 0)  # [b, V], for the next token of each cached row
+        self._pending: list[list[int]] = [[] for _ in self._rows]  # sampled, not yet in the cache
         self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
 
     @property
     def rows(self) -> int:
-        """Rows of the batch, group members consecutive."""
+        """The number of rows in the batch; group members are consecutive."""
         return len(self._rows)
 
     @property
     def open_rows(self) -> int:
-        """Rows that may still be asked or told something."""
-        return len(self._rows) - len(self._over)
+        """The number of rows that may still continue."""
+        return len(self._rows) - len(self._finished)
 
     @property
     def has_open_turns(self) -> bool:
-        """Whether a turn is under way."""
+        """Whether a paused turn has to be finished."""
         return bool(self._turns)
 
     @property
@@ -118,206 +119,209 @@ class Episode:
         self,
         decoding: Decoding,
         limits: Sequence[int] | None = None,
-        ended: EndsTurn | None = None,
-        heard: OnTurnEnd | None = None,
-        pause: ShouldPause | None = None,
+        ends_turn: EndsTurn | None = None,
+        on_turn_end: OnTurnEnd | None = None,
+        should_pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
-        """Draw one completion for every row; ``limits`` gives each row its own number of tokens, 0 for none at all.
+        """Sample one completion for every row; ``limits`` has the token limit of each row (0: skip the row).
 
-        A row ends with a stop token, or where ``ended`` says so of what it has drawn. One that ``heard`` lets go must
-        not go on later; without it every row may. ``pause`` is asked after every step: where it says so, turns that
-        are under way have no completion yet, and the next call goes on with them.
+        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which ``on_turn_end``
+        returns False must not continue later; without that callback every row may. ``should_pause`` is called after
+        every step: when it returns True, unfinished turns get no completion yet and the next call continues them.
         """
-        most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
-        found: list[Completion | None] = [None] * self.rows
+        caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
+        completions: list[Completion | None] = [None] * self.rows
 
-        def pick(logits: Tensor, drawn: list[int]) -> tuple[list[int], list[float]]:
-            # draws are numbered by row position: turns, and whatever shares the batch, change none
-            # [b] position of the token that is drawn
-            index = [len(self._rows[n].ids) + count for n, count in zip(self._held, drawn, strict=True)]
-            return draw(logits, self._seeds, upload(torch.tensor(index), logits.device), decoding)
+        def sample(logits: Tensor, counts: list[int]) -> tuple[list[int], list[float]]:
+            # draws are numbered by position in the row, so neither turns nor other rows of the batch change them
+            positions = [len(self._rows[n].ids) + count for n, count in zip(self._cached, counts, strict=True)]  # [b]
+            return draw(logits, self._seeds, upload(torch.tensor(positions), logits.device), decoding)
 
-        def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
-            stopped = ids[-1] in self._model.chat.stop_ids or (ended is not None and ended(n, ids))
-            if not stopped and len(ids) < most[n]:
+        def finish_turn(n: int, ids: list[int], logprobs: list[float]) -> bool:
+            stopped = ids[-1] in self._model.chat.stop_ids or (ends_turn is not None and ends_turn(n, ids))
+            if not stopped and len(ids) < caps[n]:
                 return False
-            found[n] = done = Completion(tuple(ids), tuple(logprobs), "stop" if stopped else "length")
-            if heard is not None and not heard(n, done):
-                self._over.add(n)
+            completions[n] = done = Completion(tuple(ids), tuple(logprobs), "stop" if stopped else "length")
+            if on_turn_end is not None and not on_turn_end(n, done):
+                self._finished.add(n)
             return True
 
-        self._answer([limit > 0 for limit in most], pick, said, pause)
-        return found
+        self._run_turns([cap > 0 for cap in caps], sample, finish_turn, should_pause)
+        return completions
 
     @torch.no_grad()
     def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
-        """Let every row say given tokens, one at a time and compressed as drawn ones are; () leaves a row as it is."""
-        assert not self._turns, "a turn that was begun goes on"
-        found: list[AnswerScore | None] = [None] * self.rows
-        likely = [True] * self.rows
+        """Feed the given answers one token at a time, compressed like sampled tokens, and return their log-probs.
 
-        def next_given(logits: Tensor, said: list[int]) -> tuple[list[int], list[float]]:
-            # 0 where a row has nothing more to say: it is fed and what comes of it is never looked at
-            tokens = [answers[n][at] if at < len(answers[n]) else 0 for n, at in zip(self._held, said, strict=True)]
+        An empty answer leaves its row unchanged; its result is None.
+        """
+        assert not self._turns, "paused turns must be finished first"
+        scores: list[AnswerScore | None] = [None] * self.rows
+        greedy = [True] * self.rows
+
+        def next_tokens(logits: Tensor, counts: list[int]) -> tuple[list[int], list[float]]:
+            # 0 pads a row whose answer is over: it is fed, and its result is ignored
+            tokens = [answers[n][k] if k < len(answers[n]) else 0 for n, k in zip(self._cached, counts, strict=True)]
             logprobs = logits.double().log_softmax(-1)  # [b, V] nats, at temperature 1
-            for n, best, token in zip(self._held, logprobs.argmax(-1).tolist(), tokens, strict=True):
-                likely[n] &= n not in self._turns or best == token  # rows whose answer is over are not looked at
-            picked = torch.tensor(tokens, device=logits.device)[:, None]
-            return tokens, logprobs.gather(1, picked)[:, 0].tolist()
+            for n, best, token in zip(self._cached, logprobs.argmax(-1).tolist(), tokens, strict=True):
+                greedy[n] &= n not in self._turns or best == token
+            index = torch.tensor(tokens, device=logits.device)[:, None]
+            return tokens, logprobs.gather(1, index)[:, 0].tolist()
 
-        def said(n: int, ids: list[int], logprobs: list[float]) -> bool:
+        def finish_turn(n: int, ids: list[int], logprobs: list[float]) -> bool:
             if len(ids) < len(answers[n]):
                 return False
-            found[n] = AnswerScore(tuple(logprobs), likely[n])
+            scores[n] = AnswerScore(tuple(logprobs), greedy[n])
             return True
 
-        self._answer([len(answer) > 0 for answer in answers], next_given, said)
-        return found
+        self._run_turns([len(answer) > 0 for answer in answers], next_tokens, finish_turn)
+        return scores
 
-    def _answer(
+    def _run_turns(
         self,
         running: list[bool],
-        pick: SampleTokens,
-        said: Callable[[int, list[int], list[float]], bool],
-        pause: ShouldPause | None = None,
+        next_tokens: SampleTokens,
+        finish_turn: Callable[[int, list[int], list[float]], bool],
+        should_pause: ShouldPause | None = None,
     ) -> None:
-        """The turn of every row that is ``running``: the tokens that ``pick`` gives, each fed to the cache alone.
+        """Run a turn of every ``running`` row: feed the tokens from ``next_tokens`` to the cache one by one.
 
-        ``said`` is asked after every token of a row whether its turn is over.
+        ``finish_turn`` is called after every token of a row and returns whether its turn is over.
         """
-        assert not any(running[n] for n in self._over), "a row that was let go does not go on"
-        assert all(running[n] for n in self._turns), "a turn that was begun goes on"
-        self._let_go()
-        self._begin({n for n, on in enumerate(running) if on and n not in self._turns})
+        assert not any(running[n] for n in self._finished), "a finished row cannot continue"
+        assert all(running[n] for n in self._turns), "a paused turn must continue"
+        self._drop_finished()
+        self._begin_turns({n for n, on in enumerate(running) if on and n not in self._turns})
         logits = self._logits  # [b, V]
         while any(running):
-            # tokens of its turn so far, for every row in the cache
-            drawn = [len(self._turns[n][0]) if n in self._turns else 0 for n in self._held]
-            for n, token, logprob in zip(self._held, *pick(logits, drawn), strict=True):
+            # tokens in the turn of every cached row
+            counts = [len(self._turns[n][0]) if n in self._turns else 0 for n in self._cached]
+            for n, token, logprob in zip(self._cached, *next_tokens(logits, counts), strict=True):
                 if running[n]:
                     ids, logprobs = self._turns[n]
                     ids.append(token)
                     logprobs.append(logprob)
-                    running[n] = not said(n, ids, logprobs)
+                    running[n] = not finish_turn(n, ids, logprobs)
                     if not running[n]:
                         self._rows[n].add(*self._turns.pop(n))
-                        self._pending[n] = ids[-1:]  # not fed yet: it enters with what is given next
+                        self._pending[n] = ids[-1:]  # enters the cache with the row's next tokens
             if any(running):
-                # before the step, which then computes nothing for rows that are over
-                self._let_go()
-                logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._held])
-                if pause is not None and pause():
-                    # [b, 1]; rows that are over keep the logits they ended with
-                    under_way = torch.tensor([running[n] for n in self._held], device=logits.device)[:, None]
-                    self._logits = torch.where(under_way, logits, self._logits)
+                # before the step, so that nothing is computed for finished rows
+                self._drop_finished()
+                logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._cached])
+                if should_pause is not None and should_pause():
+                    # [b, 1]; rows whose turn is over keep the logits they ended with
+                    unfinished = torch.tensor([running[n] for n in self._cached], device=logits.device)[:, None]
+                    self._logits = torch.where(unfinished, logits, self._logits)
                     return
 
-    def _begin(self, numbers: Set[int]) -> None:
-        """Let these rows begin a turn: they see what they have not seen yet."""
+    def _begin_turns(self, numbers: Set[int]) -> None:
+        """Begin a turn of these rows: feed what they have not seen yet."""
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
-        self._feed_queued(beginning)
-        self._feed_pending(beginning)  # after what was given, which takes its row's drawn token along
-        for n, retention in zip(self._held, self._cache.retention().tolist(), strict=True):
+        self._feed_queued(beginning)  # which feeds the pending token of its rows too
+        self._feed_pending(beginning)
+        for n, retention in zip(self._cached, self._cache.retention().tolist(), strict=True):
             if beginning[n]:
                 self._rows[n].answer_start, self._rows[n].retention = len(self._rows[n].ids), retention
                 self._turns[n] = ([], [])
 
     def join(self, other: Episode) -> None:
-        """Take in the rows of an episode of the same model and policy, behind its own; that one is used up.
+        """Append the rows of an episode of the same model and policy, which must not be used afterwards.
 
-        A row sees, draws and leaves behind what it would have by itself.
+        Every row samples and records the same as it would alone.
         """
         first = self.rows
         if self.open_rows:
-            # rows that are over leave first, or they would be copied along
-            self._let_go(at_once=True)
+            # drop finished rows first, so that they are not copied
+            self._drop_finished(at_once=True)
             self._cache.join(other._cache)
             self._seeds, self._logits = torch.cat([self._seeds, other._seeds]), torch.cat([self._logits, other._logits])
         else:
-            # nobody here goes on: what is left is recorded, and the other's cache takes the place of this one
-            self._keep(self._held)
-            self._cache, self._seeds, self._logits, self._held = other._cache, other._seeds, other._logits, []
-        self._held += [first + n for n in other._held]
-        self._over |= {first + n for n in other._over}
-        self._gone |= {first + n: rollout for n, rollout in other._gone.items()}
+            # every row here is finished: keep its rollout and take over the other episode's cache
+            self._keep_rollouts(self._cached)
+            self._cache, self._seeds, self._logits, self._cached = other._cache, other._seeds, other._logits, []
+        self._cached += [first + n for n in other._cached]
+        self._finished |= {first + n for n in other._finished}
+        self._rollouts_kept |= {first + n: rollout for n, rollout in other._rollouts_kept.items()}
         self._turns |= {first + n: turn for n, turn in other._turns.items()}
         self._rows += other._rows
         self._pending += other._pending
         self._queued += other._queued
 
-    def _let_go(self, *, at_once: bool = False) -> None:
-        """Let the rows that are over leave the cache, once they are half of it or ``at_once``, while others stay."""
-        stay = [place for place, n in enumerate(self._held) if n not in self._over]
-        if not 0 < len(stay) <= (len(self._held) - 1 if at_once else len(self._held) // 2):
+    def _drop_finished(self, *, at_once: bool = False) -> None:
+        """Remove finished rows from the cache once they are half of it (any of them if ``at_once``); never all rows."""
+        stay = [place for place, n in enumerate(self._cached) if n not in self._finished]
+        if not 0 < len(stay) <= (len(self._cached) - 1 if at_once else len(self._cached) // 2):
             return
-        self._keep([n for n in self._held if n in self._over])
+        self._keep_rollouts([n for n in self._cached if n in self._finished])
         rows = torch.tensor(stay)
         self._cache.reindex(rows)
-        there = rows.to(self._logits.device)
-        self._seeds, self._logits = self._seeds[there], self._logits[there]
-        self._held = [self._held[place] for place in stay]
+        index = rows.to(self._logits.device)
+        self._seeds, self._logits = self._seeds[index], self._logits[index]
+        self._cached = [self._cached[place] for place in stay]
 
     def _feed_pending(self, running: Sequence[bool]) -> None:
-        """A row that goes on without having been given anything still has to see its last drawn token."""
-        tokens = [self._pending[n][-1] if running[n] and self._pending[n] else -1 for n in self._held]
+        """Feed the last sampled token of rows that continue without new input."""
+        tokens = [self._pending[n][-1] if running[n] and self._pending[n] else -1 for n in self._cached]
         if any(t >= 0 for t in tokens):
             fed = torch.tensor(tokens, device=self._logits.device)[:, None] >= 0  # [b, 1]
             self._logits = torch.where(fed, self._step(tokens), self._logits)
-            for n, token in zip(self._held, tokens, strict=True):
+            for n, token in zip(self._cached, tokens, strict=True):
                 if token >= 0:
                     self._pending[n] = []
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
-        """Append given tokens, with their roles, to each row (() = nothing); they enter when the row goes on.
+        """Append input tokens and their roles to each row (() for none); they are fed when the row continues.
 
-        What is given in several calls enters as if it were given in one.
+        Several calls have the same effect as one call with the tokens joined.
         """
         assert len(chunks) == self.rows
-        assert not any(chunks[n] for n in self._over), "a row that was let go is given nothing"
-        assert not any(chunks[n] for n in self._turns), "a row in the middle of its turn is given nothing"
+        assert not any(chunks[n] for n in self._finished), "a finished row takes no input"
+        assert not any(chunks[n] for n in self._turns), "a row with a paused turn takes no input"
         for n, chunk in enumerate(chunks):
-            own = [""] * len(chunk) if roles is None else roles[n]
-            assert not (self._cache.policy.pinned_roles and chunk and roles is None), "pinned roles must be named"
+            chunk_roles = [""] * len(chunk) if roles is None else roles[n]
+            assert not (self._cache.policy.pinned_roles and chunk and roles is None), "a pinning policy needs roles"
             self._rows[n].add(chunk)
-            self._queued[n] += zip(chunk, own, strict=True)
+            self._queued[n] += zip(chunk, chunk_roles, strict=True)
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Given tokens attend causally, behind the last drawn one, then the policy evicts."""
+        """Prefill the pending token and the queued input of the running rows."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
-        drawn = str(Role.ASSISTANT)
+        assistant = str(Role.ASSISTANT)
         tokens = [
-            [*((token, drawn) for token in self._pending[n]), *self._queued[n]] if fed[n] else [] for n in self._held
+            [*((token, assistant) for token in self._pending[n]), *self._queued[n]] if fed[n] else []
+            for n in self._cached
         ]
         for n, on in enumerate(fed):
             if on:
                 self._pending[n], self._queued[n] = [], []
         logits = self._prefill([[t for t, _ in row] for row in tokens], [[role for _, role in row] for row in tokens])
-        changed = torch.tensor([fed[n] for n in self._held], device=logits.device)[:, None]  # [b, 1]
+        changed = torch.tensor([fed[n] for n in self._cached], device=logits.device)[:, None]  # [b, 1]
         self._logits = torch.where(changed, logits, self._logits)
 
-    def _keep(self, leaving: Sequence[int]) -> None:
+    def _keep_rollouts(self, leaving: Sequence[int]) -> None:
         if self._recorded:
-            self._gone |= self._rollouts(leaving)
+            self._rollouts_kept |= self._rollouts(leaving)
             return
         for n in leaving:
-            self._rows[n] = _Row((), (0, 0))  # its text is no longer held either
+            self._rows[n] = _Row((), (0, 0))  # frees the row's tokens
 
     def rollouts(self) -> list[Rollout]:
-        """Every row as it stands, with its ledger."""
+        """Return every row with its ledger."""
         assert self._recorded
-        assert not self._turns, "a turn that was begun goes on"
+        assert not self._turns, "paused turns must be finished first"
         self._feed_queued([True] * self.rows)
-        found = self._gone | self._rollouts(self._held)
-        return [found[n] for n in range(self.rows)]
+        rollouts = self._rollouts_kept | self._rollouts(self._cached)
+        return [rollouts[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
-        wanted, cache = set(numbers), self._cache
-        # in tokens; what lies behind the end of a shorter row is cut off below
+        selected, cache = set(numbers), self._cache
+        # in tokens; shorter rows are cut to their own length below
         longest = max(len(self._rows[n].ids) for n in numbers)
         # [b, L, H, T]; times [b, T] of keys and of values, None without codes
         ledger, times = cache.ledger(longest), cache.quantised_at(longest)
@@ -326,9 +330,9 @@ class Episode:
         pinned = cache.pinned()
 
         def rollout(row: _Row, place: int) -> Rollout:
-            own = slice(len(row.ids))
-            evicted_at, sampled = ledger[place, :, :, own].clone(), torch.tensor(row.sampled)
-            codes = None if times is None else (times[0][place, own].clone(), times[1][place, own].clone())
+            tokens = slice(len(row.ids))
+            evicted_at, sampled = ledger[place, :, :, tokens].clone(), torch.tensor(row.sampled)
+            codes = None if times is None else (times[0][place, tokens].clone(), times[1][place, tokens].clone())
             return Rollout(
                 ids=torch.tensor(row.ids),
                 prompt_length=row.prompt_length,
@@ -345,12 +349,12 @@ class Episode:
                 keys_quantised_at=None if codes is None else codes[0],
                 values_quantised_at=None if codes is None else codes[1],
                 hints=None if hints is None else hints[place],
-                experts=None if experts is None else experts[place, own].clone(),
+                experts=None if experts is None else experts[place, tokens].clone(),
                 selection=None if selections is None else selections[place],
                 pinned=None if pinned is None else pinned[place],
             )
 
-        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._held) if n in wanted}
+        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._cached) if n in selected}
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
@@ -360,19 +364,19 @@ class Episode:
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
     def _pinned(self, roles: Sequence[Sequence[str]] | None, width: int) -> Tensor | None:
-        """Which given tokens [B, width] the policy pins, None where it pins none."""
+        """Return which input tokens [B, width] the policy pins, None if it pins no roles."""
         pinned = self._cache.policy.pinned_roles
         if not pinned:
             return None
-        assert roles is not None, "a policy that pins roles needs the roles of what is given"
+        assert roles is not None, "a pinning policy needs roles"
         return torch.tensor([[role in pinned for role in row] + [False] * (width - len(row)) for row in roles])
 
     def _prefill(
         self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None, shared: SharedPrefill | None = None
     ) -> Tensor:
-        """Feed whole token lists chunk by chunk; logits [B, V] after each row's last token.
+        """Feed whole token lists chunk by chunk and return logits [B, V] after each row's last token.
 
-        What is ``shared`` with other policies is the first chunk, into empty caches.
+        ``shared`` supplies the first chunk, which policies share when their caches are empty.
         """
         lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -386,16 +390,16 @@ class Episode:
                 f"context of {int(positions.max()) + 1} tokens is longer than the model's {self._model.max_positions} "
                 "positions; ask for a shorter context"
             )
-        chunk, pinned = self._cache.policy.chunk, self._pinned(roles, ids.shape[1])
+        size, pinned = self._cache.policy.chunk, self._pinned(roles, ids.shape[1])
         result = None
-        for start in range(0, ids.shape[1], chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, ids.shape[1], size):
+            chunk = slice(start, start + size)
             last = lengths - 1 - start  # column of each row's last token within this chunk
-            ending = (last >= 0) & (last < ids[:, part].shape[1])  # [b], rows that end in this chunk
-            # rows end in different columns: a head over all of them would make [B, chunk, V]
-            wanted, inverse = torch.unique(last[ending], return_inverse=True)  # [n]; which of them, by ending row
-            self._cache.begin(positions[:, part], decoding=False, pinned=None if pinned is None else pinned[:, part])
-            forward = partial(self._forward, ids[:, part], positions[:, part], columns=wanted)
+            ending = (last >= 0) & (last < ids[:, chunk].shape[1])  # [b], rows that end in this chunk
+            # compute logits only in columns where a row ends, not [B, chunk, V]
+            last_columns, inverse = torch.unique(last[ending], return_inverse=True)  # [n]; index into it by ending row
+            self._cache.begin(positions[:, chunk], decoding=False, pinned=None if pinned is None else pinned[:, chunk])
+            forward = partial(self._forward, ids[:, chunk], positions[:, chunk], columns=last_columns)
             first = shared if start == 0 else None
             logits = forward() if first is None else first.logits(self._cache, Prompts(ids, positions), forward)
             if result is None:
@@ -409,7 +413,10 @@ class Episode:
     def _forward(
         self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
-        """The forward that was announced; logits [B, n, V] at ``columns`` (None: the last one)."""
+        """Run the forward pass announced to the cache; logits [B, n, V] at ``columns`` (None: the last one).
+
+        ``through`` replaces the cache: a shared prefill computes attention for several policies.
+        """
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(
             input_ids=upload(ids, device),

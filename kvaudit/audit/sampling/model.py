@@ -1,6 +1,6 @@
 """Load a language model: a hub id, a local folder, a .gguf file, or the one that ships with the package.
 
-Weights come from safetensors or GGUF only, never from pickles, and no code from the checkpoint is ever run.
+Weights come from safetensors or GGUF only, never from pickles, and no code from a checkpoint is ever run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from transformers.utils import logging as transformers_logging
 
 from kvaudit.audit.cache.attention import ATTENTION_NAME as ATTENTION
 from kvaudit.audit.cache.attention import disable_cudnn_attention, require_interface
-from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds
-from kvaudit.audit.cache.layers import patch_state_layers
+from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds, patch_state_layers
 from kvaudit.audit.sampling.chat import Chat, ChatOption
-from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.audit.sampling.weights import (
     ADAPTER_CONFIG,
     INDEX,
     check_complete,
+    check_gguf,
     check_numbers,
     check_sizes,
     file_sha256,
@@ -48,19 +47,18 @@ DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_WEIGHTS = ["*.safetensors"]
 _HUB_FILES = [*_HUB_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
-# What transformers reads of a folder besides weights.
+# the files that transformers reads besides weights
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
-_CODE = "auto_map"  # the key under which a config names Python of its checkpoint
+_CODE = "auto_map"  # the config key that names Python code of the checkpoint
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
 
 
 @dataclass
 class LoadedModel:
-    """A causal language model in evaluation mode, attending through ``kvaudit``, with its chat.
+    """A causal language model in evaluation mode with the ``kvaudit`` attention, and its chat.
 
-    ``sha256`` identifies the weights that were loaded (weights.weights_sha256). ``files`` has the sha256 of whatever
-    else was read, by name.
+    ``sha256`` is that of the weights (``weights.weights_sha256``), ``files`` has that of every other file read.
     """
 
     model: Any
@@ -80,12 +78,12 @@ def load_model(
     device: str = "auto",
     chat: Mapping[str, ChatOption] | None = None,
 ) -> LoadedModel:
-    """Load a model for sampling and learning; ``chat`` are options of its chat template.
+    """Load a model for sampling and learning; ``chat`` has the options of its chat template.
 
-    Raises DataError when the checkpoint is missing, unreachable, corrupt or of another format, and RunError when the
-    model has no full-attention layer whose cache could be compressed.
+    Raises DataError if the checkpoint is missing, unreachable, corrupt or of another format, and RunError if the model
+    has no full-attention layer whose cache could be compressed.
     """
-    place = _device(device)
+    torch_device = _device(device)
     with _quiet(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
@@ -94,30 +92,30 @@ def load_model(
             model, tokenizer = _load_gguf(path, dtype)
             digest = file_sha256(path)
         else:
-            folder = _own_folder(name_or_path)
+            folder = _checked_folder(name_or_path)
             model, tokenizer = _load_folder(folder, dtype)
             digest = weights_sha256(folder)
-        # before a prompt is made: a token beyond the embeddings would end in an index error
+        # before anything is encoded: a token without an embedding would raise an IndexError
         _check_tokenizer(name_or_path, model, tokenizer)
-        talk = Chat(tokenizer, _generation_stops(name_or_path, model), chat)
+        model_chat = Chat(tokenizer, _generation_stops(name_or_path, model), chat)
     _require_full_attention(name_or_path, model.config)
     require_interface(model)
-    patch_state_layers(model)  # layers of linear attention have a state in place of entries
-    disable_cudnn_attention(place)
+    patch_state_layers(model)  # linear-attention layers keep a state instead of cache entries
+    disable_cudnn_attention(torch_device)
     return LoadedModel(
-        model=model.to(place).eval(),
-        chat=talk,
+        model=model.to(torch_device).eval(),
+        chat=model_chat,
         name=name_or_path,
         sha256=digest,
         max_positions=_max_positions(name_or_path, model.config),
-        device=place,
+        device=torch_device,
         dtype=model.dtype,
         files=_files_read(folder),
     )
 
 
 def load_chat(name_or_path: str = EMBEDDED) -> Chat:
-    """The tokenizer and chat template of a model, and none of its weights; raises DataError as ``load_model`` does."""
+    """Load the tokenizer and chat template of a model without its weights; raises DataError like ``load_model``."""
     with _quiet(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
@@ -129,18 +127,18 @@ def load_chat(name_or_path: str = EMBEDDED) -> Chat:
 
 
 def to_path(name_or_path: str) -> Path:
-    """A model's name as a path, there or not; raises DataError for what can be none."""
+    """Return a model's name as a path, which need not exist; raises DataError if it cannot be one."""
     try:
         path = Path(name_or_path).expanduser()
         path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, of a user who is none, with a zero byte
-        why = str(error).partition(": ")[0]
-        raise DataError(f"model {shown(name_or_path)} cannot be a path ({why[:80]}); mend the name") from None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of an unknown user, or a zero byte
+        reason = str(error).partition(": ")[0]
+        raise DataError(f"model {shown(name_or_path)} cannot be a path ({reason[:80]}); correct the name") from None
     return path
 
 
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
-    """The folder behind a model's name; a hub id is downloaded into the hub's own cache when it is not there yet."""
+    """Return the folder of a model; a hub id is downloaded into the hub's cache if needed."""
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / "training" / EMBEDDED
     path = to_path(name_or_path)
@@ -150,7 +148,7 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
     if path.exists() or not _HUB_ID.fullmatch(name_or_path):
         raise DataError(f"model {name_or_path!r} is no folder, .gguf file or hub id; give one of those, or 'embedded'")
     try:
-        # no subfolders, which hold other formats of the same weights
+        # subfolders hold other formats of the same weights
         ignored = ["*/*"] if weights else ["*/*", *_HUB_WEIGHTS]
         return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES, ignore_patterns=ignored))
     except (OSError, HfHubHTTPError, HFValidationError, RuntimeError) as error:
@@ -161,43 +159,43 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
 
 
 def verify_folder(folder: Path) -> None:
-    """Compare a checkpoint's files with its manifest; raises DataError for what is missing or was changed.
+    """Compare a checkpoint's files with its manifest; raises DataError for a missing or changed file.
 
-    ``manifest.json`` maps file names to sha256; the ``provenance.json`` of a checkpoint we trained holds the same map
-    under "files". A folder with neither, any ordinary Hugging Face folder, only has to be complete; an adapter's has
-    no model of its own.
+    ``manifest.json`` maps file names to sha256; ``provenance.json`` of a kvaudit checkpoint holds the same map under
+    "files". Without either, as in any Hugging Face folder, the config and the weights have to be there. An adapter's
+    folder needs neither.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         if not (folder / "config.json").is_file():
             raise DataError(f"checkpoint {str(folder)!r} holds no config.json; give a folder in Hugging Face format")
         weight_files(folder)
-    for name, wanted in _manifest(folder).items():
+    for name, expected in _manifest(folder).items():
         path = folder / name
         if not path.is_file():
             raise DataError(
                 f"checkpoint {str(folder)!r} lacks {name}, which its manifest lists; train or copy it again"
             )
-        if (got := file_sha256(path)) != wanted:
+        if (actual := file_sha256(path)) != expected:
             raise DataError(
-                f"checkpoint {str(folder)!r}: {name} has sha256 {got[:12]}, its manifest says {wanted[:12]}; "
+                f"checkpoint {str(folder)!r}: {name} has sha256 {actual[:12]}, its manifest says {expected[:12]}; "
                 "the file was changed or cut short"
             )
 
 
 def check_no_code(folder: Path) -> None:
-    """Raise DataError where a config of the folder names Python of its own, whatever else could be loaded instead.
+    """Raise DataError if a config of the folder names Python code, even if the model could be loaded without it.
 
     transformers would ask on standard input whether to run it.
     """
     for path in plain_files(folder, "*config.json"):  # tokenizer and processor configs can name code too
         try:
-            found = _names_code(json.loads(path.read_text(encoding="utf-8")))
+            names_code = _names_code(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{str(path)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
-        if found:
+        if names_code:
             raise DataError(
-                f"checkpoint {str(folder)!r}: {path.name} names code of its own ({_CODE}), which is never run; where "
-                f"transformers knows the model by itself, take {_CODE} out of that file"
+                f"checkpoint {str(folder)!r}: {path.name} names Python code ({_CODE}), which is never run; if "
+                f"transformers supports the model itself, remove {_CODE} from that file"
             )
 
 
@@ -208,8 +206,8 @@ def _names_code(value: Any) -> bool:
 
 
 def _files_read(folder: Path) -> dict[str, str]:
-    found = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(found)}
+    paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:
@@ -222,12 +220,12 @@ def _manifest(folder: Path) -> dict[str, str]:
             files |= own_files(table if key is None else table[key], folder / name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"checkpoint {str(folder)!r}: {name} is not a readable manifest ({error!r})") from None
-    # ledgers are of the training run; whoever only serves the model does not need them
+    # ledgers belong to the training run; serving the model does not need them
     return {name: digest for name, digest in files.items() if not name.startswith("ledgers/")}
 
 
 class LoadedClassifier(NamedTuple):
-    """A sequence-classification model in evaluation mode; ``files`` has the sha256 of what was read besides weights."""
+    """A sequence-classification model in evaluation mode; ``files`` has the sha256 of every file but the weights."""
 
     model: Any
     tokenizer: Any
@@ -236,15 +234,14 @@ class LoadedClassifier(NamedTuple):
 
 
 def load_classifier(name_or_path: str) -> LoadedClassifier:
-    """Load a model that sorts texts into classes, on the CPU or the GPU; raises DataError as ``load_model`` does."""
+    """Load a text classifier onto the GPU if there is one; raises DataError like ``load_model``."""
     with _quiet(name_or_path):
-        folder = _own_folder(name_or_path)
+        folder = _checked_folder(name_or_path)
         model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
     return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
 
 
-def _own_folder(name_or_path: str) -> Path:
-    """``locate``, of a folder that is whole and names no code."""
+def _checked_folder(name_or_path: str) -> Path:
     folder = locate(name_or_path)
     check_no_code(folder)
     verify_folder(folder)
@@ -252,39 +249,39 @@ def _own_folder(name_or_path: str) -> Path:
 
 
 def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
-    found = list(headers(weight_files(folder)))
-    # before anything is built: a config may ask for more than any memory holds
-    check_sizes(folder, found)
+    tensors = list(headers(weight_files(folder)))
+    # before anything is built, since a config may ask for more than the memory holds
+    check_sizes(folder, tensors)
     model, info = kind.from_pretrained(
         folder,
         dtype=_dtype(dtype),
         **({"attn_implementation": ATTENTION} if kind is AutoModelForCausalLM else {}),
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # refused below, by name
+        ignore_mismatched_sizes=True,  # check_complete reports them
         output_loading_info=True,
         **_LOCAL,
     )
     check_complete(str(folder), model, info)
-    check_numbers(str(folder), model, found)
+    check_numbers(str(folder), model, tensors)
     return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
 def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
-    """Dequantise a GGUF file into a plain model: what transformers makes of it can be neither trained nor saved."""
+    """Dequantise a GGUF file into a plain model: what transformers loads from it cannot be trained or saved."""
     tokenizer = _gguf_tokenizer(path)
-    wanted = torch.float32 if dtype == "auto" else _dtype(dtype)
+    torch_dtype = torch.float32 if dtype == "auto" else _dtype(dtype)
     loaded, info = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=wanted, output_loading_info=True, **_LOCAL
+        path.parent, gguf_file=path.name, dtype=torch_dtype, output_loading_info=True, **_LOCAL
     )
     check_complete(str(path), loaded, info)
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
-        # what was dequantised must not say that it is quantised
+        # the weights are no longer quantised
         del config.quantization_config
     plain = AutoModelForCausalLM.from_config(
-        config, dtype=wanted, attn_implementation=ATTENTION, trust_remote_code=False
+        config, dtype=torch_dtype, attn_implementation=ATTENTION, trust_remote_code=False
     )
-    plain.load_state_dict(loaded.state_dict())  # strict: a tensor that has no place here is an error
+    plain.load_state_dict(loaded.state_dict())  # strict: an unknown tensor is an error
     check_numbers(str(path), plain)
     return plain, tokenizer
 
@@ -301,47 +298,47 @@ def _gguf_tokenizer(path: Path) -> Any:
 
 @contextmanager
 def hide_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress."""
-    bars = transformers_logging.is_progress_bar_enabled()
+    """Hide transformers' progress bars inside the context."""
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if bars:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Load without progress bars; whatever transformers raises becomes one line that names the model."""
+    """Hide progress bars, and turn any error of transformers into a one-line DataError that names the model."""
     try:
         with hide_progress_bars():
             yield
     except AuditError:
         raise
-    except Exception as error:  # a stranger's file leads libraries to raise anything, bare Exception included
+    except Exception as error:  # an untrusted file can make libraries raise anything
         first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
-        # the next line too where the first only introduces it
+        # add the next line if the first only introduces it
         line = f"{first} {second}".strip() if first.endswith(":") else first
         raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
 
 
 def _generation_stops(name: str, model: Any) -> list[int]:
-    """The tokens that end an answer by the model's own word; raises DataError for what is no token of the model."""
+    """Return the stop tokens of the generation config; raises DataError if one is not a token of the model."""
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
-    found = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    tokens = [] if stops is None else stops if isinstance(stops, list) else [stops]
     size = model.get_input_embeddings().weight.shape[0]
-    for stop in found:
+    for stop in tokens:
         if type(stop) is not int or not 0 <= stop < size:
             raise DataError(
-                f"model {name!r}: eos_token_id is {shown(stop)}, wanted a token of the model, 0 to {size - 1}; "
-                "mend generation_config.json"
+                f"model {name!r}: eos_token_id is {shown(stop)}, expected a token of the model, 0 to {size - 1}; "
+                "correct generation_config.json"
             )
-    return found
+    return tokens
 
 
 def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
-    """Raise DataError where the tokenizer ends an answer by a token that the model does not have."""
+    """Raise DataError if the tokenizer's eos token is not a token of the model."""
     stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
     if stop is not None and stop >= size:
         raise DataError(
@@ -353,8 +350,8 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
 def _require_full_attention(name: str, config: Any) -> None:
     kinds = layer_kinds(config)
     if not GOVERNED_KINDS & set(kinds):
-        found = ", ".join(sorted(set(kinds))) or "none with attention"
-        raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {found})")
+        names = ", ".join(sorted(set(kinds))) or "none with attention"
+        raise RunError(f"model {name!r} has no full-attention layer to compress (its layers: {names})")
 
 
 def _max_positions(name: str, config: Any) -> int:
@@ -373,7 +370,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)  # a device that is named right may still not be there
+        torch.empty(0, device=device)  # a valid device name may still be absent
     except (RuntimeError, AssertionError) as error:
         line = str(error).partition("\n")[0]
         raise RunError(f"device {name!r} cannot be used here ({line}); try 'cpu' or 'auto'") from None

@@ -1,7 +1,6 @@
-"""The one decoder of the project: prompts and a policy in; completions, log-probs and the ledger out.
+"""The one sampler of the project: prompts and a policy in; completions, log-probs and the ledger out.
 
-Training rollouts and evaluation both go through here, so "the compression used in training" and "the compression used
-in serving" mean the same code.
+Training rollouts and evaluation both use it, so compression in training and in serving is the same code.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from typing import TypeVar
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.policies import Mixture, Policy
-from kvaudit.audit.sampling.decoding import Completion, Decoding, AnswerScore
-from kvaudit.audit.sampling.episode import EndsTurn, Episode, OnTurnEnd, ShouldPause, ServedModel
+from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding
+from kvaudit.audit.sampling.episode import EndsTurn, Episode, OnTurnEnd, ServedModel, ShouldPause
 from kvaudit.core.errors import SpecError
 
 T = TypeVar("T")
-__all__ = ["Arrivals", "Completion", "Decoding", "Episode", "MixedEpisode", "Sampler", "ServedModel", "admit"]
+__all__ = ["Completion", "ContinuousBatch", "Decoding", "Episode", "MixedEpisode", "Sampler", "ServedModel"]
 
 
 class Sampler:
-    """Decodes from ``model`` with its cache compressed by ``policy``.
+    """Samples from ``model`` with its cache compressed by ``policy``.
 
-    ``shared`` is what the policies that are played with the same prompts have of each other's prefill; no rollout
-    depends on it. Not ``recorded``: only answers are asked for, and no rollouts.
+    ``shared`` lets policies reuse each other's prefill of the same prompts; results do not depend on it. With
+    ``recorded=False`` no rollouts are kept.
     """
 
     def __init__(
@@ -42,8 +41,8 @@ class Sampler:
     ) -> Episode | MixedEpisode:
         """Prefill each prompt once and give it ``group`` rows; one seed per row.
 
-        ``roles`` name the role of every prompt token, which a policy that pins roles needs. Under a mixture the rows
-        share no prefill: each draws its own policy. Raises SpecError for a bad prompt.
+        ``roles`` has the role of every prompt token, which a policy that pins roles needs. Under a mixture the rows
+        share no prefill, since each draws its own policy. Raises SpecError for a bad prompt.
         """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
@@ -51,18 +50,16 @@ class Sampler:
         if self.policy.pinned_roles and roles is None:
             raise SpecError(f"policy {self.policy.canonical!r} pins roles; sample with the roles of the tokens")
         assert roles is None or [len(r) for r in roles] == [len(p) for p in prompts]
-        if isinstance(self.policy, Mixture):
-            # a prompt for every row: members of a group may draw different policies
-            each = [n for n in range(len(prompts)) for _ in range(group)]
-            own = None if roles is None else [roles[n] for n in each]
-            return MixedEpisode(
-                self.model, self.policy, [prompts[n] for n in each], seeds, own, recorded=self._recorded
-            )
-        return Episode(self.model, self.policy, prompts, seeds, group, roles, self._shared, recorded=self._recorded)
+        if not isinstance(self.policy, Mixture):
+            return Episode(self.model, self.policy, prompts, seeds, group, roles, self._shared, recorded=self._recorded)
+        # repeat each prompt for its group: members may draw different policies
+        prompts = [prompt for prompt in prompts for _ in range(group)]
+        roles = None if roles is None else [row for row in roles for _ in range(group)]
+        return MixedEpisode(self.model, self.policy, prompts, seeds, roles, recorded=self._recorded)
 
 
 class MixedEpisode:
-    """A batch whose rows were each served under a policy they drew: one ``Episode`` per policy."""
+    """A batch whose rows each draw a policy from a mixture: one ``Episode`` per policy drawn."""
 
     def __init__(
         self,
@@ -75,46 +72,46 @@ class MixedEpisode:
         recorded: bool = True,
     ) -> None:
         self.rows, self._recorded = len(prompts), recorded
-        chosen = [policy.drawn(seed) for seed in seeds]  # the same in every arm, as the rows' seeds are
-        self._parts: dict[Policy, tuple[list[int], Episode]] = {}
-        for part in dict.fromkeys(chosen):
-            rows = [n for n, own in enumerate(chosen) if own == part]
-            own = None if roles is None else [roles[n] for n in rows]
-            some = ([prompts[n] for n in rows], [seeds[n] for n in rows])
-            episode = Episode(model, part, *some, 1, own, recorded=recorded)
-            self._parts[part] = (rows, episode)
+        policies = [policy.drawn(seed) for seed in seeds]  # by seed, so that every arm draws the same
+        self._episodes: dict[Policy, tuple[list[int], Episode]] = {}  # with the numbers of its rows in the batch
+        for drawn in dict.fromkeys(policies):
+            rows = [n for n, row_policy in enumerate(policies) if row_policy == drawn]
+            row_roles = None if roles is None else [roles[n] for n in rows]
+            row_prompts, row_seeds = [prompts[n] for n in rows], [seeds[n] for n in rows]
+            episode = Episode(model, drawn, row_prompts, row_seeds, 1, row_roles, recorded=recorded)
+            self._episodes[drawn] = (rows, episode)
 
     @property
     def open_rows(self) -> int:
-        """See ``Episode.going_on``."""
-        return sum(episode.open_rows for _, episode in self._parts.values())
+        """See ``Episode.open_rows``."""
+        return sum(episode.open_rows for _, episode in self._episodes.values())
 
     def decode(
         self,
         decoding: Decoding,
         limits: Sequence[int] | None = None,
-        ended: EndsTurn | None = None,
-        heard: OnTurnEnd | None = None,
-        pause: ShouldPause | None = None,
+        ends_turn: EndsTurn | None = None,
+        on_turn_end: OnTurnEnd | None = None,
+        should_pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
-        """See ``Episode.decode``; with ``pause`` the parts take a step each in turn, so that none waits for another."""
-        most = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
-        found: list[Completion | None] = [None] * self.rows
-        begun = True
-        while begun:
-            for rows, episode in self._parts.values():
-                # bound as a default: a closure would ask every part about the rows of the last
-                own_ended = None if ended is None else lambda n, ids, rows=rows: ended(rows[n], ids)
-                own_heard = None if heard is None else lambda n, completion, rows=rows: heard(rows[n], completion)
-                # a pause after every step, so that no part runs ahead
-                step = None if pause is None else lambda: True
-                for n, done in zip(
-                    rows, episode.decode(decoding, [most[n] for n in rows], own_ended, own_heard, step), strict=True
-                ):
-                    if done is not None:
-                        found[n], most[n] = done, 0  # 0: not drawn for again while other parts still speak
-            begun = any(episode.has_open_turns for _, episode in self._parts.values()) and not (pause and pause())
-        return found
+        """See ``Episode.decode``; with ``should_pause`` the episodes step in turn, so that none waits for another."""
+        caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
+        completions: list[Completion | None] = [None] * self.rows
+        pause = None if should_pause is None else lambda: True  # after every step, so that no episode runs ahead
+        unfinished = True
+        while unfinished:
+            for rows, episode in self._episodes.values():
+                # rows are bound as a default, or every callback would see those of the last episode
+                ends = None if ends_turn is None else lambda n, ids, rows=rows: ends_turn(rows[n], ids)
+                on_end = None if on_turn_end is None else lambda n, done, rows=rows: on_turn_end(rows[n], done)
+                turns = episode.decode(decoding, [caps[n] for n in rows], ends, on_end, pause)
+                for n, completion in zip(rows, turns, strict=True):
+                    if completion is not None:
+                        completions[n], caps[n] = completion, 0  # 0: skip the row while other episodes continue
+            unfinished = any(episode.has_open_turns for _, episode in self._episodes.values()) and not (
+                should_pause and should_pause()
+            )
+        return completions
 
     def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
         """See ``Episode.score``."""
@@ -122,21 +119,20 @@ class MixedEpisode:
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
         """See ``Episode.extend``."""
-        for rows, episode in self._parts.values():
+        for rows, episode in self._episodes.values():
             episode.extend([chunks[n] for n in rows], None if roles is None else [roles[n] for n in rows])
 
     def join(self, other: MixedEpisode) -> None:
         """See ``Episode.join``."""
-        if not self._recorded:  # a part that nobody goes on with would hold its cache for nothing
-            self._parts = {part: found for part, found in self._parts.items() if found[1].open_rows}
-        for part, (rows, episode) in other._parts.items():
-            # rows of the other batch stand behind all of this one
-            numbers = [self.rows + n for n in rows]
-            if part in self._parts:
-                self._parts[part][0].extend(numbers)
-                self._parts[part][1].join(episode)
+        if not self._recorded:  # free the caches of episodes whose rows have all finished
+            self._episodes = {policy: pair for policy, pair in self._episodes.items() if pair[1].open_rows}
+        for policy, (rows, episode) in other._episodes.items():
+            numbers = [self.rows + n for n in rows]  # the other's rows follow all of these
+            if policy in self._episodes:
+                self._episodes[policy][0].extend(numbers)
+                self._episodes[policy][1].join(episode)
             else:
-                self._parts[part] = (numbers, episode)
+                self._episodes[policy] = (numbers, episode)
         self.rows += other.rows
 
     def rollouts(self) -> list[Rollout]:
@@ -144,60 +140,62 @@ class MixedEpisode:
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
-        found: dict[int, T] = {}
-        for rows, episode in self._parts.values():
-            found |= dict(zip(rows, work(rows, episode), strict=True))
-        return [found[n] for n in range(self.rows)]
+        results: dict[int, T] = {}
+        for rows, episode in self._episodes.values():
+            results |= dict(zip(rows, work(rows, episode), strict=True))
+        return [results[n] for n in range(self.rows)]
 
 
 AnyEpisode = Episode | MixedEpisode
-_SHARE = 4  # a quarter of the rows must be free before others enter, since the cache is copied then
+_SHARE = 4  # a quarter of the rows must be free before prompts enter, since entering copies the cache
 
 
 class ContinuousBatch:
-    """A batch that further prompts enter as rows leave it, each with ``group`` rows.
+    """A batch that further prompts enter as rows finish, each prompt with ``group`` rows.
 
-    ``opened`` gives prompts of these numbers an episode; ``most`` of ``prompts`` share the batch. Iterate, and decode
-    what comes with ``pause``; rows are numbered by their prompts. Others enter once a quarter of ``most`` is free.
+    ``open_episode`` opens an episode for a range of prompts, of which at most ``capacity`` share the batch. Iterate
+    over it, and decode each episode with ``should_pause``; rows are numbered by prompt.
     """
 
-    def __init__(self, opened: Callable[[range], AnyEpisode], prompts: int, most: int, group: int = 1) -> None:
-        self._opened, self._most, self._group = opened, most, group
-        self._waiting = range(most, prompts)  # numbers of prompts; the first ones are in the batch
-        self._episode = opened(range(min(most, prompts)))
+    def __init__(
+        self, open_episode: Callable[[range], AnyEpisode], prompts: int, capacity: int, group: int = 1
+    ) -> None:
+        self._open_episode, self._capacity, self._group = open_episode, capacity, group
+        self._waiting = range(capacity, prompts)  # numbers of prompts that have not entered
+        self._episode = open_episode(range(min(capacity, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
-        """The batch again and again, until every row is over."""
+        """Yield the batch until every row has finished, letting prompts enter in between."""
         while self._waiting or self._episode.open_rows:
-            if self._enough():
+            if self._has_room():
                 count = min(self._room, len(self._waiting))
-                join_episodes(self._episode, self._opened(self._waiting[:count]))
+                join_episodes(self._episode, self._open_episode(self._waiting[:count]))
                 self._waiting = self._waiting[count:]
             yield self._episode
 
     @property
-    def pause(self) -> ShouldPause | None:
-        """What ``decode`` is to be given: whether there is room for enough of those that wait; None: nobody does."""
-        return self._enough if self._waiting else None
+    def should_pause(self) -> ShouldPause | None:
+        """The callback for ``decode`` that pauses when prompts can enter; None when no prompt waits."""
+        return self._has_room if self._waiting else None
 
-    def _enough(self) -> bool:
-        return 0 < min(len(self._waiting), max(1, self._most // _SHARE)) <= self._room
+    def _has_room(self) -> bool:
+        return 0 < min(len(self._waiting), max(1, self._capacity // _SHARE)) <= self._room
 
     @property
     def _room(self) -> int:
-        # rounded up: a group that lost a row still takes a prompt's room
-        return self._most - -(-self._episode.open_rows // self._group)
+        # rounded up: a group that lost a row still occupies its prompt's place
+        return self._capacity - -(-self._episode.open_rows // self._group)
 
     def rollouts(self) -> list[Rollout]:
         """See ``Episode.rollouts``."""
         return self._episode.rollouts()
 
 
-def join_episodes(one: AnyEpisode, other: AnyEpisode) -> None:
-    """Let ``one`` take the rows of another of its kind in, see ``Episode.join``."""
-    if isinstance(one, MixedEpisode):
+def join_episodes(episode: AnyEpisode, other: AnyEpisode) -> None:
+    """Append the rows of another episode of the same kind, see ``Episode.join``."""
+    if isinstance(episode, MixedEpisode):
         assert isinstance(other, MixedEpisode)
-        one.join(other)
+        episode.join(other)
     else:
         assert not isinstance(other, MixedEpisode)
-        one.join(other)
+        episode.join(other)

@@ -1,30 +1,29 @@
-"""The weights of a checkpoint folder: which files transformers loads, what identifies them, and whether they fit.
+"""The weight files of a checkpoint: which files transformers loads, their hashes, and whether they fit the config.
 
-transformers loads ``model.safetensors`` where there is one, and otherwise the shards that
-``model.safetensors.index.json`` names. Other .safetensors files of the folder are neither loaded nor hashed. It draws
-at random what a checkpoint lacks, and builds whatever sizes a config asks for: so a config is held to the tensors
-before anything is built, and what was built to them afterwards.
+transformers initialises missing tensors at random and builds any size that a config asks for, so a config is checked
+against the tensors before a model is built, and the model afterwards. GGUF headers are checked before they are read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import safe_open
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_NAMED = "transformers_weights"  # the key under which a config names weights
+_NAMED = "transformers_weights"  # the config key that names other weights
 ADAPTER_CONFIG = "adapter_config.json"
-_ELSEWHERE = {  # files that would make transformers load others than those
+_ELSEWHERE = {  # files that would make transformers load other weights
     ADAPTER_CONFIG: "an adapter of another model; merge it into that model and save the whole",
     "shard-*-model-*.safetensors": "weights of a distributed checkpoint; save the model with save_pretrained",
 }
@@ -37,12 +36,15 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files whose tensors become the model, by name; DataError where the folder has none or points elsewhere."""
+    """Return the files that transformers loads, sorted by name; other .safetensors files of the folder are ignored.
+
+    Raises DataError if the folder has no weights, or a file that makes transformers load others.
+    """
     for pattern, what in _ELSEWHERE.items():
         for path in plain_files(folder, pattern):
             raise DataError(f"checkpoint {str(folder)!r}: {path.name} is {what}")
-    if (folder / "config.json").is_file() and _table(folder / "config.json").get(_NAMED) is not None:
-        raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights ({_NAMED}); take that out")
+    if (folder / "config.json").is_file() and _read_table(folder / "config.json").get(_NAMED) is not None:
+        raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights; remove its key {_NAMED}")
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -53,9 +55,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """The identity of a folder's weights: the file's own hash, or that of the sorted list of shard hashes."""
+    """Return the sha256 of a folder's weights: of the single file, or of the table of shard hashes."""
     digests = {path.name: file_sha256(path) for path in weight_files(folder)}
-    if len(digests) == 1:  # the plain sha256 of the file, which anybody can compare by hand
+    if len(digests) == 1:  # the plain sha256 of the file, which can be compared by hand
         return next(iter(digests.values()))
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
@@ -66,30 +68,30 @@ def file_sha256(path: Path) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    shards = _table(index).get("weight_map")
+    shards = _read_table(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise DataError(f"{str(index)!r} has no weight_map of tensors and files; copy the checkpoint again")
     for name in shards.values():
-        if not _own_file(index.parent, name):
+        if not _is_shard(index.parent, name):
             raise DataError(
                 f"{str(index)!r} names {str(name)[:80]!r}, no .safetensors file of that folder; copy it again"
             )
     return [index.parent / name for name in sorted(set(shards.values()))]
 
 
-def _own_file(folder: Path, name: Any) -> bool:
+def _is_shard(folder: Path, name: Any) -> bool:
     if not (isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and len(name) < 256):
         return False
-    return Path(name).name == name and (folder / name).is_file()  # a name with a folder in it could lead out
+    return Path(name).name == name and (folder / name).is_file()  # a name with a path could lead out of the folder
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _read_table(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{str(path)!r} is not JSON ({type(error).__name__}); copy the checkpoint again") from None
     if not isinstance(table, dict):
-        raise DataError(f"{str(path)!r} holds a {type(table).__name__}, wanted names and values; copy it again")
+        raise DataError(f"{str(path)!r} holds a {type(table).__name__}, expected names and values; copy it again")
     return table
 
 
@@ -97,7 +99,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors file says of one tensor."""
+    """Name, dtype and shape of a tensor in a safetensors file."""
 
     name: str
     dtype: str
@@ -105,26 +107,25 @@ class TensorHeader(NamedTuple):
 
 
 def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
-    """The headers of all tensors; raises SafetensorError for a file that is none."""
+    """Yield the headers of all tensors; raises SafetensorError for a file of another format."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no dict
-                part = file.get_slice(name)
-                yield TensorHeader(name, part.get_dtype(), tuple(part.get_shape()))
+                tensor = file.get_slice(name)
+                yield TensorHeader(name, tensor.get_dtype(), tuple(tensor.get_shape()))
 
 
-def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
-    """Raise DataError where a config asks for more layers than there are tensors, or for a size that none of them has.
+def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
+    """Raise DataError if a config asks for more layers than there are tensors, or a size larger than any tensor has.
 
-    Only what would take for ever is caught here; what is merely wrong is a missing or mismatched tensor later.
+    This catches only sizes that would fill the memory; other mistakes show up later as missing or mismatched tensors.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # nested ones too, such as text_config
-    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
-    # largest size of any dimension of any tensor
-    widest = max((size for header in found for size in header.shape), default=0)
-    for keys, bound, what in ((_LAYERS, len(found), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
-        for key, value in ((key, part.get(key)) for part in parts for key in keys):
+    # nested configs too, such as text_config
+    tables = [table for table in (config, *config.values()) if isinstance(table, dict)]
+    widest = max((size for tensor in tensors for size in tensor.shape), default=0)
+    for keys, bound, what in ((_LAYERS, len(tensors), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
+        for key, value in ((key, table.get(key)) for table in tables for key in keys):
             if isinstance(value, int) and value > bound:
                 raise DataError(
                     f"checkpoint {str(folder)!r}: config.json asks for {key} {value}, its weights have {bound} {what}; "
@@ -133,19 +134,17 @@ def check_sizes(folder: Path, found: list[TensorHeader]) -> None:
 
 
 def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise DataError where tensors were missing, of another shape, or of layers that the config leaves out.
+    """Raise DataError if tensors are missing, have another shape, or belong to layers that the config omits.
 
-    ``info`` is transformers' own loading report; there, tied weights and buffers that it knows to ignore are left out.
+    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing.
     """
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"model {name!r}: its weights lack {missing[0]}{_more(missing)}; copy the checkpoint again")
     if mismatched := sorted(info["mismatched_keys"]):
-        tensor, got, wanted = mismatched[0]
-        raise DataError(
-            f"model {name!r}: {tensor} has shape {tuple(got)}, its config wants {tuple(wanted)}{_more(mismatched)}; "
-            "copy both from one model"
-        )
-    # layers the config leaves out are of kinds it has; a head of another task is not
+        tensor, actual, expected = mismatched[0]
+        shapes = f"{tuple(actual)}, its config wants {tuple(expected)}"
+        raise DataError(f"model {name!r}: {tensor} has shape {shapes}{_more(mismatched)}; copy both from one model")
+    # an omitted layer has tensors of a known kind; the head of another task does not
     kinds = {_kind(key) for key in model.state_dict()}
     if left_out := sorted(key for key in info["unexpected_keys"] if _kind(key) in kinds):
         raise DataError(
@@ -154,16 +153,18 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
         )
 
 
-def check_numbers(name: str, model: Any, found: Iterable[TensorHeader] = ()) -> None:
-    """Raise DataError for weights that are not finite, or not floats although nothing would dequantise them."""
+def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -> None:
+    """Raise DataError for weights that are not finite, or are integers without a quantizer to decode them."""
+    import torch
+
     if "hf_quantizer" not in vars(model):
-        for header in found:
+        for header in tensors:
             if header.name.endswith(".weight") and header.dtype not in _FLOATS:
                 raise DataError(f"model {name!r}: {header.name} is of type {header.dtype}, weights are floats")
     for key, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():  # fp8 has no minimum
             continue
-        # the extremes are NaN or infinite if any number is, and no mask of all is made
+        # the extremes are NaN or infinite if any number is; this needs no mask of the tensor's size
         if not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
 
@@ -174,3 +175,82 @@ def _kind(key: str) -> str:
 
 def _more(names: list[Any]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+# --- GGUF headers ---------------------------------------------------------------------------------------------------
+
+MOST_PAIRS = MOST_TENSORS = 1 << 16
+MOST_DIMENSIONS = 8
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type of value
+_STRING, _ARRAY = 8, 9
+
+
+class _Cursor:
+    """A position in a file; every step is checked against the file's end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at = data, 0
+
+    def skip(self, size: int) -> int:
+        """Step over ``size`` bytes and return where they begin; raises ValueError beyond the end."""
+        start, self._at = self._at, self._at + size
+        if self._at > len(self._data):
+            raise ValueError(f"it ends at byte {len(self._data)}, its header asks for {self._at}")
+        return start
+
+    def number(self, form: str) -> int:
+        """Read the next integer, in a format of ``struct``."""
+        value: int = struct.unpack_from(form, self._data, self.skip(struct.calcsize(form)))[0]
+        return value
+
+    def skip_text(self) -> None:
+        self.skip(self.number("<Q"))
+
+    def skip_values(self, kind: int, count: int) -> None:
+        """Step over ``count`` values of a type."""
+        if kind == _STRING:
+            # every text takes at least its length field, so a larger count is false and would loop for long
+            if count > len(self._data):
+                raise ValueError(f"it names {count} texts in {len(self._data)} bytes")
+            for _ in range(count):
+                self.skip_text()
+        elif kind in _WIDTHS:
+            self.skip(_WIDTHS[kind] * count)
+        else:
+            raise ValueError(f"it holds values of type {kind}")
+
+
+def check_gguf(path: Path) -> None:
+    """Raise DataError if a GGUF file's header does not fit the file, before a library trusts its counts.
+
+    The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and offset of
+    each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _walk_header(_Cursor(data), data[:4])
+    except (OSError, ValueError) as error:
+        raise DataError(f"model file {str(path)!r} is no usable GGUF file: {error}; copy it again") from None
+
+
+def _walk_header(cursor: _Cursor, magic: bytes) -> None:
+    cursor.skip(4)
+    if magic != b"GGUF":
+        raise ValueError(f"it begins with {magic!r}")
+    if (version := cursor.number("<I")) not in (2, 3):
+        raise ValueError(f"it has version {version}, expected 2 or 3")
+    # untrusted counts: bounded before anything loops over them
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
+    if tensors > MOST_TENSORS or pairs > MOST_PAIRS:
+        raise ValueError(f"it names {tensors} tensors and {pairs} keys, at most {MOST_TENSORS} each are read")
+    for _ in range(pairs):
+        cursor.skip_text()
+        kind, count = cursor.number("<I"), 1
+        if kind == _ARRAY:
+            kind, count = cursor.number("<I"), cursor.number("<Q")  # of the elements
+        cursor.skip_values(kind, count)
+    for _ in range(tensors):
+        cursor.skip_text()
+        if (dimensions := cursor.number("<I")) > MOST_DIMENSIONS:
+            raise ValueError(f"it holds a tensor of {dimensions} dimensions")
+        cursor.skip(8 * dimensions + 4 + 8)  # sizes, type and offset

@@ -1,1 +1,1 @@
-"""The sampler for other programs to ask, under any compression policy: an OpenAI-compatible server, and harnesses."""
+"""Serving our sampler to other programs, under any policy: an OpenAI-compatible server and models for harnesses."""

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, keys, errors and one log line per request, without anything that a request held."""
+"""The HTTP side of the server: routes, keys, errors, and one log line per request without any of its contents."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvaudit.audit.serving.engine import PendingAnswers, QueueFull, SamplingEngi
 from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, error_body, read_request
 from kvaudit.core.errors import AuditError, RunError
 
-LARGEST_BODY = 16 << 20  # bytes
-_LOOK = 0.5  # seconds between two looks whether a client is still there
+_LARGEST_BODY = 16 << 20  # bytes
+_POLL = 0.5  # seconds between two checks whether a client is still connected
 Log = Callable[[str], None]
 
 
 def application(engine: SamplingEngine, *, key: str | None = None, log: Log = lambda _: None) -> Starlette:
-    """The server as an ASGI application. With a ``key`` every request must bring it as its bearer token."""
+    """Return the server as an ASGI application. With a ``key``, every request needs it as its bearer token."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield  # as long as it serves
+        yield
         await asyncio.to_thread(engine.close)
 
     service = _Service(engine, key, log)
@@ -47,7 +47,7 @@ def application(engine: SamplingEngine, *, key: str | None = None, log: Log = la
 
 
 class _Service:
-    """The routes, each of which answers in JSON, errors included."""
+    """The routes, all of which respond in JSON, errors included."""
 
     def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
@@ -56,22 +56,24 @@ class _Service:
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
+        if unauthorized := self._unauthorized(request):
+            return unauthorized
         rows = [{"id": name, "object": "model", "created": 0, "owned_by": "kvaudit"} for name in self._engine.names]
         return JSONResponse({"object": "list", "data": rows})
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, http_request: Request) -> Response:
         """Answer a chat, whole or as a stream of server-sent events."""
         started = time.perf_counter()
-        if refused := self._refused(request):
-            return refused
+        if unauthorized := self._unauthorized(http_request):
+            return unauthorized
         try:
-            asked = read_request(await _body(request))
-            streams = asked.stream
-            answer = await (self._streamed(asked, started) if streams else self._whole(request, asked, started))
+            request = read_request(await _body(http_request))
+            if request.stream:
+                response = await self._stream(request, started)
+            else:
+                response = await self._complete(http_request, request, started)
         except _ClientGone:
-            return self._failed(499, "the client has gone", started)
+            return self._failed(499, "the client has disconnected", started)
         except _TooLarge as error:
             return self._failed(413, str(error), started)
         except QueueFull as error:
@@ -80,53 +82,53 @@ class _Service:
             return self._failed(500, str(error), started)
         except AuditError as error:
             return self._failed(400, str(error), started)
-        except Exception as error:  # what a template or a tokenizer makes of strangers' text must be an answer too
+        except Exception as error:  # templates and tokenizers may raise anything for an unusual request
             return self._failed(500, f"the request could not be read: {type(error).__name__}", started)
-        return answer
+        return response
 
     async def no_route(self, _: Request, error: Exception) -> Response:
-        """A path or a method that is not served, in JSON as every answer."""
+        """Respond to an unknown path or method."""
         assert isinstance(error, HTTPException)
         message = f"{http.HTTPStatus(error.status_code).phrase}; served are /v1/models and POST /v1/chat/completions"
         return self._failed(error.status_code, message, time.perf_counter(), dict(error.headers or {}))
 
-    async def _whole(self, request: Request, asked: ChatRequest, started: float) -> Response:
-        # rendering a chat template waits for another process
-        prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked)
+    async def _complete(self, http_request: Request, request: ChatRequest, started: float) -> Response:
+        # in a thread, because rendering a chat template waits for another process
+        prompt_tokens, answers = await asyncio.to_thread(self._engine.submit, request)
         try:
-            choices = await _answered(request, done)
+            choices = await _wait_for(answers, http_request)
         finally:
-            done.abandon()
-        self._note(200, asked, choices, prompt_tokens, started)
-        return JSONResponse(ReplyBodies(asked).whole(choices, prompt_tokens))
+            answers.abandon()
+        self._log_success(request, choices, prompt_tokens, started)
+        return JSONResponse(ReplyBodies(request).completion(choices, prompt_tokens))
 
-    async def _streamed(self, asked: ChatRequest, started: float) -> Response:
-        loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str]]()
+    async def _stream(self, request: ChatRequest, started: float) -> Response:
+        loop, texts = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str]]()
 
-        def listener(number: int, text: str) -> None:  # from the sampling thread
-            loop.call_soon_threadsafe(heard.put_nowait, (number, text))
+        def listener(number: int, text: str) -> None:  # called by the sampling thread
+            loop.call_soon_threadsafe(texts.put_nowait, (number, text))
 
-        prompt_tokens, done = await asyncio.to_thread(self._engine.submit, asked, listener)
-        finished = asyncio.wrap_future(done)
+        prompt_tokens, answers = await asyncio.to_thread(self._engine.submit, request, listener)
+        finished = asyncio.wrap_future(answers)
 
-        async def noted() -> AsyncIterator[str]:
+        async def logged_events() -> AsyncIterator[str]:
             try:
-                async for event in _events(asked, heard, finished, prompt_tokens):
+                async for event in _events(request, texts, finished, prompt_tokens):
                     yield event
             finally:
-                is_gone = not done.done()
-                done.abandon()
-                if is_gone:  # the client went
-                    self._log(f"499 {_took(started)}")
-                elif done.exception() is not None:
-                    self._log(f"500 {_took(started)}")
+                is_disconnected = not answers.done()
+                answers.abandon()
+                if is_disconnected:
+                    self._log(f"499 {_elapsed(started)}")
+                elif answers.exception() is not None:
+                    self._log(f"500 {_elapsed(started)}")
                 else:
-                    self._note(200, asked, done.result(), prompt_tokens, started)
+                    self._log_success(request, answers.result(), prompt_tokens, started)
 
-        return StreamingResponse(noted(), media_type="text/event-stream")
+        return StreamingResponse(logged_events(), media_type="text/event-stream")
 
-    def _refused(self, request: Request) -> Response | None:
-        """A 401 for a request without the key; compared in constant time."""
+    def _unauthorized(self, request: Request) -> Response | None:
+        """Return a 401 for a request without the key, which is compared in constant time."""
         if self._key is None:
             return None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -135,44 +137,43 @@ class _Service:
         return self._failed(401, "no valid key; send it as a bearer token", time.perf_counter())
 
     def _failed(self, status: int, message: str, started: float, headers: dict[str, str] | None = None) -> Response:
-        self._log(f"{status} {_took(started)}")
+        self._log(f"{status} {_elapsed(started)}")
         kind = "server_error" if status >= 500 else "invalid_request_error"
         return JSONResponse(error_body(message, kind), status_code=status, headers=headers)
 
-    def _note(self, status: int, asked: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
-        drawn = sum(len(choice.logprobs) for choice in choices)
-        self._log(f"{status} {_took(started)}, {prompt_tokens} prompt + {drawn} new tokens, {asked.model[:120]!r}")
+    def _log_success(self, request: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
+        new = sum(len(choice.logprobs) for choice in choices)
+        self._log(f"200 {_elapsed(started)}, {prompt_tokens} prompt + {new} new tokens, {request.model[:120]!r}")
 
 
-def _took(started: float) -> str:
+def _elapsed(started: float) -> str:
     return f"{1000 * (time.perf_counter() - started):.0f} ms"
 
 
 class _ClientGone(Exception):
-    """Nobody waits for an answer any more."""
-
-
-async def _answered(request: Request, done: PendingAnswers) -> list[Choice]:
-    """The answers to a request; raises _ClientGone once its client has gone."""
-    finished = asyncio.wrap_future(done)
-    while not finished.done():
-        await asyncio.wait([finished], timeout=_LOOK)
-        if not finished.done() and await request.is_disconnected():
-            raise _ClientGone
-    return finished.result()
+    """The client disconnected before its answer was complete."""
 
 
 class _TooLarge(AuditError):
     """A body beyond the limit."""
 
 
+async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
+    finished = asyncio.wrap_future(answers)
+    while not finished.done():
+        await asyncio.wait([finished], timeout=_POLL)
+        if not finished.done() and await request.is_disconnected():
+            raise _ClientGone
+    return finished.result()
+
+
 async def _body(request: Request) -> Any:
-    """The JSON of a request; raises what becomes a 413 or a 400."""
+    """Return the JSON of a request; raise _TooLarge, or AuditError for invalid JSON."""
     raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > LARGEST_BODY:
-            raise _TooLarge(f"the request is larger than {LARGEST_BODY} bytes")
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > _LARGEST_BODY:
+            raise _TooLarge(f"the request is larger than {_LARGEST_BODY} bytes")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -180,43 +181,42 @@ async def _body(request: Request) -> Any:
 
 
 async def _events(
-    asked: ChatRequest,
-    heard: asyncio.Queue[tuple[int, str]],
+    request: ChatRequest,
+    texts: asyncio.Queue[tuple[int, str]],
     finished: asyncio.Future[list[Choice]],
     prompt_tokens: int,
 ) -> AsyncIterator[str]:
-    """The events of a stream: text as it is heard, then how each choice ended."""
-    answer, said = ReplyBodies(asked), dict.fromkeys(range(asked.choices), "")
-    for number in said:
-        yield _event(answer.chunk(number, {"role": "assistant", "content": ""}))
-    async for number, text in _until(finished, heard):
-        yield _event(answer.chunk(number, {"content": text[len(said[number]) :]}))  # what is new of it
-        said[number] = text
+    """Yield the events of a stream: text as it is drawn, then the end of each choice."""
+    bodies, sent = ReplyBodies(request), dict.fromkeys(range(request.choices), "")
+    for number in sent:
+        yield _event(bodies.chunk(number, {"role": "assistant", "content": ""}))
+    async for number, text in _queued_texts(texts, finished):
+        yield _event(bodies.chunk(number, {"content": text[len(sent[number]) :]}))
+        sent[number] = text
     if finished.exception() is not None:
         yield _event(error_body(str(finished.exception()), "server_error"))
         return
     for number, choice in enumerate(finished.result()):
-        yield _event(answer.chunk(number, {}, choice))
-    if asked.usage_in_stream:
-        yield _event(answer.closing(finished.result(), prompt_tokens))
+        yield _event(bodies.chunk(number, {}, choice))
+    if request.usage_in_stream:
+        yield _event(bodies.usage_chunk(finished.result(), prompt_tokens))
     yield "data: [DONE]\n\n"
 
 
-async def _until(
-    finished: asyncio.Future[list[Choice]], heard: asyncio.Queue[tuple[int, str]]
+async def _queued_texts(
+    texts: asyncio.Queue[tuple[int, str]], finished: asyncio.Future[list[Choice]]
 ) -> AsyncIterator[tuple[int, str]]:
-    """What is heard until the answer is finished."""
-    while not (finished.done() and heard.empty()):
-        waiting = asyncio.ensure_future(heard.get())
+    while not (finished.done() and texts.empty()):
+        next_text = asyncio.ensure_future(texts.get())
         try:
-            await asyncio.wait([waiting, finished], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            await asyncio.wait([next_text, finished], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
         finally:
-            come = waiting.done()
-            waiting.cancel()
-        if come:
-            yield waiting.result()
+            has_text = next_text.done()
+            next_text.cancel()
+        if has_text:
+            yield next_text.result()
         else:
-            await asyncio.sleep(0)  # what was told from the thread before it finished is on its way
+            await asyncio.sleep(0)  # lets the loop queue texts that the thread sent before it finished
 
 
 def _event(body: dict[str, Any]) -> str:

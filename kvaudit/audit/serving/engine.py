@@ -1,7 +1,7 @@
-"""One thread that samples: requests for the same checkpoint, policy and temperature share a batch.
+"""The sampling thread of the server: requests for the same checkpoint, policy and temperature share a batch.
 
-Those that come while it decodes join it as soon as there is room, unless another request has waited longer for a batch
-of its own; a request is answered as soon as its own rows are over.
+A request joins a running batch as soon as there is room, unless another request has waited longer for a batch of its
+own. It is answered as soon as its own rows are complete.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sam
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
-DEFAULT_TOKENS = 512
-_MOST_ROWS = 4096  # that one batch ever has, since it counts them at every step
+_DEFAULT_TOKENS = 512
+_MAX_ROWS = 4096  # of a batch over its whole life: each decoding step visits all of them
 _CLOSING = "the server is shutting down"
-_OPEN_END = "�"  # what the first bytes of a character decode to until the others come
-TextListener = Callable[[int, str], None]  # number of the choice, and its text so far
+_REPLACEMENT = "�"  # an incomplete character decodes to these
+TextListener = Callable[[int, str], None]  # called with the number of a choice and its text so far
 
 
 class QueueFull(RunError):
-    """More requests wait than the server holds."""
+    """The maximum number of requests is waiting."""
 
 
 @dataclass(frozen=True)
@@ -46,45 +46,46 @@ class ModelAndPolicy:
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The answers to be of one request."""
+    """The future answers to one request."""
 
-    is_abandoned = False  # nobody waits for them: what is under way ends at its next token
+    is_abandoned = False  # the client is gone: the request ends at its next token
 
     def abandon(self) -> None:
-        """Say that nobody waits any more; what has not begun will not."""
+        """Cancel the request, or end it at its next token if it is running."""
         self.is_abandoned = True
         self.cancel()
 
 
 @dataclass
 class _Job:
-    """One request on its way. ``listener`` hears of text as it is drawn, from the sampling thread."""
+    """One request with its state. ``listener`` is called by the sampling thread as text is drawn."""
 
-    asked: ChatRequest
-    served: ModelAndPolicy
+    request: ChatRequest
+    target: ModelAndPolicy
     prompt: ChatTokens
     limit: int
     listener: TextListener | None
-    done: PendingAnswers = field(default_factory=PendingAnswers)
-    answers: dict[int, Choice] = field(default_factory=dict)
+    pending: PendingAnswers = field(default_factory=PendingAnswers)
+    choices: dict[int, Choice] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, str, float, float]:
-        return id(self.served.model), self.served.policy.hash, self.asked.temperature, self.asked.top_p
+        """Equal for requests that can share a batch."""
+        return id(self.target.model), self.target.policy.hash, self.request.temperature, self.request.top_p
 
     @property
     def length(self) -> int:
         return len(self.prompt.ids) + self.limit
 
-    def answer(self, number: int, choice: Choice) -> None:
-        """Take one answer, and hand all over once there are as many as were asked for."""
-        self.answers[number] = choice
-        if len(self.answers) == self.asked.choices and not self.done.done():
-            self.done.set_result([self.answers[n] for n in range(self.asked.choices)])
+    def add(self, number: int, choice: Choice) -> None:
+        """Add a choice, and complete the request with its last one."""
+        self.choices[number] = choice
+        if len(self.choices) == self.request.choices and not self.pending.done():
+            self.pending.set_result([self.choices[n] for n in range(self.request.choices)])
 
 
 class SamplingEngine:
-    """Checkpoints by name, served under any policy. ``aliases`` are other names, which do not tell what they serve."""
+    """Checkpoints by name, served under any policy. ``aliases`` are names that hide the checkpoint and policy."""
 
     def __init__(
         self,
@@ -92,167 +93,166 @@ class SamplingEngine:
         aliases: Mapping[str, str] | None = None,
         *,
         batch_tokens: int = 16_384,
-        most_waiting: int = 1024,
+        max_waiting: int = 1024,
     ) -> None:
         self._models, self._aliases = {name: pack_weights(model) for name, model in models.items()}, dict(aliases or {})
         self._longest_token = {id(m): max(map(len, m.chat.tokenizer.get_vocab())) for m in self._models.values()}
-        self._batch_tokens, self._most_waiting = batch_tokens, most_waiting
-        self._waiting: queue.Queue[_Job | None] = queue.Queue()
-        self._next = deque[_Job]()  # requests that were taken from the queue and wait for a batch
-        self._ends = False  # the thread, with the batch that is under way
-        self._closing, self._lock = False, threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
+        self._batch_tokens, self._max_waiting = batch_tokens, max_waiting
+        self._queue: queue.Queue[_Job | None] = queue.Queue()  # None: shut down
+        self._waiting = deque[_Job]()  # taken from the queue by the thread, but in no batch yet
+        self._is_ending = False  # set by the thread, which finishes the running batch
+        self._is_closed, self._lock = False, threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         for name in self._aliases:
-            self.served(name)
+            self.resolve(name)
         self._thread.start()
 
     @property
     def names(self) -> list[str]:
-        """What a client can ask for; a checkpoint's name alone is served under none."""
+        """The names for clients; a checkpoint's name alone is served under the policy none."""
         return [*self._models, *self._aliases]
 
-    def served(self, name: str) -> ModelAndPolicy:
-        """What a name stands for; raises UnknownName or SpecError."""
+    def resolve(self, name: str) -> ModelAndPolicy:
+        """Return what a name stands for; raise UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)
         return ModelAndPolicy(self._models[checkpoint], parse_policy(policy or "none"))
 
-    def submit(self, asked: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
-        """Queue a request; its prompt tokens, and answers to be. Raises SpecError, UnknownName, Busy or RunError."""
-        if self._waiting.qsize() + len(self._next) >= self._most_waiting:
-            raise QueueFull(f"{self._most_waiting} requests wait already; try again later")
-        served = self.served(asked.model)
-        self._check_length(asked)
-        prompt = served.model.chat.prompt(asked.messages)
-        steady = rotary_length_limit(served.model.model.config)  # beyond it a row would depend on its batch
-        positions = min(served.model.max_positions, steady or served.model.max_positions)
-        room = positions - len(prompt.ids)
-        limit = min(asked.max_tokens or DEFAULT_TOKENS, room)
-        if room < 1 or (asked.max_tokens or 0) > room:
-            raise SpecError(
-                f"the prompt takes {len(prompt.ids)} tokens and max_tokens is {asked.max_tokens}, the model has "
-                f"{positions} positions; send less"
-            )
-        job = _Job(asked, served, prompt, limit, listener)
-        with self._lock:  # nothing may be queued behind the end, where nobody would answer it
-            if self._closing:
-                raise RunError(_CLOSING)
-            self._waiting.put(job)
-        return len(prompt.ids), job.done
+    def submit(self, request: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
+        """Queue a request; return its prompt tokens and future answers.
 
-    def _check_length(self, asked: ChatRequest) -> None:
-        """Raise SpecError for a prompt that is too long whatever its tokens are: to count them takes minutes."""
-        model = self.served(asked.model).model
-        most = model.max_positions * self._longest_token[id(model)]
-        given = sum(len(message.content) for message in asked.messages)
-        if given > most:
+        Raises SpecError, UnknownName, QueueFull or RunError.
+        """
+        if self._queue.qsize() + len(self._waiting) >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests are waiting, the maximum; try again later")
+        target = self.resolve(request.model)
+        self._check_characters(request, target.model)
+        prompt = target.model.chat.prompt(request.messages)
+        steady = rotary_length_limit(target.model.model.config)  # beyond it a row would depend on its batch
+        positions = min(target.model.max_positions, steady or target.model.max_positions)
+        room = positions - len(prompt.ids)
+        limit = min(request.max_tokens or _DEFAULT_TOKENS, room)
+        if room < 1 or (request.max_tokens or 0) > room:
             raise SpecError(
-                f"the prompt has {given} characters, the {model.max_positions} positions of the model hold {most} at "
-                "the most; send less"
+                f"the prompt has {len(prompt.ids)} tokens and max_tokens is {request.max_tokens}, the model has "
+                f"{positions} positions; shorten the prompt or lower max_tokens"
+            )
+        job = _Job(request, target, prompt, limit, listener)
+        with self._lock:  # nothing may be queued after None, where it would never be answered
+            if self._is_closed:
+                raise RunError(_CLOSING)
+            self._queue.put(job)
+        return len(prompt.ids), job.pending
+
+    def _check_characters(self, request: ChatRequest, model: LoadedModel) -> None:
+        """Raise SpecError for a prompt that no tokenization could fit: counting its tokens would take minutes."""
+        most = model.max_positions * self._longest_token[id(model)]
+        length = sum(len(message.content) for message in request.messages)
+        if length > most:
+            raise SpecError(
+                f"the prompt has {length} characters, the {model.max_positions} positions of the model hold at most "
+                f"{most}; shorten the prompt"
             )
 
     def close(self) -> None:
-        """Finish what is under way; requests that still wait fail."""
+        """Finish the running batch; waiting requests fail."""
         with self._lock:
-            self._closing = True
-            self._waiting.put(None)
+            self._is_closed = True
+            self._queue.put(None)
         self._thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._gather(wait=not self._next)
-            if self._ends:
-                for job in _wanted(self._next):
-                    job.done.set_exception(RunError(_CLOSING))
+            self._receive(wait=not self._waiting)
+            if self._is_ending:
+                for job in _start(self._waiting):
+                    job.pending.set_exception(RunError(_CLOSING))
                 return
-            if begun := _wanted(self._first()):
-                self._answer(begun)
+            if jobs := _start(self._next_batch()):
+                self._answer(jobs)
 
-    def _gather(self, *, wait: bool) -> None:
-        """Take what waits from the queue, at least one request where there is time to ``wait``."""
+    def _receive(self, *, wait: bool) -> None:
+        """Move requests from the queue to ``_waiting``; with ``wait``, block for the first."""
         with suppress(queue.Empty):
-            while not self._ends:
-                job = self._waiting.get(block=wait)  # only the first is waited for
+            while not self._is_ending:
+                job = self._queue.get(block=wait)
                 wait = False
                 if job is None:
-                    self._ends = True
+                    self._is_ending = True
                 else:
-                    self._next.append(job)
+                    self._waiting.append(job)
 
-    def _first(self) -> list[_Job]:
-        """The oldest request with those that can share its batch; the rest wait, in their order."""
+    def _next_batch(self) -> list[_Job]:
+        """Remove and return the oldest waiting request with those that can share its batch."""
         batch, rest, size = list[_Job](), list[_Job](), _Size(0, 0)
-        for job in self._next:
-            alike = not batch or job.key == batch[0].key
-            if batch and not (alike and size.fits(job, self._batch_tokens)):
+        for job in self._waiting:
+            if not batch or (job.key == batch[0].key and size.plus(job).fits(self._batch_tokens)):
+                batch.append(job)
+                size = size.plus(job)
+            else:
                 rest.append(job)
-                continue
-            batch.append(job)
-            size = size.plus(job)
-        self._next = deque(rest)
+        self._waiting = deque(rest)
         return batch
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
-        """Serve a batch and whoever joins it, until all of them are answered."""
+        """Serve a batch, including requests that join it, until all of them are answered."""
         batch = _Batch()
-        while jobs or batch.goes_on:
-            opened = _opened(jobs)
+        while jobs or batch.is_running:
+            prefilled = _prefill(jobs)
             try:
-                for some, episode in opened:
-                    batch.take(some, episode)
-                batch.decode(lambda: self._may_join(batch))
-            except Exception as error:  # a request must be answered whatever a model does, or its client waits for ever
-                for job in (*batch.jobs, *(job for some, _ in opened for job in some)):
-                    if not job.done.done():
-                        job.done.set_exception(_client_error(error))
+                for group, episode in prefilled:
+                    batch.add(group, episode)
+                batch.decode(lambda: self._can_join(batch))
+            except Exception as error:  # whatever a model raises, each client must get a response
+                for job in (*batch.jobs, *(job for group, _ in prefilled for job in group)):
+                    if not job.pending.done():
+                        job.pending.set_exception(_client_error(error))
                 return
             jobs = []
-            while self._may_join(batch, jobs):
-                jobs = [*jobs, *_wanted([self._next.popleft()])]
+            while self._can_join(batch, jobs):
+                jobs = [*jobs, *_start([self._waiting.popleft()])]
 
-    def _may_join(self, batch: _Batch, others: Sequence[_Job] = ()) -> bool:
-        """Whether the request that waits longest fits the batch, beside ``others`` that are about to join."""
-        self._gather(wait=False)
-        while self._next and self._next[0].done.cancelled():
-            self._next.popleft()
-        if self._ends or not self._next or not batch.goes_on or self._next[0].key != batch.key:
+    def _can_join(self, batch: _Batch, joining: Sequence[_Job] = ()) -> bool:
+        """Return whether the request that waits longest fits into the batch, beside those that are ``joining``."""
+        self._receive(wait=False)
+        while self._waiting and self._waiting[0].pending.cancelled():
+            self._waiting.popleft()
+        if self._is_ending or not self._waiting or not batch.is_running or self._waiting[0].key != batch.key:
             return False
-        size = batch.size
-        for job in others:
-            size = size.plus(job)
-        ever = batch.rows + sum(job.asked.choices for job in (*others, self._next[0]))
-        return ever <= _MOST_ROWS and size.fits(self._next[0], self._batch_tokens)
+        size, rows = batch.size, batch.rows
+        for job in (*joining, self._waiting[0]):
+            size, rows = size.plus(job), rows + job.request.choices
+        return rows <= _MAX_ROWS and size.fits(self._batch_tokens)
 
 
-def _wanted(jobs: Sequence[_Job]) -> list[_Job]:
-    """Those that somebody still waits for. From here on they cannot be cancelled, and must be answered."""
-    return [job for job in jobs if job.done.set_running_or_notify_cancel()]
+def _start(jobs: Sequence[_Job]) -> list[_Job]:
+    """Return the jobs that are not cancelled; from now on they cannot be cancelled and must be answered."""
+    return [job for job in jobs if job.pending.set_running_or_notify_cancel()]
 
 
-def _opened(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
-    """The prompts of requests that agree, prefilled, a row for each answer.
+def _prefill(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
+    """Prefill the prompts of requests with equal keys, one row for each choice.
 
-    Where that fails each is tried by itself: what one prompt does is no fault of the others.
+    If that fails, each request is tried alone, so that one bad prompt does not fail the others.
     """
     if not jobs:
         return []
-    served, rows = jobs[0].served, _rows(jobs)
-    sampler = Sampler(served.model, served.policy, recorded=False)
+    target, rows = jobs[0].target, _rows(jobs)
+    sampler = Sampler(target.model, target.policy, recorded=False)
     prompts, roles = [job.prompt.ids for job, _ in rows], [job.prompt.roles for job, _ in rows]
     try:
         seeds = [derive_seed("serve", _seed(job), number) for job, number in rows]
         return [(jobs, sampler.open(prompts, seeds, roles=roles))]
     except Exception as error:
         if len(jobs) > 1:
-            return [found for job in jobs for found in _opened([job])]
-        jobs[0].done.set_exception(_client_error(error))
+            return [group for job in jobs for group in _prefill([job])]
+        jobs[0].pending.set_exception(_client_error(error))
         return []
 
 
 def _rows(jobs: Sequence[_Job]) -> list[tuple[_Job, int]]:
-    """Every answer that is asked for: its request, and its number there."""
-    return [(job, number) for job in jobs for number in range(job.asked.choices)]
+    return [(job, number) for job in jobs for number in range(job.request.choices)]
 
 
 def _client_error(error: Exception) -> AuditError:
@@ -260,31 +260,30 @@ def _client_error(error: Exception) -> AuditError:
 
 
 class _Size(NamedTuple):
-    """What a batch may come to: its rows, and the tokens of the longest."""
+    """The size of a batch: its rows, and the tokens of its longest row."""
 
     rows: int
     longest: int
 
     def plus(self, job: _Job) -> _Size:
-        return _Size(self.rows + job.asked.choices, max(self.longest, job.length))
+        return _Size(self.rows + job.request.choices, max(self.longest, job.length))
 
-    def fits(self, job: _Job, tokens: int) -> bool:
-        """Whether a request fits beside it into so many tokens, padding counted."""
-        own = self.plus(job)
-        return own.rows * own.longest <= tokens
+    def fits(self, tokens: int) -> bool:
+        """Return whether the batch has at most so many tokens, including padding."""
+        return self.rows * self.longest <= tokens
 
 
 class _Batch:
-    """The rows of requests that share a checkpoint, a policy and how tokens are drawn."""
+    """The rows of requests with equal keys."""
 
     def __init__(self) -> None:
-        self.rows = 0  # all there ever were
-        self._texts: dict[int, _RowText] = {}  # of the rows that are not over
+        self.rows = 0  # including completed rows
+        self._texts: dict[int, _RowText] = {}  # of incomplete rows
         self._first: _Job | None = None
         self._episode: AnyEpisode | None = None
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         return bool(self._texts)
 
     @property
@@ -300,10 +299,9 @@ class _Batch:
     def size(self) -> _Size:
         return _Size(len(self._texts), max((text.job.length for text in self._texts.values()), default=0))
 
-    def take(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
-        """Let requests that agree with the batch take part in it, with the rows of their ``episode``."""
+    def add(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
+        """Add requests with the rows of their ``episode``."""
         self._first = self._first or jobs[0]
-        # numbered on behind all there ever were
         self._texts |= {n: _RowText(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
         if self._episode is None:
@@ -312,77 +310,79 @@ class _Batch:
             join_episodes(self._episode, episode)
 
     def decode(self, pause: Callable[[], bool]) -> None:
-        """Draw for every row until all are over, or ``pause`` says that another request may join."""
+        """Draw tokens until all rows are complete, or ``pause`` returns that another request may join."""
         if not self._texts:
             return
         assert self._episode is not None
         assert self._first is not None
-        asked = self._first.asked
-        # rows that are over draw no more
+        request = self._first.request
+        # completed rows draw no more
         limits = [self._texts[n].job.limit if n in self._texts else 0 for n in range(self.rows)]
-        decoding = Decoding(max(limits), asked.temperature, asked.top_p)
-        self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].heard(ids), self._heard, pause)
+        decoding = Decoding(max(limits), request.temperature, request.top_p)
+        self._episode.decode(decoding, limits, lambda n, ids: self._texts[n].update(ids), self._complete, pause)
 
-    def _heard(self, n: int, completion: Completion) -> bool:
+    def _complete(self, n: int, completion: Completion) -> bool:
         text = self._texts[n]
-        text.job.answer(text.number, text.choice(completion))
-        del self._texts[n]  # a batch that others join goes on for long
+        text.job.add(text.number, text.choice(completion))
+        del self._texts[n]  # only now: if the lines above raise, ``jobs`` must still hold this request
         return False
 
 
 def _seed(job: _Job) -> int:
-    return job.asked.seed if job.asked.seed is not None else secrets.randbits(63)
+    return job.request.seed if job.request.seed is not None else secrets.randbits(63)
 
 
 class _RowText:
-    """The text of one row as it grows, cut at the first stop text."""
+    """The growing text of one row, cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:
-        self.job, self.number, self._passed_on = job, number, ""
+        self.job, self.number, self._sent = job, number, ""
 
-    def heard(self, ids: Sequence[int]) -> bool:
-        """Tell what is certain by now; whether it is to end here: a stop text has come, or nobody waits any more."""
-        if self.job.done.is_abandoned:
+    def update(self, ids: Sequence[int]) -> bool:
+        """Send the text that is final by now; return whether the row ends, by a stop text or a missing client."""
+        if self.job.pending.is_abandoned:
             return True
-        if self.job.listener is None and not self.job.asked.stop:
-            return False  # nobody wants to know
-        text = self.job.served.model.chat.text(ids)
+        if self.job.listener is None and not self.job.request.stop:
+            return False
+        text = self.job.target.model.chat.text(ids)
         cut = self._cut(text)
         if self.job.listener is not None:
-            certain = text[:cut] if cut is not None else text[: len(text) - self._uncertain(text)]
-            if len(certain) > len(self._passed_on):
-                self._pass_on(certain)
+            final = text[:cut] if cut is not None else text[: len(text) - self._pending_characters(text)]
+            if len(final) > len(self._sent):
+                self._send(final)
         return cut is not None
 
     def choice(self, completion: Completion) -> Choice:
-        """The finished answer; what had been held back is passed on."""
-        chat = self.job.served.model.chat
+        """Return the complete answer, after sending the rest of its text."""
+        chat = self.job.target.model.chat
         text = chat.text(completion.ids)
         cut = self._cut(text)
         text = text if cut is None else text[:cut]
-        if self.job.listener is not None and text != self._passed_on:
-            self._pass_on(text)
+        if self.job.listener is not None and text != self._sent:
+            self._send(text)
         tokens = tuple(chat.text([token]) for token in completion.ids)
         reason = "stop" if cut is not None else completion.finish_reason
         return Choice(text, reason, tokens, completion.logprobs)
 
-    def _pass_on(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         assert self.job.listener is not None
-        self._passed_on = text
+        self._sent = text
         try:
             self.job.listener(self.number, text)
-        except Exception as error:  # of this request alone: a stream that lacks its end must not look whole
+        except Exception as error:  # fails only this request, so that an incomplete stream does not look complete
             self.job.listener = None
-            self.job.done.set_exception(_client_error(error))
+            self.job.pending.set_exception(_client_error(error))
 
     def _cut(self, text: str) -> int | None:
-        places = [place for stop in self.job.asked.stop if (place := text.find(stop)) >= 0]
+        places = [place for stop in self.job.request.stop if (place := text.find(stop)) >= 0]
         return min(places, default=None)
 
-    def _uncertain(self, text: str) -> int:
-        """Characters at the end that may yet change, or turn out to begin a stop text."""
-        whole = text.rstrip(_OPEN_END)  # some tokenizers show every byte of an open character as one of its own
-        longest = max(map(len, self.job.asked.stop), default=1) - 1  # all of a stop text but its last character
-        ends = range(min(longest, len(whole)), 0, -1)
-        begun = next((n for n in ends if any(stop.startswith(whole[-n:]) for stop in self.job.asked.stop)), 0)
-        return len(text) - len(whole) + begun
+    def _pending_characters(self, text: str) -> int:
+        """Return how many characters at the end may still change or begin a stop text."""
+        decoded = text.rstrip(_REPLACEMENT)  # some tokenizers show one for each byte of an incomplete character
+        longest = max(map(len, self.job.request.stop), default=1) - 1  # a proper beginning of a stop text
+        lengths = range(min(longest, len(decoded)), 0, -1)
+        stop_start = next(
+            (n for n in lengths if any(stop.startswith(decoded[-n:]) for stop in self.job.request.stop)), 0
+        )
+        return len(text) - len(decoded) + stop_start

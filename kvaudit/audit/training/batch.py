@@ -51,7 +51,7 @@ def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "it
         wanted = sum(1 for chosen, _ in order if chosen == index)
         # the arm is no part of the seed, here and below: arms are paired by what they are asked
         seed = derive_seed(draw, config.seed, suite.name) % 2**31
-        held = suite.held("train", wanted, seed)
+        held = suite.item_count("train", wanted, seed)
         items = suite.items("train", held, seed, config.context_tokens, count_tokens) if wanted else []
         pools.append([items[number % held] for number in range(wanted)])  # rows that have an end come again
         if any(map(suite.options, pools[-1])):
@@ -272,7 +272,9 @@ def _kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     Those of as many turns too, each of which may be a row of a pass.
     """
     leaders = rollouts[::group]
-    turns = [max(len(r.engine_turns) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)]
+    turns = [
+        max(len(r.engine_turns) for r in rollouts[start : start + group]) for start in range(0, len(rollouts), group)
+    ]
     chose = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
     several = len(set(chose) - {None}) > 1  # without a choice a row goes with any
     found = [(r.codec, way if several else None, own) for r, way, own in zip(leaders, chose, turns, strict=True)]

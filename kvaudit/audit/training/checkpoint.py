@@ -29,7 +29,7 @@ from kvaudit import __version__
 from kvaudit.audit.cache.ledger import Rollout, save_ledgers
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256
-from kvaudit.audit.sampling.model import LoadedModel, verify_folder, hide_progress_bars
+from kvaudit.audit.sampling.model import LoadedModel, hide_progress_bars, verify_folder
 from kvaudit.audit.sampling.weights import file_sha256, weights_sha256
 from kvaudit.audit.training.adapters import AdaptedModel, save_adapter
 from kvaudit.audit.training.config import AnyConfig

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvaudit.audit.cache.engine_store import EngineStore
 from kvaudit.audit.cache.layers import kv_heads, layer_plans
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.engines import ENGINES, GenerationRequest, Condition, parse_condition
-from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineFailed, EngineContext, turn_seed
+from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_condition
+from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext, EngineFailed, turn_seed
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import AskedItem, Conversation, GradedRow, check_fits, item_prompt
@@ -269,7 +269,9 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
         return
     condition = parse_condition(section.rollouts)
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    work = EngineContext(without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads())
+    work = EngineContext(
+        without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads()
+    )
     try:
         ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
     except EngineFailed as error:

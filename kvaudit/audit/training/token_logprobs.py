@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.tensors import upload
-from kvaudit.audit.replay.learner_pass import LogitsHead
-from kvaudit.audit.replay.learner_pass import LearnerPass, shared_tokens, suffix_logits, suffix_states
+from kvaudit.audit.replay.learner_pass import LearnerPass, LogitsHead, shared_tokens, suffix_logits, suffix_states
 from kvaudit.audit.training.batch import Batch, microbatches
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import full_kl
@@ -81,13 +80,13 @@ def read_tokens(
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE:
-        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, apart=apart)
+        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, whole_rows=apart)
     else:
-        states, valid = suffix_logits(model, rollouts, group=group, kind=kind, apart=apart)
+        states, valid = suffix_logits(model, rollouts, group=group, kind=kind, whole_rows=apart)
     # both [b, Q], Q columns of the longest suffix, or row
     sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
-        first = shared_tokens(rollout, apart=apart) + 1  # token that the first column predicts
+        first = shared_tokens(rollout, whole_rows=apart) + 1  # token that the first column predicts
         ids[row, : len(rollout.ids) - first] = rollout.ids[first:]
         sampled[row, : len(rollout.ids) - first] = rollout.sampled[first:]
     # found here, where nobody waits for it: a mask on a device is read before it chooses

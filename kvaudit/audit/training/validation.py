@@ -88,7 +88,7 @@ def held_out(
     questions: list[TrainingItem] = []
     for name in config.watched:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
-        items = suite.items("train", suite.held("train", spec.items, seed), seed, config.context_tokens, count)
+        items = suite.items("train", suite.item_count("train", spec.items, seed), seed, config.context_tokens, count)
         own = [(suite, item) for item in items if item.messages not in known]
         if not own:
             raise SpecError(f"train.watch: the run trains on every item of suite {name}; name other suites to watch")

@@ -18,12 +18,11 @@ from math import isinf
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import at_length, inline, length_label, some
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decision, Larger, Status, worst
 from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Larger, Status, worst
 
 TRAINING = "training"
 QUESTIONS = (SERVING, TRAINING, DEPLOYED)

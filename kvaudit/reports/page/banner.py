@@ -7,10 +7,12 @@ from operator import itemgetter
 
 from kvaudit.core.estimands import DEPLOYED, SERVING
 from kvaudit.core.text import at_length, inline, some
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.seeds import SEED
-from kvaudit.reports.verdict.verdict import Decision, Status, Verdict, worst_recipe
+from kvaudit.reports.page.answers import question_of
+from kvaudit.reports.page.facets import taken_apart
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.remarks import late, not_measurable, remarks
+from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
+from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.words import (
     beyond,
     counted,
@@ -25,12 +27,9 @@ from kvaudit.reports.sections.shared.words import (
     short_suites,
     worst_seed,
 )
-from kvaudit.reports.page.answers import question_of
-from kvaudit.reports.page.facets import taken_apart
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.remarks import late, not_measurable, remarks
-from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
-from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status, Verdict, worst_recipe
 
 INVALID_SHOWN = 4  # cells in the banner
 _NAME_CLUSTERS = "do not clear {} yet (INCONCLUSIVE): name what items share, no further run is needed"
@@ -57,7 +56,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
-    by_seed = [d for d in failed if any(reason.code == SEED for reason in d.reasons)]
+    by_seed = [d for d in failed if any(reason.code == ReasonCode.SEED for reason in d.reasons)]
     far = sum(beyond(d) for d in failed if d not in by_seed)
     open_ = len(failed) - far - len(by_seed)
     seeds = f", by a seed that fails alone {len(by_seed)}" if by_seed else ""

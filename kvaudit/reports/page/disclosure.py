@@ -17,18 +17,18 @@ from kvaudit.core.recipe import SECTIONS, digests
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
-from kvaudit.reports.sections.shared.cache_use import Use, cache_use
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.cache_use import Use, cache_use
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.row import row_of
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision
 
 DISCLOSURE_FORMAT = 1
 _MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
@@ -469,26 +469,22 @@ def _measured(found: Findings) -> list[Measured]:
     return [*decided, *(m for m in rest if m.slice not in seen)]
 
 
+# columns of a row that a disclosure has under the same name
+_ROW_COLUMNS = ["estimand", "arm", "policy", "label", "metric", "context_tokens", "estimate", "low", "high", "margin"]
+
+
 def _of(found: Findings, cell: Contrast | Decision) -> Measured:
-    effect, decided = cell.effect, cell if isinstance(cell, Decision) else None
+    decided = cell if isinstance(cell, Decision) else None
+    row = row_of(found.comparison, None if isinstance(cell, Decision) else cell, decided)
     return Measured(
-        estimand=cell.estimand,
-        arm=cell.arm,
-        policy=cell.policy,
+        **{name: getattr(row, name) for name in _ROW_COLUMNS},
         policy_hash=_hash_of(found, cell.policy),
-        label=found.comparison.label(cell.policy),
-        metric=cell.suite,
         says=spelled(found.comparison, cell.suite),
-        context_tokens=cell.context_tokens,
-        estimate=effect.estimate if effect else None,
-        low=effect.low if effect else None,
-        high=effect.high if effect else None,
-        margin=decided.margin if decided else None,
         held_to=held_to(decided) if decided and decided.margin is not None else None,
-        verdict=decided.standing.value if decided else "not gated",
-        items=effect.n_items if effect else 0,
-        clusters=effect.n_clusters if effect else 0,
-        why="; ".join([*_by_ratio(cell), *map(str, cell.reasons)]),
+        verdict=row.standing or "not gated",
+        items=row.items or 0,
+        clusters=row.templates or 0,
+        why="; ".join([*_by_ratio(cell), *map(str, row.reasons)]),
     )
 
 

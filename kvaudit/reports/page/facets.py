@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import CellPlace
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision, Status
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
@@ -28,8 +26,9 @@ from kvaudit.reports.sections.shared.events import (
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import against, counted, drift, marked, place_name, points, with_length
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import CellPlace
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 _NAMED = 4  # failed cells in the line over the folded section
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate

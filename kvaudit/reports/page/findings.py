@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.error_rates import ErrorRates
 from kvaudit.reports.records.load import Evidence
 from kvaudit.reports.sections.base import Values
+from kvaudit.reports.verdict.error_rates import ErrorRates
+from kvaudit.reports.verdict.verdict import Decided
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.decide import suite_of
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision
+from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted
 from kvaudit.reports.sections.shared.words import (
     against,
@@ -25,9 +23,10 @@ from kvaudit.reports.sections.shared.words import (
     ratio_words,
     with_length,
 )
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.stats.rule import clusters_required
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.downgrades import suite_of
+from kvaudit.reports.verdict.verdict import Decided, Decision
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from kvaudit.core.estimands import SERVING
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status
-from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status
 
 MOST_GRID_ROWS = 40  # of a grid on a page; every row stands in contrasts.csv
 _LOOKS = {  # of a status: its sign where there is no colour, and the same in a word or two

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from kvaudit.core.estimands import PARITY
 from kvaudit.core.text import inline
-from kvaudit.reports.sections.shared.cache_use import lacks_live
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.rules import CONTRASTED
-from kvaudit.reports.verdict.verdict import TEMPLATES, Decision, Status
-from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE
+from kvaudit.reports.sections.shared.cache_use import lacks_live
+from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.rules import CONTRASTED
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
@@ -39,7 +39,7 @@ def _blind_spot(findings: Decided, head: Decision | None) -> str:
 def hidden(findings: Decided) -> list[str]:
     """Could a few broken templates hide a loss of the margin where the interval alone would pass?"""
     cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
-    held = [d for d in cells if any(reason.code == TEMPLATES for reason in d.reasons)]
+    held = [d for d in cells if any(reason.code == ReasonCode.TEMPLATES for reason in d.reasons)]
     lines = []
     for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
         if own:

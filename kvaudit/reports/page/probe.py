@@ -27,12 +27,12 @@ from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
 from kvaudit.core.thoughts import holds_thought
-from kvaudit.reports.sections.shared.slopes import slope
-from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, percent
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of
+from kvaudit.reports.sections.shared.slopes import slope
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, percent
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm

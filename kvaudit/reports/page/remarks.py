@@ -8,15 +8,15 @@ from typing import Any
 
 from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
 from kvaudit.core.text import at_length, length_label, some
-from kvaudit.reports.verdict.comparison import Comparison, Reason, some_of
-from kvaudit.reports.verdict.decide import is_apart, suite_of
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.family import gated_cells
-from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
-from kvaudit.reports.verdict.verdict import JUDGE_DIFF, TRAINED, Decision, Status
-from kvaudit.reports.sections.shared.words import counted, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.verdict.comparison import Comparison, some_of
+from kvaudit.reports.verdict.downgrades import is_apart, suite_of
+from kvaudit.reports.verdict.family import gated_cells
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
 PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
@@ -104,7 +104,7 @@ def _judges(findings: Decided) -> Iterator[str]:
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
     if sides.rewarded and not is_apart(cells, sides):
         rewarded = ", ".join(sides.rewarded)
-        yield f"{TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
+        yield f"{ReasonCode.TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
     gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
     if own := [suite for suite in sides.by_phrases if suite in gated]:
         yield f"Phrase rules alone read refusals: of {', '.join(own)}; {PHRASE_ERRORS}, so no claim rests on them."
@@ -119,8 +119,8 @@ def _labels(findings: Decided) -> Iterator[str]:
     cells = [f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in turned]
     turns = f" They change {some(cells, between='; ')}." if turned else " They change the verdict of none."
     yield f"Human labels decide {len(people)} of {len(gated)} gated cells.{turns}"
-    if held := [_place(sides, d) for d in gated if any(r.code == JUDGE_DIFF for r in d.reasons)]:
-        yield f"{JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."
+    if held := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
+        yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
 

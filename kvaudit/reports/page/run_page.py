@@ -7,12 +7,6 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
-from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decision, Status
-from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
-from kvaudit.reports.sections.shared.tables import Passage, Table
-from kvaudit.reports.sections.shared.words import counted, plain_words
 from kvaudit.reports.page import tables
 from kvaudit.reports.page.banner import about, asides, number, verdict_sentence
 from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding
@@ -23,6 +17,11 @@ from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import late, remarks
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
+from kvaudit.reports.sections.shared.tables import Passage, Table
+from kvaudit.reports.sections.shared.words import counted, plain_words
+from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
+from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Status
 
 
 def page_of(findings: Findings) -> Page:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline, some
-from kvaudit.reports.sections.shared.examples import Example
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
 from kvaudit.reports.page.answers import Answer, answers, gravest
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
+from kvaudit.reports.verdict.verdict import Status
 
 MOST_WORDS = 120
 _FLIPS, _INSTEAD = 3, 2

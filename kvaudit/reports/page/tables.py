@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvaudit.core.text import at_length
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.rules import Rules
-from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status, worst
+from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, marked, named, plain_words
-from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision, Status, worst
 
 
 class DecidedLine(NamedTuple):

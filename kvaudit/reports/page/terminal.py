@@ -9,15 +9,15 @@ from pathlib import Path
 
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.sections.shared.examples import Example
-from kvaudit.reports.sections.shared.floor import floor_at
-from kvaudit.reports.verdict.verdict import Decision, Status
-from kvaudit.reports.sections.shared.words import counted
 from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
+from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.floor import floor_at
+from kvaudit.reports.sections.shared.words import counted
+from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
 _FLIPS = 2  # lost answers that are shown

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.registry import Registry
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision
+from kvaudit.reports.records.load import RunData
 from kvaudit.reports.sections.shared.contrasts import contrasts_table, lowest
 from kvaudit.reports.sections.shared.tables import Passage, Table
-from kvaudit.reports.records.load import RunData
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided, Decision
 
 if TYPE_CHECKING:
     from kvaudit.reports.sections.shared.canvas import Drawing

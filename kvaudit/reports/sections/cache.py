@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.cache_use import Use, cache_use
-from kvaudit.reports.verdict.verdict import Decided
 from kvaudit.reports.sections.shared.canvas import GAIN, INK, UNDECIDED, Drawing, blank, named_rows, save
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import NOT_SHOWN, counted, percent, size, times
-from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.verdict.verdict import Decided
 
 
 class CacheSection(Section[tuple[Use, ...]]):

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
-from kvaudit.reports.verdict.contrast import CellName
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision
 from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, line, named_rows, patch, quiet, save
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import percent, place_name, points
-from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.churn import churn_of, flips
+from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _MOST_BARS = 40
 

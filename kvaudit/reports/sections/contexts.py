@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from kvaudit.core.facets import FACETS
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.reference_answers import Answers
-from kvaudit.reports.verdict.contrast import Drift
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import percent, points
-from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.reference_answers import Answers
+from kvaudit.reports.verdict.verdict import Decided
 
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
 

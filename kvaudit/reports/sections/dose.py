@@ -17,21 +17,32 @@ import numpy as np
 import numpy.typing as npt
 
 from kvaudit.core.text import inline
-from kvaudit.reports.sections.shared.safe import PolicyFamily, SafeBudget, families, safe_budgets
-from kvaudit.reports.sections.shared.slopes import slope
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.drift import broken_contract, seed_pairs
-from kvaudit.reports.verdict.contrast import Drift
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.sections.shared import words
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, UNDECIDED, Drawing, blank, colour, line, patch, quiet, save
-from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import percent, with_length
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
 from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.sections.shared import words
+from kvaudit.reports.sections.shared.canvas import (
+    GAIN,
+    INK,
+    UNDECIDED,
+    Drawing,
+    blank,
+    colour,
+    line,
+    patch,
+    quiet,
+    save,
+)
+from kvaudit.reports.sections.shared.safe import PolicyFamily, SafeBudget, families, safe_budgets
+from kvaudit.reports.sections.shared.slopes import slope
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import percent, with_length
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.slope import isotonic
 from kvaudit.reports.stats.tango import rate_lower
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.drift import broken_contract, seed_pairs
+from kvaudit.reports.verdict.verdict import Decided
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from kvaudit.core.conditions import engine_in, settings_in
 from kvaudit.core.provenance import NOT_SHOWN, said_by
 from kvaudit.core.text import inline, some
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import counted
-from kvaudit.reports.sections.base import Depth, Inputs, Section
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided
 
 SILENT = "nothing"  # of an engine that does not say what it resolved
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from kvaudit.reports.sections.shared.examples import Example, largest_losses
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.sections.shared.examples import Example, largest_losses
+from kvaudit.reports.sections.shared.tables import Passage
+from kvaudit.reports.verdict.verdict import Decided
 
 
 class ExamplesSection(Section[tuple[Example, ...]]):

@@ -7,14 +7,13 @@ from typing import ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, floor_above, floor_at, floor_of
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision
-from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, percent, points, spelled
 from kvaudit.reports.records.floor import FLOOR_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
+from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, floor_above, floor_at, floor_of
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import drift, percent, points, spelled
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _NO_MORE = "no more answers changed than change by asking again in another order"
 FLOOR_NOTE = (

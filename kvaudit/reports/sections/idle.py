@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline, length_label, some
-from kvaudit.reports.verdict.contrast import Cell
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import size
-from kvaudit.reports.sections.base import Depth, Inputs, Section
+from kvaudit.reports.verdict.contrast import Cell
+from kvaudit.reports.verdict.verdict import Decided
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import ContrastsSection, Inputs
 from kvaudit.reports.sections.shared.contrasts import contrasts_of
 from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.sections.shared.words import plain_words
-from kvaudit.reports.sections.base import ContrastsSection, Inputs
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.verdict import Decided
 
 
 class InteractionSection(ContrastsSection):

@@ -11,13 +11,13 @@ import numpy as np
 from kvaudit.core.errors import DataError
 from kvaudit.core.provenance import JUDGED
 from kvaudit.core.text import inline, length_label
+from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import marked
+from kvaudit.reports.stats.judges import Kappa, kappa
 from kvaudit.reports.verdict.comparison import PROGRAMMATIC, Comparison
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import marked
-from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.stats.judges import Kappa, kappa
 
 _DESIRED = ((1, 1), (1, 0), (0, 1), (0, 0))  # before, and now: what the four counts are of
 _MOST = 10**9

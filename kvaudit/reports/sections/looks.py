@@ -14,14 +14,13 @@ import numpy as np
 from kvaudit.core.facets import facet_of
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, looks_in, table_of
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision
-from kvaudit.reports.sections.shared.tables import Table
-from kvaudit.reports.sections.shared.tables import table_of as table
-from kvaudit.reports.sections.shared.words import counted, spelled
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.sections.base import Depth, Inputs, Section
+from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.reports.sections.shared.tables import table_of as table
+from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.verdict.verdict import Decided, Decision
 
 
 @dataclass(frozen=True)

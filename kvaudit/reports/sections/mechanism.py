@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.spans import SPANS
 from kvaudit.core.text import inline, some
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.lost_spans import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import counted, interval, percent, with_length
-from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import Decided
 
 _MOST_ROWS = 20
 _ORDER = {span: number for number, span in enumerate(SPANS)}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from kvaudit.core.records import Outcome
 from kvaudit.core.text import length_label
-from kvaudit.reports.verdict.contrast import Cell
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import percent
-from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.verdict.contrast import Cell
+from kvaudit.reports.verdict.verdict import Decided
 
 
 class OutcomesSection(Section[tuple[Cell, ...]]):

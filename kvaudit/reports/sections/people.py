@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvaudit.core.text import length_label, some
-from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import JUDGE_DIFF, PASSED, Decision, Status
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, percent, points
-from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.verdict import PASSED, Decided, Decision, Status
 
 
 class LabelledCell(NamedTuple):
@@ -117,7 +117,7 @@ def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
         "as many labels as would be worth the same if all counted alike; that number stands behind them.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
-        *([f"{JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."] if held else []),
+        *([f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."] if held else []),
     )
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from kvaudit.core.text import length_of
-from kvaudit.reports.sections.shared.safe import SafeBudget, families, safe_budgets
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
 from kvaudit.reports.sections.base import Inputs, Section
+from kvaudit.reports.sections.shared.safe import SafeBudget, families, safe_budgets
+from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
+from kvaudit.reports.verdict.verdict import Decided
 
 CLEARED_SHOWN = 3  # sentences; the table has all
 _FAR = {"budget": "smallest budget", "length": "longest context"}

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.reports.verdict.contrast import CellName
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared import words
 from kvaudit.reports.sections.shared.canvas import INK, UNDECIDED, Drawing, blank, colour, line, named_rows, quiet, save
 from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
 from kvaudit.reports.sections.shared.words import place_name, points, worst_seed
-from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.stats.seeds import seed_spread
+from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.verdict.verdict import Decided
 
 _MOST_ROWS = 40  # of the figure
 

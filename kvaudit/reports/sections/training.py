@@ -12,12 +12,12 @@ import numpy as np
 
 from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.canvas import Drawing, blank, colour, line, quiet, save
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import counted, percent, scientific
-from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.stats.effect import Array
+from kvaudit.reports.verdict.verdict import Decided
 
 POINTS = 160  # most steps of a curve that are kept
 LEFT_OUT = frozenset({"step"})

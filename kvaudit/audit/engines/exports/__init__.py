@@ -1,1 +1,1 @@
-"""An engine's own formats, of checkpoints and of what its cache holds: loaded with torch, only where one is needed."""
+"""Formats of engines for checkpoints and cache contents. These modules load torch, so import them only when needed."""

@@ -1,11 +1,25 @@
-"""A checkpoint as one GGUF file of float32: llama.cpp computes with the weights as they are, and only its cache varies.
+"""llama.cpp's formats: a checkpoint as one float32 GGUF file, and the state of its KV cache as keys and values.
 
-Token ids go in and out, so the file holds no vocabulary. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
-tensors are named by the maps of the ``gguf`` package.
+The GGUF file has no vocabulary, because only token ids go in and out. Layout:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the ``gguf`` package maps the names of tensors.
+
+The state is that of ``llama_state_seq_get_data`` as of 2026-11 (llama-cpp-python 0.3.36), little-endian:
+
+    u32 magic, i32 sequence, u32 streams, then for each stream:
+      u32 cells (0: nothing follows), for each cell: i32 position, u32 sequences, i32 each of them
+      u32 whether values are transposed, u32 layers
+      keys of each layer: i32 type, u64 bytes of a row, rows; then values of each layer alike
+
+Transposed values have u32 bytes of a number and u32 channels instead of the bytes of a row.
+
+Before quantising, llama.cpp rotates parts of a head by a Hadamard matrix: of keys as many numbers as the largest power
+of two that divides the head size, of values 64, and nothing if the size is no multiple of 64 (found by solving for the
+matrix, sizes 64 to 256).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,18 +28,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvaudit.core.errors import SpecError
+from kvaudit.audit.policies.q4_0 import hadamard
+from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_line
 
-GGUF_METHOD = "float32, gguf 1"  # by which conversions are told apart; another number for another way
+GGUF_METHOD = "float32, gguf 1"  # see ``convert_once``; another number for another conversion
 GGUF_FILE = "model.gguf"
+_MAGIC = 0xAF143CD8
+_ROTATED = 64  # numbers that are rotated together, for keys at least
 
 
 class _Family(NamedTuple):
-    """How llama.cpp has an architecture: its name in ``gguf.MODEL_ARCH``, and the way it turns queries and keys."""
+    """An architecture in llama.cpp: its name in ``gguf.MODEL_ARCH`` and its layout of rotary embeddings."""
 
     arch: str
-    in_pairs: bool  # neighbours turn together, where transformers turns halves; also: it takes rope_freqs
+    is_interleaved: bool  # neighbours rotate together (transformers: two halves); such families take rope_freqs too
 
 
 _FAMILIES = {
@@ -37,9 +54,9 @@ _FAMILIES = {
 
 
 def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> dict[str, str]:
-    """Write ``model.gguf``; the versions of what made it. SpecError: llama.cpp has no such model.
+    """Write ``model.gguf`` and return the versions of the libraries; raise SpecError for an unsupported model.
 
-    ``weights`` by the names of the model's own are written instead of those.
+    ``weights``, by the model's own names, replace the model's weights.
     """
     try:
         import gguf
@@ -50,12 +67,12 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
     arch = gguf.MODEL_ARCH[family.arch]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(folder / GGUF_FILE, gguf.MODEL_ARCH_NAMES[arch])
-    _describe(writer, config)
+    _write_metadata(writer, config)
     for name, tensor in _tensors(model, family, model.state_dict() if weights is None else weights):
-        ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if ours is None:
-            raise _unknown(f"its tensor {name} is none of {family.arch.lower()} there")
-        writer.add_tensor(ours, tensor.numpy())
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise _unsupported(f"{family.arch.lower()} has no tensor {name} there")
+        writer.add_tensor(gguf_name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -63,25 +80,20 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
     return {"gguf": version("gguf"), "torch": torch.__version__}
 
 
-def head_layout(config: Any) -> tuple[int, bool]:
-    """The size of a head, and whether neighbours in it turn together by position as llama.cpp has the model."""
-    return _head_size(config), _family(config).in_pairs
-
-
 def _family(config: Any) -> _Family:
-    """The family of a configuration, all of whose layers attend to everything; raises SpecError for another."""
+    """Return the family of a model; raise SpecError for an unknown one and for other than full attention."""
     if config.model_type not in _FAMILIES:
-        raise _unknown(f"its architecture is {config.model_type}, known: {', '.join(sorted(_FAMILIES))}")
-    said = config.to_dict()
-    layers = set(said.get("layer_types") or ["full_attention"])
-    if layers != {"full_attention"} or (said.get("sliding_window") and config.model_type == "mistral"):
-        raise _unknown(f"it has layers of another kind than full attention ({', '.join(sorted(layers))})")
+        raise _unsupported(f"its architecture is {config.model_type}, supported: {', '.join(sorted(_FAMILIES))}")
+    fields = config.to_dict()
+    layers = set(fields.get("layer_types") or ["full_attention"])
+    if layers != {"full_attention"} or (fields.get("sliding_window") and config.model_type == "mistral"):
+        raise _unsupported(f"some of its layers do not use full attention ({', '.join(sorted(layers))})")
     if config.hidden_act != "silu":
-        raise _unknown(f"its hidden_act is {config.hidden_act}, wanted silu")
+        raise _unsupported(f"its hidden_act is {config.hidden_act}, expected silu")
     return _FAMILIES[config.model_type]
 
 
-def _describe(writer: Any, config: Any) -> None:
+def _write_metadata(writer: Any, config: Any) -> None:
     size = _head_size(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -99,48 +111,145 @@ def _describe(writer: Any, config: Any) -> None:
 
 
 def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in float32 under the name that transformers has for it, turned as llama.cpp turns."""
+    """Yield every tensor in float32 under its name in transformers, with queries and keys in llama.cpp's order."""
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in weights.items():
-        # llama.cpp takes the embeddings where there is no head
+        # llama.cpp uses the embeddings if the file has no head
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        plain = tensor.detach().to("cpu", torch.float32)
-        part = name.split(".")[-2]
-        yield name, _paired(plain, heads[part]) if family.in_pairs and part in heads else plain.contiguous()
+        weight = tensor.detach().to("cpu", torch.float32)
+        module = name.split(".")[-2]
+        if family.is_interleaved and module in heads:
+            yield name, _interleaved(weight, heads[module])
+        else:
+            yield name, weight.contiguous()
     factors = _rope_factors(model, family)
     if factors is not None:
         yield "rope_freqs.weight", factors
 
 
-def _paired(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each head in another order: the two halves that turn against each other become neighbours."""
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Return the rows of each head with the two halves that rotate together as neighbours."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])  # [heads, 2, D / 2, ...]
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: Any, family: _Family) -> Tensor | None:
-    """By what llama.cpp divides each frequency of the positions, None where none is scaled."""
+    """Return the divisors of the rotary frequencies, None if they are unscaled."""
     rotary, size = model.get_decoder().rotary_emb, _head_size(model.config)
     if rotary.attention_scaling != 1 or rotary.inv_freq.shape != (size // 2,):
-        raise _unknown(f"its positions are of the kind {rotary.rope_type}, with parts left alone or attention scaled")
+        raise _unsupported(f"its {rotary.rope_type} positions rotate only a part of a head, or scale attention")
     theta = model.config.rope_parameters["rope_theta"]
-    plain = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)  # [D / 2], as they would be unscaled
-    factors: Tensor = plain / rotary.inv_freq.detach().double().cpu()
+    unscaled = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)  # [D / 2]
+    factors: Tensor = unscaled / rotary.inv_freq.detach().double().cpu()
     if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5):
         return None
-    if rotary.rope_type not in ("llama3", "linear") or not family.in_pairs:
-        raise _unknown(f"its positions are of the kind {rotary.rope_type}, which {family.arch.lower()} there has not")
+    if rotary.rope_type not in ("llama3", "linear") or not family.is_interleaved:
+        raise _unsupported(f"{family.arch.lower()} has no positions of the kind {rotary.rope_type} there")
     return factors.float()
 
 
 def _head_size(config: Any) -> int:
-    said = config.to_dict().get("head_dim")
-    return int(said or config.hidden_size // config.num_attention_heads)
+    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
-def _unknown(why: str) -> SpecError:
+def _unsupported(why: str) -> SpecError:
     return SpecError(
         f"the model cannot be written for llama.cpp: {why}; give a GGUF file of it as engines.llama.cpp.weights"
     )
+
+
+class HeadLayout(NamedTuple):
+    """How the cache stores a head: its size, its rotary layout, and whether keys and values are Hadamard-rotated."""
+
+    size: int
+    is_interleaved: bool
+    keys_rotated: bool
+    values_rotated: bool
+
+
+def cache_layout(config: Any, *, keys_rotated: bool, values_rotated: bool) -> HeadLayout:
+    """Return the layout for a model's configuration; raise SpecError for an unsupported model."""
+    return HeadLayout(_head_size(config), _family(config).is_interleaved, keys_rotated, values_rotated)
+
+
+def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    """Return keys and values [tokens, L, H * D] float32, in the order of transformers, of the uint8 array ``raw``.
+
+    Raises RunError for a state of another form.
+    """
+    try:
+        return _State(raw).read(layout)
+    except (struct.error, ValueError) as error:
+        raise RunError(
+            f"the state of llama.cpp's cache has an unknown form: {error}; use the correction naive, tis or mis"
+        ) from None
+
+
+class _State:
+    """A state that is read from front to back."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw, self._at = raw, 0
+
+    def read(self, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        magic, _, streams = self._take("IiI")
+        if magic != _MAGIC:
+            raise ValueError(f"it begins with {magic:#x}, expected {_MAGIC:#x}")
+        cells = 0
+        while streams and not cells:
+            (cells,), streams = self._take("I"), streams - 1
+        positions = [self._position() for _ in range(cells)]
+        if sorted(positions) != list(range(cells)):
+            raise ValueError("its cells do not hold each position once")
+        # freed cells are used first, so positions are in no order
+        order = torch.tensor(positions).argsort()
+        is_transposed, layers = self._take("II")
+        size = layout.size
+        key_part = size & -size if layout.keys_rotated and size % _ROTATED == 0 else 1
+        value_part = _ROTATED if layout.values_rotated and size % _ROTATED == 0 else 1
+        keys = [_rotated_back(self._rows(cells), key_part) for _ in range(layers)]
+        if layout.is_interleaved:
+            keys = [_halves(rows, size) for rows in keys]
+        read_rows = self._columns if is_transposed else self._rows
+        values = [_rotated_back(read_rows(cells), value_part) for _ in range(layers)]
+        if self._raw[self._at :].any():
+            raise ValueError(f"{len(self._raw) - self._at} bytes are left")
+        return torch.stack(keys, 1)[order], torch.stack(values, 1)[order]
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        fields = struct.unpack_from(f"<{form}", self._raw, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return fields
+
+    def _position(self) -> int:
+        position, sequences = self._take("iI")
+        self._at += 4 * sequences
+        return int(position)
+
+    def _rows(self, cells: int) -> Tensor:
+        kind, width = self._take("iQ")
+        return self._numbers(kind, cells, width)
+
+    def _columns(self, cells: int) -> Tensor:
+        """Read the numbers [cells, H * D] of a layer that is stored transposed."""
+        kind, width, channels = self._take("iII")
+        return self._numbers(kind, channels, cells * width).T
+
+    def _numbers(self, kind: int, rows: int, width: int) -> Tensor:
+        import gguf
+
+        raw = self._raw[self._at : self._at + rows * width].reshape(rows, width)
+        self._at += rows * width
+        return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))).float()
+
+
+def _rotated_back(x: Tensor, part: int) -> Tensor:
+    """Return rows [tokens, H * D] with the Hadamard rotation of every ``part`` numbers undone."""
+    return (x.reshape(len(x), -1, part) @ hadamard(part, x.dtype, x.device)).flatten(1)
+
+
+def _halves(x: Tensor, size: int) -> Tensor:
+    """Return rows [tokens, H * D] with the interleaved pairs of each head as two halves."""
+    return x.reshape(len(x), -1, size // 2, 2).transpose(2, 3).flatten(1)

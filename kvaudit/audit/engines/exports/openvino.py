@@ -1,7 +1,7 @@
-"""A checkpoint in OpenVINO's format: traced by its PyTorch frontend, the cache as a state of the model.
+"""A checkpoint in OpenVINO's format: traced by its PyTorch frontend, with the cache as a state of the model.
 
-The trace is of the model that transformers has, attending by its own scaled dot product; OpenVINO's paged attention
-takes the place of that, with the cache it is told to keep, when a pipeline loads the folder.
+The traced model uses transformers' scaled dot product attention. OpenVINO replaces it by paged attention, with the
+configured cache, when a pipeline loads the folder.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.utils import logging
 
 from kvaudit.core.errors import SpecError
 
-OPENVINO_METHOD = "float32, traced 1"  # by which conversions are told apart; another number for another way
-_NAMED = ("input_ids", "attention_mask", "position_ids", "beam_idx")
-_ROWS, _SEEN, _NEW = 2, 3, 4  # of the example that is traced: no two alike, and none of them 1
+OPENVINO_METHOD = "float32, traced 1"  # see ``convert_once``; another number for another conversion
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+_ROWS, _SEEN, _NEW = 2, 3, 4  # sizes of the example input: distinct and above 1, so that none becomes a constant
 
 
-class _WithStates(nn.Module):
-    """A model whose cache goes in and out as plain tensors [B, H, T, D], keys and values of each layer in turn."""
+class _TensorCacheModel(nn.Module):
+    """A model whose cache goes in and out as tensors [B, H, T, D]: keys, then values, of each layer in order."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -47,20 +47,20 @@ class _WithStates(nn.Module):
         out = self.model(
             input_ids, attention_mask=seen, position_ids=position_ids, past_key_values=cache, use_cache=True
         )
-        return (out.logits, *(part for layer in out.past_key_values.layers for part in (layer.keys, layer.values)))
+        return (out.logits, *(t for layer in out.past_key_values.layers for t in (layer.keys, layer.values)))
 
 
 def export_openvino(model: Any, folder: Path) -> dict[str, str]:
-    """Write ``openvino_model.xml`` and its weights, with the model's configuration; the versions of what made them.
+    """Write ``openvino_model.xml``, its weights and the configuration; return the versions of the libraries.
 
-    Raises SpecError for a model that cannot be traced, such as one with layers of another kind than full attention.
+    Raises SpecError for a model that cannot be traced, for example because some layers do not use full attention.
     """
-    # an audit sends no line home, which OpenVINO does as it is imported; it has a stub for where this is not installed
+    # OpenVINO reports its import over the network; without this module it does not
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino as ov
 
-    plain = _stock(model)
-    heads, size, layers = _cache_shape(plain)
+    network = _stock_model(model)
+    heads, size, layers = _cache_shape(network)
     past = [torch.zeros(_ROWS, heads, _SEEN, size) for _ in range(2 * layers)]  # each [B, H, T, D]
     example = (
         torch.ones(_ROWS, _NEW, dtype=torch.int64),
@@ -69,35 +69,35 @@ def export_openvino(model: Any, folder: Path) -> dict[str, str]:
         torch.arange(_ROWS),
         *past,
     )
-    said = logging.get_verbosity()
-    logging.set_verbosity_error()  # or a trace says that no loss was chosen
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # tracing warns about a missing loss
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            traced = ov.convert_model(_WithStates(plain), example_input=example)
-    except Exception as error:  # of a tracer and of a frontend, which raise anything
+            traced = ov.convert_model(_TensorCacheModel(network), example_input=example)
+    except Exception as error:  # the tracer and the frontend raise many types
         why = str(error).strip().splitlines()[-1][:200]
         raise SpecError(f"the model cannot be converted for OpenVINO ({type(error).__name__}: {why})") from None
     finally:
-        logging.set_verbosity(said)
-    _with_states(traced, heads, size, layers)
+        logging.set_verbosity(verbosity)
+    _make_stateful(traced, heads, size, layers)
     ov.save_model(traced, folder / "openvino_model.xml", compress_to_fp16=False)
-    plain.config.save_pretrained(folder)
+    network.config.save_pretrained(folder)
     return {"openvino": ov.get_version(), "transformers": transformers.__version__, "torch": torch.__version__}
 
 
-def _stock(model: Any) -> Any:
-    """The same weights, shared, in a model of transformers' own attention and of float32."""
+def _stock_model(model: Any) -> Any:
+    """Return a float32 model with transformers' own attention that shares the weights."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
-    # no memory for weights that are exchanged at once
+    # no memory for weights that are replaced at once
     with torch.device("meta"):
-        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict({name: t.detach().float().cpu() for name, t in model.state_dict().items()}, assign=True)
-    plain.tie_weights()
-    for name, buffer in model.named_buffers():  # frequencies of the positions, which no checkpoint holds
-        owner, _, own = name.rpartition(".")
-        plain.get_submodule(owner).register_buffer(own, buffer.detach().float().cpu(), persistent=False)
-    return plain.eval()
+        network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network.load_state_dict({name: t.detach().float().cpu() for name, t in model.state_dict().items()}, assign=True)
+    network.tie_weights()
+    for name, buffer in model.named_buffers():  # rotary frequencies, which no checkpoint holds
+        module, _, buffer_name = name.rpartition(".")
+        network.get_submodule(module).register_buffer(buffer_name, buffer.detach().float().cpu(), persistent=False)
+    return network.eval()
 
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:
@@ -106,21 +106,21 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
     return config.num_key_value_heads, size, config.num_hidden_layers
 
 
-def _with_states(traced: Any, heads: int, size: int, layers: int) -> None:
-    """Name what goes in and out, and make the cache a state that is empty at first."""
+def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:
+    """Name inputs and outputs, and make the cache a state that is empty at first."""
     import numpy as np
     import openvino as ov
     from openvino import opset13
     from openvino._offline_transformations import apply_make_stateful_transformation
 
     parts = [f"{layer}.{which}" for layer in range(layers) for which in ("key", "value")]
-    names = [*_NAMED, *(f"past_key_values.{part}" for part in parts)]
+    names = [*_INPUTS, *(f"past_key_values.{part}" for part in parts)]
     if len(traced.inputs) != len(names):
-        raise SpecError(f"the model has {len(traced.inputs)} inputs once traced, wanted {len(names)}")
+        raise SpecError(f"the model has {len(traced.inputs)} inputs once traced, expected {len(names)}")
     for port, name in zip(traced.inputs, names, strict=True):
         node = port.get_node()
         port.get_tensor().set_names({name})
-        if name in _NAMED:
+        if name in _INPUTS:
             node.set_partial_shape(ov.PartialShape([-1] if name == "beam_idx" else [-1, -1]))
             node.set_element_type(ov.Type.i32 if name == "beam_idx" else ov.Type.i64)
         else:
@@ -135,7 +135,7 @@ def _with_states(traced: Any, heads: int, size: int, layers: int) -> None:
         return opset13.constant(np.array([value]), ov.Type.i64)
 
     rows = opset13.gather(opset13.shape_of(traced.input("input_ids"), output_type="i64"), number(0), number(0))
-    # a shape [B, H, 0, D], for as many rows as are asked
+    # the shape [B, H, 0, D], with B from input_ids
     empty = opset13.concat([rows, number(heads), number(0), number(size)], 0)
     for node in traced.get_ops():
         if node.get_type_name() == "ReadValue":

@@ -1,1 +1,1 @@
-"""What runs in an engine's own environment: it knows the engine and Python's library, and nothing of kvaudit."""
+"""Code that runs in a worker, in the environment of an engine; it must not import kvaudit outside this folder."""

@@ -1,4 +1,4 @@
-"""Which properties an OpenVINO device takes: one rule for what it serves and for what it draws."""
+"""The check of OpenVINO properties, shared by serving and by rollouts."""
 
 from __future__ import annotations
 
@@ -10,38 +10,31 @@ _HINT = "INFERENCE_PRECISION_HINT"
 
 
 def check_properties(core: Any, device: str, settings: dict[str, str]) -> None:
-    """Raise ValueError for a property that the device does not take, and for a precision that it lacks."""
-    _check_known(core, device, settings)
-    _check_computes(device, core.get_property(device, "OPTIMIZATION_CAPABILITIES"), settings)
-
-
-def _check_known(core: Any, device: str, settings: dict[str, str]) -> None:
-    """Raise ValueError for what the device does not take.
-
-    It lists most of its properties; others, such as KEY_CACHE_QUANT_MODE, it only takes, and checks: it is given them
-    with a model of one operation, for which that costs nothing.
-    """
-    nothing = ov.opset13.parameter([1], ov.Type.f32)
-    trial = ov.Model([ov.opset13.relu(nothing)], [nothing])
+    """Raise ValueError for a property that the device does not have, and for a precision that it does not support."""
+    # a device lists most of its properties; others, such as KEY_CACHE_QUANT_MODE, can only be tried out, which is
+    # cheap with a model of one operation
+    parameter = ov.opset13.parameter([1], ov.Type.f32)
+    trial = ov.Model([ov.opset13.relu(parameter)], [parameter])
     for name in sorted(set(settings) - set(core.get_property(device, "SUPPORTED_PROPERTIES"))):
         try:
             core.compile_model(trial, device, {name: settings[name]})
         except RuntimeError as error:
-            said = str(error).strip().splitlines()[-1]
-            unknown = "Unsupported property" in said
-            raise ValueError(f"device {device} has no property {name}" if unknown else said) from None
+            message = str(error).strip().splitlines()[-1]
+            is_unknown = "Unsupported property" in message
+            raise ValueError(f"device {device} has no property {name}" if is_unknown else message) from None
+    _check_precisions(device, core.get_property(device, "OPTIMIZATION_CAPABILITIES"), settings)
 
 
-def _check_computes(device: str, computes: list[str], settings: dict[str, str]) -> None:
-    """Raise ValueError for a precision that the device lacks.
+def _check_precisions(device: str, capabilities: list[str], settings: dict[str, str]) -> None:
+    """Raise ValueError for a precision that the device does not support.
 
-    It would compute in f32 and not say so; a cache in bf16 fails at the first prompt with a line of its source.
+    OpenVINO would silently compute in f32; a cache in bf16 fails at the first prompt with an internal error.
     """
-    asked = {name: value for name, value in settings.items() if value == "bf16"}
+    required = {name: value for name, value in settings.items() if value == "bf16"}
     if settings.get(_HINT) == "f16":
-        asked[_HINT] = "f16"
-    for name, value in asked.items():
-        if {"bf16": "BF16", "f16": "FP16"}[value] not in computes:
+        required[_HINT] = "f16"
+    for name, value in required.items():
+        if {"bf16": "BF16", "f16": "FP16"}[value] not in capabilities:
             raise ValueError(
-                f"{name} is {value}, which device {device} does not compute in here ({', '.join(computes)}); take f32"
+                f"{name} is {value}, which device {device} does not support ({', '.join(capabilities)}); use f32"
             )

@@ -1,10 +1,10 @@
-"""vLLM as training draws from it, in one process: its engine, weights that it loads anew, K and V as they go in.
+"""vLLM in a worker for training: one process, weights reloaded in each step, keys and values returned.
 
-    [{"push": FILE.npz, "known": false}]                  -> [{"sha256": of the weights that were loaded}]
-    [{"ids": [...], "most": 24, "keep": FILE, ...}, ...]  -> [{"ids", "finish", "logprobs", "weights": their sha256}]
+    [{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the loaded weights}]
+    [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]  -> [{"ids", "finish", "logprobs", "weights": sha256}]
 
-Weights go in by the workers' ``reload_weights``. Keys and values are what each layer's attention
-is handed, before the cache codes them.
+Weights are loaded by the workers' ``reload_weights``. Keys and values are the inputs of each attention layer, before
+the cache quantises them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """The engine on a folder under its server's flags; what it does not know it says itself."""
+    """Start the engine on a folder with flags of its server, which its own parser checks."""
     os.environ.update({**setup["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # read when vllm is imported
     from vllm import __version__
     from vllm.engine.arg_utils import EngineArgs
@@ -34,44 +34,44 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
         "cache_dtype": str(engine.vllm_config.cache_config.cache_dtype),
         "dtype": str(engine.vllm_config.model_config.dtype),
     }
-    return description, _Served(engine).answer
+    return description, _RolloutEngine(engine).answer
 
 
-class _Served:
-    """An engine, the weights it has loaded, and the keys and values of the rows under way."""
+class _RolloutEngine:
+    """The engine with the hash of its weights and the keys and values of the current rows."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._held, self._number = engine, "", 0
+        self._engine, self._sha256, self._row_count = engine, "", 0
         self._kept: dict[str, dict[int, list[Any]]] = {}  # request -> layer -> keys and values of its tokens
         (self._runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
-        engine.apply_model(self._listen)
+        engine.apply_model(self._add_hooks)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take weights, or draw rows."""
+        """Load weights or draw rows."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
-        names = [f"row{self._number + n}" for n in range(len(rows))]
+        names = [f"row{self._row_count + n}" for n in range(len(rows))]
         self._kept = {name: {} for name, row in zip(names, rows, strict=True) if row["keep"]}
-        self._number += len(rows)
+        self._row_count += len(rows)
         for name, row in zip(names, rows, strict=True):
             self._engine.add_request(name, {"prompt_token_ids": row["ids"]}, _sampling(row))
-        done: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         while self._engine.has_unfinished_requests():
-            done |= {output.request_id: output for output in self._engine.step() if output.finished}
-        found = [self._reply(done[name], row) for name, row in zip(names, rows, strict=True)]
-        self._save(names, found, rows)
-        return found
+            outputs |= {output.request_id: output for output in self._engine.step() if output.finished}
+        replies = [self._reply(outputs[name], row) for name, row in zip(names, rows, strict=True)]
+        self._save(names, replies, rows)
+        return replies
 
     def _reply(self, output: Any, row: dict[str, Any]) -> dict[str, Any]:
-        said = output.outputs[0]
-        ids = list(said.token_ids)
-        logprobs = [float(own[token].logprob) for own, token in zip(said.logprobs, ids, strict=True)]
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        logprobs = [float(by_id[token].logprob) for by_id, token in zip(completion.logprobs, ids, strict=True)]
         finish = "stop" if ids and ids[-1] in row["stops"] else "length"
         read = list(output.prompt_token_ids)
-        return {"ids": ids, "finish": finish, "logprobs": logprobs, "weights": self._held, "read": read}
+        return {"ids": ids, "finish": finish, "logprobs": logprobs, "weights": self._sha256, "read": read}
 
     def _push(self, path: str) -> str:
-        """Load a file of weights; returns their sha256 by name once those that can be read back are they."""
+        """Load a file of weights and return their sha256, after a check of those that can be read back."""
         import torch
 
         with np.load(path, allow_pickle=False) as file:
@@ -80,71 +80,74 @@ class _Served:
             "reload_weights", kwargs={"weights_iterator": iter(weights.items()), "is_checkpoint_format": True}
         )
 
-        self._engine.apply_model(_tie_again)
+        self._engine.apply_model(_tie_head)
 
-        def others(model: Any) -> list[str]:
-            """Weights that stand by themselves in the model, and are not those of the file."""
-            own = {name: tensor for name, tensor in model.named_parameters() if name in weights}
-            alike = {name: tensor for name, tensor in own.items() if tensor.shape == weights[name].shape}
-            return [n for n, tensor in alike.items() if not torch.equal(tensor, weights[n].to(tensor.dtype))]
+        def wrong_names(model: Any) -> list[str]:
+            """Return the parameters that have a name and shape of the file, but other numbers."""
+            named = {name: tensor for name, tensor in model.named_parameters() if name in weights}
+            comparable = {name: tensor for name, tensor in named.items() if tensor.shape == weights[name].shape}
+            return [n for n, tensor in comparable.items() if not torch.equal(tensor, weights[n].to(tensor.dtype))]
 
-        (wrong,) = self._engine.apply_model(others)
+        (wrong,) = self._engine.apply_model(wrong_names)
         if wrong:
-            raise ValueError(f"{len(wrong)} weights were not loaded as they are: {wrong[0]}")
-        self._held = _digest({name: tensor.numpy() for name, tensor in weights.items()})
-        return self._held
+            raise ValueError(f"{len(wrong)} weights differ from the file after loading: {wrong[0]}")
+        self._sha256 = _arrays_sha256({name: tensor.numpy() for name, tensor in weights.items()})
+        return self._sha256
 
-    def _listen(self, model: Any) -> None:
+    def _add_hooks(self, model: Any) -> None:
         from vllm.model_executor.layers.attention import Attention
 
         for module in model.modules():
             if isinstance(module, Attention):
                 layer = int(re.findall(r"\d+", module.layer_name)[0])
-                module.register_forward_pre_hook(lambda _, given, layer=layer: self._hear(layer, given[1], given[2]))
+                module.register_forward_pre_hook(lambda _, args, layer=layer: self._record(layer, args[1], args[2]))
 
-    def _hear(self, layer: int, keys: Any, values: Any) -> None:
+    def _record(self, layer: int, keys: Any, values: Any) -> None:
+        """Append a layer's keys and values of this forward pass to the rows that are kept."""
         from vllm.forward_context import get_forward_context
 
-        known = get_forward_context().attn_metadata
-        if not self._kept or known is None:  # a trial of the engine's own
+        metadata = get_forward_context().attn_metadata
+        if not self._kept or metadata is None:  # None in the engine's own warm-up
             return
-        # one layer's stands for all: they were fed the same
-        table = next(iter(known.values()))
-        # where each row's tokens begin in this forward, and how many it has seen after it
+        # all layers have the same metadata
+        table = next(iter(metadata.values()))
+        # where each row's tokens begin in this pass, and its length afterwards
         begins, ends = table.query_start_loc.tolist(), table.seq_lens.tolist()
         for n, request in enumerate(self._runner.input_batch.req_ids):
-            part = slice(begins[n], begins[n + 1])
-            # the engine may put something of its own behind a request's name
+            tokens = slice(begins[n], begins[n + 1])
+            # the engine may append a suffix to a request's name
             layers = self._kept.get(request.partition("-")[0])
             if layers is None:
                 continue
-            own = layers.setdefault(layer, [])
-            del own[ends[n] - (part.stop - part.start) :]  # of a row that was put off and is read again
-            own += zip(keys[part].float().flatten(1).numpy(), values[part].float().flatten(1).numpy(), strict=True)
+            pairs = layers.setdefault(layer, [])
+            del pairs[ends[n] - (tokens.stop - tokens.start) :]  # of a preempted row, which is read again
+            pairs += zip(
+                keys[tokens].float().flatten(1).numpy(), values[tokens].float().flatten(1).numpy(), strict=True
+            )
 
-    def _save(self, names: list[str], found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        """Keys and values [tokens, L, H * D] float32 of the rows that are kept, those of their prompts among them."""
+    def _save(self, names: list[str], replies: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        """Save keys and values [tokens, L, H * D] float32 of the kept rows, prompts included."""
         arrays: dict[str, Any] = {}
         for n, name in enumerate(names):
             if name not in self._kept:
                 continue
             layers = self._kept[name]
-            wanted = len(rows[n]["ids"]) + len(found[n]["ids"]) - 1
-            short = [layer for layer, own in layers.items() if len(own) < wanted]
+            length = len(rows[n]["ids"]) + len(replies[n]["ids"]) - 1
+            short = [layer for layer, pairs in layers.items() if len(pairs) < length]
             if short:
-                raise ValueError(f"keys of {len(layers[short[0]])} tokens were seen, wanted {wanted}")
-            for which, what in enumerate(("keys", "values")):
-                parts = [np.stack([own[which] for own in layers[layer][:wanted]]) for layer in sorted(layers)]
-                arrays[f"{n}.{what}"] = np.stack(parts, 1)
+                raise ValueError(f"keys of {len(layers[short[0]])} tokens were recorded, expected {length}")
+            for which, array in enumerate(("keys", "values")):
+                stacked = [np.stack([pair[which] for pair in layers[layer][:length]]) for layer in sorted(layers)]
+                arrays[f"{n}.{array}"] = np.stack(stacked, 1)
         for path in {row["keep"] for row in rows} - {None}:
             np.savez(path, **arrays)
 
 
-def _tie_again(model: Any) -> None:
-    """Have a head that shares the embeddings take them over: reloading leaves the form in which a CPU holds it."""
+def _tie_head(model: Any) -> None:
+    """Set a tied head to the embeddings: on a CPU, reloading updates only the embeddings, not the head's own form."""
     head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    if tied and head is not None and embeddings is not None and head.weight.device.type == "cpu":
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    if is_tied and head is not None and embeddings is not None and head.weight.device.type == "cpu":
         head.weight = embeddings.weight
         head.quant_method.process_weights_after_loading(head)
 
@@ -155,17 +158,18 @@ def _sampling(row: dict[str, Any]) -> Any:
     return SamplingParams(
         temperature=row["temperature"],
         top_p=1.0,
-        max_tokens=row["most"],
+        max_tokens=row["max_tokens"],
         seed=row["seed"] % 2**63,
         stop_token_ids=row["stops"],
-        ignore_eos=True,  # beside those there is no end
-        logprobs=0,  # of the drawn token alone
+        ignore_eos=True,  # only stop_token_ids end an answer
+        logprobs=0,  # of the drawn token only
         detokenize=False,
     )
 
 
-def _digest(weights: dict[str, Any]) -> str:
-    whole = hashlib.sha256()
-    for name in sorted(weights):
-        whole.update(name.encode() + weights[name].tobytes())
-    return whole.hexdigest()
+def _arrays_sha256(arrays: dict[str, Any]) -> str:
+    """Return the hash that ``rollouts.arrays_sha256`` computes, which cannot be imported here."""
+    hasher = hashlib.sha256()
+    for name in sorted(arrays):
+        hasher.update(name.encode() + arrays[name].tobytes())
+    return hasher.hexdigest()

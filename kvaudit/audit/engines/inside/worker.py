@@ -1,16 +1,15 @@
-"""A process that holds an engine of the same machine: a line of JSON in, a line of JSON out.
+"""The worker process of an engine: reads one line of JSON per request and writes one line of JSON per answer.
 
-    {"start": {...}}                            -> {"about": {...}, "to": 1}
-    {"ask": [{"ids": [...], "most": 40, ...}]}  -> {"replies": [{"ids": [...], "finish": "stop", "logprob": -1}], ...}
-                                                -> {"error": "what the engine said", "to": 2}
+    {"start": {...}}                                  -> {"about": {...}, "to": 1}
+    {"ask": [{"ids": [...], "max_tokens": 40, ...}]}  -> {"replies": [{"ids": [...], "finish": "stop", ...}], "to": 2}
+                                                      -> {"error": "the engine's message", "to": 2}
 
-``to`` is the number of the line that is answered, so that nothing said out of turn is taken for an answer.
+``to`` is the number of the request's line, so that no other output is taken for its answer.
 
-    python worker.py FILE
+    python worker.py FILE      run by its path
 
-FILE has ``start(setup) -> (description, answer)``. This is run by its path in an environment that need not hold
-kvaudit, so of all its modules those beside this one are there, and none but them. Whatever an engine prints goes to
-stderr.
+FILE defines ``start(setup) -> (description, answer)``. The environment may lack kvaudit, so FILE can import only the
+modules of this folder. Everything that the engine prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ from typing import Any
 
 
 def answer_lines(path: str) -> None:
-    """Answer until nobody asks any more."""
-    # our own way out, kept before the engine's prints are turned away from it
+    """Answer requests until stdin is closed."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # an engine's own prints would be taken for answers
+    os.dup2(2, 1)  # the engine's own prints would be taken for answers
     for number, line in enumerate(sys.stdin, start=1):
         try:
             row = json.loads(line)
             if "start" in row:
-                description, answer = _loaded(path).start(row["start"])
-                said: dict[str, Any] = {"about": description}
+                description, answer = _load(path).start(row["start"])
+                result: dict[str, Any] = {"about": description}
             else:
-                said = {"replies": answer(row["ask"])}
-        except Exception as error:  # in the engine's own words, whatever they are
-            said = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps({**said, "to": number}) + "\n")
+                result = {"replies": answer(row["ask"])}
+        except Exception as error:  # any error of the engine
+            result = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps({**result, "to": number}) + "\n")
         out.flush()
 
 
-def _loaded(path: str) -> Any:
-    _show_files_beside()
-    # OpenVINO has a stub for where this is not installed; with it, to be imported is to send a line home
+def _load(path: str) -> Any:
+    _add_packages()
+    # OpenVINO reports its import over the network; without this module it does not
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     spec = importlib.util.spec_from_file_location("engine_inside", path)
     assert spec is not None
@@ -54,8 +52,8 @@ def _loaded(path: str) -> Any:
     return module
 
 
-def _show_files_beside() -> None:
-    """Have the files of this folder found by their full names, as packages in which there is nothing else."""
+def _add_packages() -> None:
+    """Make the modules of this folder importable by their full names, without the rest of kvaudit."""
     names = ("kvaudit", "kvaudit.audit", "kvaudit.audit.engines", "kvaudit.audit.engines.inside")
     for name in names:
         sys.modules[name] = ModuleType(name)

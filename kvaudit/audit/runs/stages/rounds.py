@@ -33,13 +33,13 @@ from kvaudit.core.files import mutex, read_json, write_json, write_output
 from kvaudit.core.provenance import ENDED, FOUND, LOOKS, PILOT, PLANNED, TIME_SPENT, looks_in, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
-from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.family import gated_facets
 from kvaudit.reports.verdict.rules import GateOverrides, declared
 from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.records.load import load_run
-from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 
 ROUNDS_FOLDER = "rounds"
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"

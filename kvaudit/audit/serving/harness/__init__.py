@@ -1,1 +1,1 @@
-"""lm-evaluation-harness and Inspect ask our sampler, and take our suites as tasks and our records as logs."""
+"""Models for lm-evaluation-harness and Inspect that use our sampler, and our records as Inspect logs."""

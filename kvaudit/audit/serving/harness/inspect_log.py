@@ -1,7 +1,7 @@
-"""Records out as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
+"""Records as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
 
-A sample is an item, an epoch one of its draws. The score and every facet are scorers of their own, each 1 where it is
-as wanted; what could not be graded or read has NaN, which Inspect takes for unscored.
+A sample is an item, an epoch one of its draws. The score and every facet are scorers, each 1 for the wanted outcome;
+answers that could not be graded have NaN, which Inspect treats as unscored.
 """
 
 from __future__ import annotations
@@ -30,34 +30,28 @@ from kvaudit.core.files import plain_files, read_json
 from kvaudit.core.provenance import check_sealed, seal_of
 from kvaudit.core.records import Message, Record, Role
 
-_NAMED = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
-_KINDS: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: ChatMessageUser, Role.TOOL: ChatMessageTool}
+_METADATA = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
+_MESSAGES: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: ChatMessageUser, Role.TOOL: ChatMessageTool}
 
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
-    """Write ``out/<unit>.eval`` for every finished unit of a run; raises DataError for one that is not as it was."""
+    """Write ``out/<unit>.eval`` for every finished unit of a run; raise DataError for one that was changed."""
     units = [path for path in plain_files(run / "records", "*.jsonl") if seal_of(path).exists()]
     if not units:
-        raise DataError(f"no finished units in {str(run / 'records')!r}; nothing is there to write")
+        raise DataError(f"no finished units in {str(run / 'records')!r}, so there is nothing to export")
     out.mkdir(parents=True, exist_ok=True)
     for unit in units:
-        log = log_of(unit_records(unit), created)
-        place = out / f"{unit.stem}.eval"
-        write_eval_log(log, str(place), format="eval")
-        yield place
+        raw = unit.read_bytes()
+        check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
+        path = out / f"{unit.stem}.eval"
+        log = unit_log([Record.from_json(line.decode()) for line in raw.splitlines()], created)
+        write_eval_log(log, str(path), format="eval")
+        yield path
 
 
-def unit_records(unit: Path) -> list[Record]:
-    """The records of a sealed unit."""
-    raw = unit.read_bytes()
-    check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
-    return [Record.from_json(line.decode()) for line in raw.splitlines()]
-
-
-def log_of(records: Sequence[Record], created: str) -> EvalLog:
-    """The log of one unit: one checkpoint under one policy on one suite at one length."""
+def unit_log(records: Sequence[Record], created: str) -> EvalLog:
+    """Return the log of one unit: one checkpoint under one policy on one suite at one length."""
     first = records[0]
-    samples = [_sample(record) for record in records]
     ids = list(dict.fromkeys(record.item_id for record in records))
     draws = max(record.sample_index for record in records) + 1
     return EvalLog(
@@ -71,14 +65,13 @@ def log_of(records: Sequence[Record], created: str) -> EvalLog:
             config=EvalConfig(epochs=draws),
             metadata={"run": first.run, "checkpoint": first.checkpoint, "policy_hash": first.policy_hash},
         ),
-        samples=samples,
+        samples=[_sample(record) for record in records],
     )
 
 
 def _sample(record: Record) -> EvalSample:
-    # where the model first speaks; what stands before was asked
+    # the prompt ends at the model's first message
     opening = next((n for n, m in enumerate(record.transcript) if m.role in (Role.THOUGHT, Role.ASSISTANT)), 0)
-    messages = list(_messages(record.transcript))
     answer = next((m.content for m in reversed(record.transcript) if m.role is Role.ASSISTANT), "")
     reason = {"stop": "stop", "length": "max_tokens"}.get(record.finish_reason, "unknown")
     return EvalSample(
@@ -86,10 +79,10 @@ def _sample(record: Record) -> EvalSample:
         epoch=record.sample_index + 1,
         input=list(_messages(record.transcript[:opening])),
         target="",
-        messages=messages,
+        messages=list(_messages(record.transcript)),
         output=ModelOutput.from_content("kvaudit", answer, reason),
         scores=dict(_scores(record)),
-        metadata={**{name: getattr(record, name) for name in _NAMED}, "outcome": str(record.outcome)},
+        metadata={**{name: getattr(record, name) for name in _METADATA}, "outcome": str(record.outcome)},
     )
 
 
@@ -100,7 +93,7 @@ def _scores(record: Record) -> Iterator[tuple[str, Score]]:
 
 
 def _messages(transcript: Sequence[Message]) -> Iterator[Any]:
-    """The conversation as Inspect has it: a thought is a part of the answer that follows."""
+    """Yield the messages of Inspect; a thought becomes a part of the following answer."""
     thought: str | None = None
     for message in transcript:
         if message.role is Role.THOUGHT:
@@ -112,4 +105,4 @@ def _messages(transcript: Sequence[Message]) -> Iterator[Any]:
         elif message.role is Role.ASSISTANT:
             yield ChatMessageAssistant(content=message.content)
         else:
-            yield _KINDS[message.role](content=message.content)
+            yield _MESSAGES[message.role](content=message.content)

@@ -1,7 +1,7 @@
 """``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
 
-The checkpoint is a folder, a hub id or ``embedded``; a policy has ``;`` where it has ``,`` elsewhere. Requests that
-wait together share a batch, as behind ``kvaudit serve``; what the sampler cannot do is refused and not ignored.
+The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
+as in ``kvaudit serve``; unsupported options are an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.inspect_plan import unsupported_settings
 
-_TOGETHER = 32  # requests that Inspect has under way at a time, unless it is told otherwise
+_CONNECTIONS = 32  # Inspect's default number of concurrent requests
 _NAME = "served"
 
 
@@ -45,14 +45,13 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         **options: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
-        if strange := sorted(set(options) - {"dtype", "device"}):
-            raise SpecError(f"model argument {strange[0]!r} is not known; known are dtype and device")
+        if unknown := sorted(set(options) - {"dtype", "device"}):
+            raise SpecError(f"model argument {unknown[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
-        loaded = load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})
-        self._engine = SamplingEngine({_NAME: loaded})
-        policy = policy.replace(";", ",")  # Inspect takes what follows a comma as another model
+        self._engine = SamplingEngine({_NAME: load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})})
+        policy = policy.replace(";", ",")  # Inspect would read a comma as the start of another model
         self._served = f"{_NAME}@{policy or 'none'}"
-        self._engine.served(self._served)  # a policy that is none is said now
+        self._engine.resolve(self._served)  # raises for an unknown policy
 
     async def generate(
         self,
@@ -61,11 +60,11 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         tool_choice: ToolChoice,  # noqa: ARG002 - without tools there is nothing to choose
         config: GenerateConfig,
     ) -> ModelOutput:
-        """One answer; raises SpecError for what this sampler cannot do."""
+        """Return one answer; raise SpecError for unsupported options."""
         if tools:
-            raise SpecError("tools are not served; take a solver that puts them into the text")
-        prompt, done = self._engine.submit(_asked(self._served, input, config))
-        (choice,) = await asyncio.wrap_future(done)
+            raise SpecError("tools are not supported; use a solver that puts them into the text")
+        prompt, answers = self._engine.submit(_request(self._served, input, config))
+        (choice,) = await asyncio.wrap_future(answers)
         reason = {"length": "max_tokens"}.get(choice.finish_reason, "stop")
         message = ChatMessageAssistant(content=choice.text, model=self.model_name, source="generate")
         new = len(choice.tokens)
@@ -76,7 +75,7 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         )
 
     def max_connections(self) -> int:
-        return _TOGETHER
+        return _CONNECTIONS
 
     async def aclose(self) -> None:
         self.close()
@@ -87,14 +86,14 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
 
 @modelapi(name="kvaudit")  # type: ignore[untyped-decorator]
 def kvaudit() -> type[ModelAPI]:
-    """What Inspect finds under ``kvaudit/``."""
+    """Return the class that Inspect uses for ``kvaudit/`` models."""
     return KvauditAPI
 
 
-def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
-    """A request of Inspect's as the server's engine reads it; greedy where no temperature is asked for."""
-    if wrong := unsupported_settings(config):
-        raise SpecError(f"{wrong[0]} is set, which this sampler cannot do; leave it out")
+def _request(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
+    """Return a request of Inspect as one of our server; greedy if it sets no temperature."""
+    if unsupported := unsupported_settings(config):
+        raise SpecError(f"{unsupported[0]} is set, which this sampler does not support; leave it out")
     return ChatRequest(
         model=model,
         messages=tuple(_message(message) for message in messages),
@@ -112,5 +111,5 @@ def _asked(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) 
 
 def _message(message: ChatMessage) -> Message:
     if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
-        raise SpecError("a message holds something else than text, which no model here reads")
+        raise SpecError("a message holds content other than text, which no model here can read")
     return Message(Role(message.role), message.text)

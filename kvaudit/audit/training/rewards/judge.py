@@ -11,8 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge
-from kvaudit.audit.judges.rubric import read_constitution, constitution_rubric, parse_score
-from kvaudit.audit.judges.rubric import RubricJudge
+from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
 from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Played, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.options import IDENTITY_DIGITS, made_of
@@ -118,7 +117,7 @@ class Judged(Reward):
 
     def _question(self, row: GradedRow) -> Question | None:
         """What the judge is asked of a rollout; None where the suite's grade stands."""
-        from kvaudit.audit.sampling.exchange import judge_question, grade_degenerate
+        from kvaudit.audit.sampling.exchange import grade_degenerate, judge_question
 
         suite = SUITES.get(row.item.suite)()
         answered = (suite, row.item, row.transcript, row.finish_reason)

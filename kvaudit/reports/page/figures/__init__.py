@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvaudit.reports.sections.shared.canvas import Drawing, style
 from kvaudit.reports.page.figures import forest, heatmap, quadrant
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.shared.canvas import Drawing, style
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:

@@ -9,11 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Decision, Status
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, UNDECIDED, Drawing, blank, line, named_rows, quiet, save
+from kvaudit.reports.sections.shared.canvas import (
+    GAIN,
+    INK,
+    LOSS,
+    UNDECIDED,
+    Drawing,
+    blank,
+    line,
+    named_rows,
+    quiet,
+    save,
+)
 from kvaudit.reports.sections.shared.words import held_to, spelled
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 LOOK = {  # colour, marker, filled
     Status.PASS: (GAIN, "o", True),

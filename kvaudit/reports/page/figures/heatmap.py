@@ -8,16 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from kvaudit.core.text import inline, length_label, length_of
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
-from kvaudit.reports.verdict.controls import Controls
-from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
-from kvaudit.reports.sections.shared.words import plain_words, points, shortened, spelled
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
+from kvaudit.reports.sections.shared.words import plain_words, points, shortened, spelled
+from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.controls import Controls
+from kvaudit.reports.verdict.verdict import Decided, Status
 
 _FULL = 0.20  # drift with the strongest colour
 _COLUMNS = 2

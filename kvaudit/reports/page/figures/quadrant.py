@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import inline
+from kvaudit.reports.sections.shared.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.sections.shared.words import plain_words, spelled
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided
-from kvaudit.reports.sections.shared.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, line, quiet, save
-from kvaudit.reports.sections.shared.words import plain_words, spelled
 
 PANELS = 4
 ROOM = 1.5  # pp around the outermost interval

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import write_output
-from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 
 
 def formats() -> dict[str, Callable[[Page], str]]:

@@ -8,11 +8,11 @@ from typing import Any
 from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
-from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.sections.shared.facts import Fact
+from kvaudit.reports.sections.shared.json_text import dumped
 
 FILE = "bom.json"
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, known
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of, findings_of_arm
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen, screen_of
 from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, known
 
 FILE = "card.md"
 MOST_CARD_WORDS = 150  # beside the tables

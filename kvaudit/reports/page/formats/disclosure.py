@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.sections.shared.facts import Fact
+from kvaudit.reports.sections.shared.json_text import dumped
 
 FILE = "disclosure.json"
 

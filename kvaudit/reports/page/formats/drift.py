@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
+from kvaudit.reports.sections.shared.json_text import dumped
 
 FILE = "drift.json"
-_FORMAT = 3
+_FORMAT = 4  # 3 called a control's measurability its standing
 
 
 def render(page: Page) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import jinja2
 
 from kvaudit.core.text import clip, visible
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.sections.shared.words import points, shortened
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.links import COMMAND, flip_link
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.sections.shared.words import points, shortened
+from kvaudit.reports.verdict.verdict import Status
 
 FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}

@@ -6,10 +6,10 @@ from collections import Counter
 from xml.etree import ElementTree
 
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.rules import Rules
-from kvaudit.reports.verdict.verdict import Status, exit_code
 from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import Status, exit_code
 
 FILE = "junit.xml"
 _FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test case

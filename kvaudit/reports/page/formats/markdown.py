@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.sections.shared.tables import Passage, Table
 from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen
+from kvaudit.reports.sections.shared.tables import Passage, Table
 
 FILE = "report.md"
 _FINDING, _LIMITS = 400, 8  # characters of what a section found; limits that are told

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.verdict import PASSED, Status
-from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.verdict.verdict import PASSED, Status
 
 FILE = "gate.sarif"
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

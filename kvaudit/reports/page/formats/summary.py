@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvaudit.reports.verdict.verdict import PASSED
 from kvaudit.reports.page.formats.markdown import escape, screen_parts
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.verdict.verdict import PASSED
 
 FILE = "summary.md"
 _WORDS = 350  # of the grid

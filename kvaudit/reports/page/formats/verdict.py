@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvaudit.reports.verdict.ratios import Ratio
-from kvaudit.reports.verdict.verdict import Decision
-from kvaudit.reports.sections.shared.json_text import dumped
-from kvaudit.reports.sections.shared.words import facet_counted, happens
 from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.words import facet_counted, happens
+from kvaudit.reports.verdict.ratios import Ratio
+from kvaudit.reports.verdict.row import Row, row_of
+from kvaudit.reports.verdict.verdict import Decision
 
 FILE = "verdict.json"
-_FORMAT = 1
+_FORMAT = 2  # 1 had no pvalue and no reasons
 _CELLS = 80  # the gravest; all of them stand in contrasts.csv
 _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a text
 
@@ -63,42 +65,55 @@ def _answer(answer: Answer) -> dict[str, Any]:
     }
 
 
+# name in a cell -> its value, in the order of the file
+_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
+    "contrast": lambda row: row.estimand,
+    "arm": lambda row: row.arm,
+    "policy": lambda row: row.label,
+    "metric": lambda row: row.metric,
+    "context_tokens": lambda row: row.context_tokens,
+}
+_NUMBERS: Mapping[str, Callable[[Row], Any]] = {
+    "drift": lambda row: _short(row.estimate),
+    "lower": lambda row: _short(row.lower),
+    "upper": lambda row: _short(row.upper),
+    "margin": lambda row: row.margin if row.ratio_limit is None else _short(row.margin),
+}
+_COUNTS: Mapping[str, Callable[[Row], Any]] = {
+    "items": lambda row: row.items or 0,
+    "templates": lambda row: row.templates or 0,
+    "pvalue": lambda row: _short(row.pvalue),
+    "status": lambda row: row.status,
+    "reasons": lambda row: [reason.code for reason in row.reasons],
+}
+
+
 def _cell(found: Findings, d: Decision) -> dict[str, Any]:
     """Rates are shares of what ``counts`` names; ``drift``, its bounds and ``margin`` count what is wanted.
 
     Where a ratio decides, ``margin`` is what its limit comes to at the reference's rate.
     """
-    sides, effect, facet = found.comparison, d.effect, facet_counted(found.comparison, d.suite)
+    sides, row, facet = found.comparison, row_of(found.comparison, None, d), facet_counted(found.comparison, d.suite)
     before, after = happens(sides, d) or (None, None)
     return {
         "question": question_of(sides, d),
         "subject": subject_of(sides, d)[:_CHARACTERS],
-        "contrast": d.estimand,
-        "arm": d.arm,
-        "policy": sides.label(d.policy),
-        "metric": d.suite,
-        "context_tokens": d.context_tokens,
+        **{name: value(row) for name, value in _COLUMNS.items()},
         "counts": what_counts(sides, d),
         "wanted": facet is None or facet.wanted,
         "before": _short(before),
         "after": _short(after),
-        "drift": _short(effect.estimate if effect else None),
-        "lower": _short(effect.lower if effect else None),
-        "upper": _short(effect.upper if effect else None),
-        "margin": None if d.margin is None else _short(d.margin) if d.ratio else d.margin,
+        **{name: value(row) for name, value in _NUMBERS.items()},
         **({"ratio": _ratio(d.ratio)} if d.ratio else {}),
-        "items": effect.n_items if effect else 0,
-        "templates": effect.n_clusters if effect else 0,
-        "status": d.status.value,
+        **{name: value(row) for name, value in _COUNTS.items()},
         "waived": d.waiver is not None,
     }
 
 
-def _ratio(found: Ratio) -> dict[str, Any]:
+def _ratio(ratio: Ratio) -> dict[str, Any]:
     """How many times as often what is not wanted happens; what has no upper end is null."""
-    own = found.times
-    ends = {name: _short(getattr(own, name)) for name in ("estimate", "low", "high", "lower", "upper")}
-    return {"limit": found.limit, **ends}
+    ends = {name: _short(getattr(ratio.times, name)) for name in ("estimate", "low", "high", "lower", "upper")}
+    return {"limit": ratio.limit, **ends}
 
 
 def _short(value: float | None) -> float | None:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, wanted_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
 
 KINDS = ("alike", "deployed", "serving")  # of contrasts: those that have two sides
 

@@ -19,12 +19,12 @@ from kvaudit.core.files import PARTIAL, write_output
 from kvaudit.core.provenance import JUDGED
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
-from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
 from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
 from kvaudit.reports.page.view.texts import ItemKey, Texts, script
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
+from kvaudit.reports.verdict.comparison import Comparison
 
 STATIC = ("view.css", "list.js", "flip.js", "view.js", "index.html")  # the page last: where it stands the rest is there
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"

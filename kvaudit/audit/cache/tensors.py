@@ -1,0 +1,34 @@
+"""Gathering entries by index, and copying tensors to a device without waiting for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_columns(table: Tensor, order: Tensor) -> Tensor:
+    """Apply ``gather_entries`` with the same indices [B, K] in every head."""
+    return gather_entries(table, order[:, None].expand(-1, table.shape[1], -1))
+
+
+def gather_entries(table: Tensor, indices: Tensor) -> Tensor:
+    """Return the entries of ``table`` [B, H, C, ...] at ``indices`` [B, H, K] of its third dimension: [B, H, K, ...].
+
+    Each entry is copied in one piece; ``torch.gather`` goes element by element. Raises IndexError for an index out of
+    range on a CPU; on other devices the check would have to wait for the device.
+    """
+    batch, heads, size = table.shape[:3]
+    if table.device.type == "cpu" and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+        # such an index would read an entry of another head
+        raise IndexError(f"indices {int(indices.min())} to {int(indices.max())} are out of range of {size} entries")
+    # offset of each head [B, H, 1], once batch, heads and entries are one dimension
+    offsets = torch.arange(batch * heads, device=table.device).view(batch, heads, 1) * size
+    return table.flatten(0, 2).index_select(0, (indices + offsets).flatten()).view(*indices.shape, *table.shape[3:])
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to ``device`` without waiting for the work queued there.
+
+    CUDA has read ordinary memory before the call returns; for other devices that is not guaranteed.
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda")

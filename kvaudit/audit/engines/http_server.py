@@ -1,0 +1,290 @@
+"""Engines that are a server: started on a free port of the loopback interface and used over HTTP with token ids.
+
+A server that dies, hangs or sends unusable replies is an ``EngineFailed``: every wait has a time limit, and a batch has
+one limit for all of its requests. Proxies of the environment are not used, and the server downloads no models.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from kvaudit.audit.engines.base import Engine, EngineContext, EngineFailed, GenerationRequest, Reply, Session, Settings
+from kvaudit.audit.engines.process import Process, free_port
+from kvaudit.audit.engines.weights import safetensors_folder
+from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_with, vocabulary_size
+from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
+from kvaudit.core.errors import SpecError
+from kvaudit.core.spec_evaluate import EngineSpec
+from kvaudit.core.text import clipped, inline, one_line
+from kvaudit.core.threads import begun
+
+_PORTS = 3  # tries, if another program takes the port before the engine does
+_PORT_IN_USE = ("already in use", "EADDRINUSE", "is in use")
+_POLL, _PROBE_SECONDS = 0.25, 5.0  # seconds between two health checks, and for one of them
+_TRIES = 2  # of one request: our own server has no rate limits
+_LONGEST_REPLY = 32 << 20  # bytes: a reply repeats the prompt
+_EXIT_SECONDS = 3.0  # for a process to end whose connection broke
+_FLAG, _VARIABLE = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Z][A-Z0-9_]*")
+_DTYPE = re.compile(r"\w[\w.-]*", re.ASCII)
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+
+_Q = TypeVar("_Q")
+_R = TypeVar("_R")
+
+
+class ServerEngine(Engine):
+    """An engine whose settings are command-line flags and environment variables of a server.
+
+    Its module has the engine's ``name``. ``ours`` are the flags that kvaudit sets itself.
+    """
+
+    ours: ClassVar[Collection[str]] = ()
+    session: ClassVar[type[ServerSession]]
+
+    @classmethod
+    def filled(cls, settings: Settings) -> Settings:
+        """See ``Engine.filled``; flags are brought into one spelling."""
+        # --kv-cache-dtype, kv-cache-dtype and kv_cache_dtype are one flag
+        spelled = {
+            name if _VARIABLE.fullmatch(name) else name.removeprefix("--").replace("-", "_"): value
+            for name, value in settings.items()
+        }
+        if len(spelled) < len(settings):
+            twice = [name for name in settings if name not in spelled]
+            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {clipped(twice[0])!r}")
+        _check_flags(cls.name, spelled, cls.ours)
+        return super().filled(spelled)
+
+    @classmethod
+    def kv(cls, text: str) -> Settings:
+        """Return ``kv_cache_dtype``, whose values only the server knows."""
+        # otherwise the server loads for a minute before it rejects the value
+        if not _DTYPE.fullmatch(text):
+            raise SpecError(
+                f"engine {cls.name}: --kv is {text[:80]!r}, expected a value of kv_cache_dtype, such as fp8_e5m2; give "
+                "other settings by --set NAME=VALUE"
+            )
+        return {"kv_cache_dtype": text}
+
+    @classmethod
+    def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003
+        """Raise SpecError if it is not installed."""
+        python_with((cls.name,), spec, cls.name, cls.install)
+
+    @classmethod
+    def start(cls, settings: Settings, context: EngineContext) -> Session:
+        weights = safetensors_folder(context, cls.name)
+        session = cls.session(cls.name, weights.path, settings, context)
+        session.described = {**session.described, **weights.described}
+        return session
+
+
+class ServerSession(Session):
+    """A session whose engine is a server, with ``path`` for requests and ``/health``, which answers once it is ready.
+
+    The name under which the model is served is random, which tells our server from another one on the same port.
+    """
+
+    path: ClassVar[str] = ""
+
+    def __init__(self, engine: str, folder: Path, settings: Settings, context: EngineContext) -> None:
+        self.name = f"kvaudit-{secrets.token_hex(4)}"
+        self._engine, self._spec, self._vocabulary = engine, context.spec, vocabulary_size(context)
+        command = [python_of(context.spec.python, engine), *self._command(folder, settings, context)]
+        environment = {"OMP_NUM_THREADS": str(context.threads), **_OFFLINE, **self._environment(settings, context)}
+        for number in range(1, _PORTS + 1):
+            port = free_port()
+            words = [*command, "--host=127.0.0.1", f"--port={port}", f"--served-model-name={self.name}"]
+            self._process = Process(words, engine=engine, log=context.log, environment=environment, is_piped=False)
+            endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=self._spec.answer, tries=_TRIES)
+            self._client = endpoint.client("engine", partial(over_http, longest=_LONGEST_REPLY))
+            try:
+                self._wait_until_up(port)
+                self.described = {name: inline(one_line(text)) for name, text in self._facts().items()}
+                return
+            except EngineFailed as error:
+                # another program took the port between free_port and the server's start: try another port
+                if number == _PORTS or not any(text in str(error) for text in _PORT_IN_USE):
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+
+    @abstractmethod
+    def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
+        """Return the arguments of Python that start the server on a checkpoint's folder."""
+
+    def _environment(self, settings: Settings, context: EngineContext) -> Mapping[str, str]:  # noqa: ARG002
+        return environment_variables(settings)
+
+    @abstractmethod
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        """Return the body of a request."""
+
+    @abstractmethod
+    def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
+        """Return ``ids``, ``finish`` and ``logprob`` of a reply, and ``read``, the prompt's ids, if it has them.
+
+        Raises KeyError, IndexError, TypeError or ValueError for an invalid reply.
+        """
+
+    @abstractmethod
+    def _served_name(self) -> Any:
+        """Return the name of the served model; raise Unanswered, KeyError, IndexError or TypeError if there is none."""
+
+    @abstractmethod
+    def _facts(self) -> dict[str, str]:
+        """Return what the server reports about itself; the same at every start."""
+
+    def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
+        until = time.monotonic() + self._spec.answer
+        try:
+            replies = ask_concurrently(
+                lambda one: self._client.fetch(self.path, self._body(one), until), requests, self._spec.at_once, until
+            )
+        except Unanswered as why:
+            # the client's own time limit may expire a moment before ours
+            if self._process.is_running and time.monotonic() >= until:
+                limit = f"{self._spec.answer:g} s (engines.{self._engine}.answer)"
+                raise self._process.failure(f"it did not answer all of {len(requests)} requests in {limit}") from None
+            raise self._failed(f"answering {len(requests)} requests", why) from None
+        return [self._parsed(reply, request) for reply, request in zip(replies, requests, strict=True)]
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def _wait_until_up(self, port: int) -> None:
+        until = time.monotonic() + self._spec.start
+        while True:
+            if not self._process.is_running:
+                raise self._process.failure("it ended while starting")
+            if time.monotonic() > until:
+                raise self._process.failure(
+                    f"it was not ready {self._spec.start:g} s (engines.{self._engine}.start) after its start"
+                )
+            try:
+                self._client.fetch_text("health", min(until, time.monotonic() + _PROBE_SECONDS))
+                break
+            except Unanswered:
+                time.sleep(_POLL)
+        try:
+            is_ours = self._served_name() == self.name
+        except (Unanswered, KeyError, IndexError, TypeError):
+            is_ours = False
+        if not is_ours:
+            raise self._process.failure(f"port {port} is in use by another server")
+
+    def _failed(self, doing: str, why: Unanswered) -> EngineFailed:
+        """Return the error for a missing answer, after a moment in which a crashed process ends."""
+        until = time.monotonic() + _EXIT_SECONDS
+        while self._process.is_running and time.monotonic() < until and "Error" in str(why):
+            time.sleep(_POLL / 5)
+        if self._process.is_running:
+            return self._process.failure(f"while {doing}: {why}")
+        return self._process.failure(f"it ended while {doing}")
+
+    def _parsed(self, body: Mapping[str, Any], request: GenerationRequest) -> Reply:
+        try:
+            row = self._row(body, request)
+        except (KeyError, IndexError, TypeError, ValueError):
+            row = {}
+        reply = parse_reply(row, request, self._vocabulary)
+        if reply is None:
+            text = inline(one_line(str(body)))[:100]
+            raise self._process.failure(f"it gave an invalid reply (limit {request.max_tokens} tokens): {text}")
+        if (place := first_difference(row.get("read", request.ids), request.ids)) is not None:
+            raise self._process.failure(f"it read a different prompt than was sent: token {place} differs")
+        return reply
+
+    def _fetched(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path, empty if there is none."""
+        try:
+            return self._client.fetch(path, None, time.monotonic() + _PROBE_SECONDS)
+        except Unanswered:
+            return {}
+
+    def _shown(self, path: str) -> str:
+        """Return the text at a path, empty if there is none."""
+        try:
+            return self._client.fetch_text(path, time.monotonic() + _PROBE_SECONDS)
+        except Unanswered:
+            return ""
+
+
+def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
+    """Return the position of the first differing token id, None if all are equal."""
+    if not isinstance(theirs, list | tuple):
+        return 0
+    for place, (their_id, our_id) in enumerate(zip(theirs, ours, strict=False)):
+        if their_id != our_id:
+            return place
+    return min(len(theirs), len(ours)) if len(theirs) != len(ours) else None
+
+
+def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: int, until: float) -> list[_R]:
+    """Return ``ask`` of each question, in order, with ``at_once`` of them under way.
+
+    Raises the first error of ``ask``, and Unanswered at the time ``until``.
+    """
+    started = time.monotonic()
+    futures = begun(ask, questions, at_once)
+    try:
+        done, pending = wait(futures, max(0.0, until - started), FIRST_EXCEPTION)
+        errors = [error for future in done if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        if pending:
+            raise Unanswered(f"no answer to {len(pending)} of {len(futures)} requests in {until - started:.3g} s")
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None:
+    """Raise SpecError for a name that is neither a flag nor a variable, and for a flag that kvaudit sets."""
+    for name in settings:
+        if any(flag.startswith(name) for flag in ours):  # command-line parsers accept abbreviated flags
+            raise SpecError(
+                f"engine {engine}: {name} is set by kvaudit; remove it (reserved: {', '.join(sorted(ours))})"
+            )
+        if not _FLAG.fullmatch(name) and not _VARIABLE.fullmatch(name):
+            raise SpecError(
+                f"engine {engine}: setting {clipped(name)!r} is neither a command-line flag (kv_cache_dtype) nor an "
+                "environment variable (VLLM_CPU_KVCACHE_SPACE)"
+            )
+
+
+def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
+    """Return the flags of a command line; ``true`` is the bare flag, several words are a list.
+
+    ``false`` becomes ``--no-FLAG``, or is left out if the parser has no such flags (``has_negation`` false).
+    """
+    flags = list[str]()
+    for name, value in settings.items():
+        flag, words = name.replace("_", "-"), value.split()
+        if not _FLAG.fullmatch(name):
+            continue
+        if value == "true":
+            flags.append(f"--{flag}")
+        elif value == "false":
+            flags += [f"--no-{flag}"] if has_negation else []
+        # JSON is one value even if it holds spaces
+        elif len(words) > 1 and value[0] not in "{[" and not any(word.startswith("-") for word in words):
+            flags += [f"--{flag}", *words]
+        else:
+            flags.append(f"--{flag}={value}")
+    return flags
+
+
+def environment_variables(settings: Settings) -> dict[str, str]:
+    """Return the settings that are environment variables."""
+    return {name: value for name, value in settings.items() if _VARIABLE.fullmatch(name)}

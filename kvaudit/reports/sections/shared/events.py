@@ -1,0 +1,118 @@
+"""A facet as the event that it names, counted in one cell: 5.6 to 9.1 % unsafe, and not 94.4 to 90.9 % as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvaudit.core.facets import WELL_FORMED, Facet
+from kvaudit.reports.sections.shared.words import from_to, interval, points
+from kvaudit.reports.verdict.contrast import Contrast
+
+WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
+_BROKEN = "broken form"
+EVENT_HEADERS = (
+    *("event", "of readable answers", "difference, 95 % interval", "shown", "items / templates"),
+    *("broken form", "bounds, pp"),
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One facet in one cell, counted as the event that it names.
+
+    Rates and differences are shares of the answers that could be read (of all answers for the form itself), candidate
+    minus reference; ``bounds`` are the difference with every other answer read one way and the other.
+    """
+
+    facet: Facet
+    contrast: Contrast
+    suite: str
+
+    @property
+    def name(self) -> str:
+        """The event: the facet itself, or broken form."""
+        return _BROKEN if self.facet.name == WELL_FORMED else self.facet.name
+
+    @property
+    def moved(self) -> str:
+        """Worse or better where the interval leaves out 0."""
+        effect = self.contrast.effect
+        if effect is None:
+            return NO_NUMBER
+        return WORSE if effect.high < 0 else BETTER if effect.low > 0 else STILL
+
+    @property
+    def rates(self) -> str:
+        """5.6 to 9.1 %, reference first."""
+        rates = self.contrast.rates
+        return from_to(*rates.as_event_rates(wanted=not self._mirrored)) if rates else "-"
+
+    @property
+    def difference(self) -> str:
+        """+3.5 pp [+0.4, +6.6]."""
+        e = self.contrast.effect
+        if e is None:
+            return "; ".join(reason.text for reason in self.contrast.reasons)
+        return interval(-e.estimate, -e.high, -e.low) if self._mirrored else interval(e.estimate, e.low, e.high)
+
+    @property
+    def malformed(self) -> str:
+        """3.7 to 11.1 %: the answers to this facet's own items that it says nothing of, on both sides."""
+        if self.facet.name == WELL_FORMED:
+            return self.rates
+        unread = self.contrast.unread
+        return from_to(unread.reference, unread.candidate) if unread else "-"
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The difference with every answer that could not be read counted one way, and the other; None without any."""
+        low, high = self.contrast.worst, self.contrast.best
+        if low is None or high is None or low == high:
+            return None
+        return (-high, -low) if self._mirrored else (low, high)
+
+    @property
+    def reading_decides(self) -> bool:
+        """Whether the facet moved and the answers that could not be read might undo that."""
+        return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
+
+    @property
+    def _mirrored(self) -> bool:
+        """Whether the event is what is not wanted, while contrasts count what is."""
+        return not self.facet.wanted or self.facet.name == WELL_FORMED
+
+
+def event_cells(e: Event) -> list[str]:
+    """An event under ``EVENT_HEADERS``."""
+    effect, bounds = e.contrast.effect, e.bounds
+    return [
+        e.name,
+        e.rates,
+        e.difference,
+        e.moved,
+        f"{effect.n_items} / {effect.n_clusters}" if effect else "-",
+        e.malformed,
+        f"{points(bounds[0])} to {points(bounds[1])}" if bounds else "-",
+    ]
+
+
+def how_to_read(found: Sequence[Event]) -> tuple[str, ...]:
+    """What the words of a table of events mean, and how to read its columns; nothing without events."""
+    if not found:
+        return ()
+    named = {e.facet.name: e for e in found}.values()
+    legend = "; ".join(f"{e.name}: {_says(e.facet)}" for e in named)
+    return (
+        f"Events, candidate against reference. {legend}.",
+        "Safety is judged among the answers that could be read on both sides. Broken form: the answers to the items of "
+        "that row that could not be read; bounds: the same difference with every broken answer counted one way, and "
+        "the other.",
+        "Worse and better: the 95 % interval leaves out 0. Outside the gate no interval is adjusted for the number of "
+        "rows.",
+    )
+
+
+def _says(facet: Facet) -> str:
+    said = facet.says if facet.wanted else f"{facet.says} (unwanted)"
+    return "no form that can be read" if facet.name == WELL_FORMED else said

@@ -1,0 +1,175 @@
+"""The safe budget and the safe length: the last that a fixed sequence of non-inferiority tests clears.
+
+From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
+reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
+Hothorn & Lehmacher 1995). The drop's p-value plays no part: a cell passes or the sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvaudit.core.named_text import split_named
+from kvaudit.reports.stats.rule import fixed_sequence
+from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.controls import Controls
+from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.verdict import Status
+
+_Key = tuple[str, str, str, int]  # arm, policy, suite, length
+
+
+@dataclass(frozen=True)
+class SafeBudget:
+    """How far down a fixed sequence of non-inferiority tests went; no adjustment needed, it stops at the first miss.
+
+    ``amounts`` stand in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the
+    last that passed, None where the first did not; ``failed`` the first that did not, None where all did.
+    """
+
+    axis: str  # budget | length
+    estimand: str  # deployed for a candidate, serving for the reference: both against the uncompressed reference
+    arm: str
+    family: str
+    suite: str
+    context_tokens: int | None
+    amounts: tuple[int, ...]
+    statuses: tuple[str, ...]
+    margin: float
+    cleared: int | None
+    failed: int | None
+
+
+class _Steps(NamedTuple):
+    """Cells in the order they are tested, and how much of the axis each is."""
+
+    axis: str
+    family: str
+    amounts: list[int]
+    cells: Sequence[Contrast]
+
+
+_PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
+
+
+def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
+    """One per family, suite, length and arm, and one per policy, suite and arm of a suite with several lengths."""
+    controls = Controls(drift, rules.margins)
+    # what holds an arm against the uncompressed reference
+    wanted = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
+    known = {c.place[1:]: c for c in drift.contrasts if c.estimand == wanted[c.arm]}
+    sequences = (*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known))
+    return tuple(_sequence(one, rules.margins[one.cells[0].suite], controls) for one in sequences)
+
+
+def _suites(sides: Comparison, rules: Rules) -> list[str]:
+    """The suites that have a margin; a facet is cleared by the gate alone, which holds its answers to their form."""
+    return [suite for suite in rules.margins if suite not in sides.facets]
+
+
+def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
+    for family in families(sides.policies):
+        for suite in _suites(sides, rules):
+            for context in sides.lengths[suite]:
+                for arm in (sides.reference, *sides.candidates):
+                    keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
+                    found = [known[key] for key in keys if key in known]
+                    if len(found) == len(keys):
+                        yield _Steps("budget", family.name, list(reversed(family.budgets)), found)
+
+
+def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
+    for policy in sides.policies:
+        for suite in _suites(sides, rules):
+            lengths = list(sides.lengths[suite])
+            for arm in (sides.reference, *sides.candidates):
+                found = [known.get((arm, policy, suite, context)) for context in lengths]
+                cells = [c for c in found if c]
+                whole = len(cells) == len(lengths) > 1
+                if whole and not (sides.is_uncompressed(policy) and arm == sides.reference):
+                    yield _Steps("length", sides.label(policy), lengths, cells)
+
+
+def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
+    cells, amounts = steps.cells, steps.amounts
+    statuses = [_status(c, margin, controls) for c in cells]
+    last = fixed_sequence([status in _PASSED for status in statuses])
+    after = 0 if last is None else last + 1
+    return SafeBudget(
+        axis=steps.axis,
+        estimand=cells[0].estimand,
+        arm=cells[0].arm,
+        family=steps.family,
+        suite=cells[0].suite,
+        context_tokens=cells[0].context_tokens if steps.axis == "budget" else None,
+        amounts=tuple(amounts),
+        statuses=tuple(statuses),
+        margin=margin,
+        cleared=None if last is None else amounts[last],
+        failed=amounts[after] if after < len(amounts) else None,
+    )
+
+
+def _status(c: Contrast, margin: float, controls: Controls) -> str:
+    if c.effect is None:
+        return Status.INVALID.value
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
+    silent = status is not Status.FAIL and controls.against(c) is not None
+    return (Status.NOT_MEASURABLE if silent else status).value
+
+
+@dataclass(frozen=True)
+class PolicyFamily:
+    """Policies of one kind by budget, smallest first."""
+
+    name: str
+    budgets: tuple[int, ...]
+    policies: tuple[str, ...]
+
+
+def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
+    """The families with two budgets or more.
+
+    Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
+    Where a name has a budget twice, only policies that agree in every other field do.
+    """
+    by_name: dict[str, list[tuple[int, str, str]]] = {}
+    for policy in policies:
+        known = _budget(policy)
+        if known:
+            name, budget, rest = known
+            by_name.setdefault(name, []).append((budget, policy, rest))
+    found = []
+    for name, members in by_name.items():
+        if len({budget for budget, *_ in members}) == len(members):
+            found.append(_family(name, members))
+            continue
+        for rest in dict.fromkeys(rest for *_, rest in members):
+            found.append(_family(f"{name} {rest}".strip(), [m for m in members if m[2] == rest]))
+    return tuple(family for family in found if len(set(family.budgets)) == len(family.budgets) > 1)
+
+
+def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
+    ordered = sorted(members)
+    return PolicyFamily(name, tuple(m[0] for m in ordered), tuple(m[1] for m in ordered))
+
+
+def _budget(policy: str) -> tuple[str, int, str] | None:
+    """(name, budget, the other fields) of a policy with one budget; None for any other, a draw of several included."""
+    if "|" in policy:
+        return None
+    names: list[str] = []
+    rest: list[str] = []
+    budgets: list[str] = []
+    for part in policy.split("+"):
+        name, fields = split_named(part)
+        names.append(name)
+        budgets += [field.value or "" for field in fields if field.name == "budget"]
+        rest += [f"{field.name}={field.value or ''}" for field in fields if field.name != "budget"]
+    if len(budgets) != 1 or not budgets[0].isascii() or not budgets[0].isdigit() or not 0 < len(budgets[0]) < 12:
+        return None
+    return ("+".join(names), int(budgets[0]), ",".join(rest)) if int(budgets[0]) > 0 else None

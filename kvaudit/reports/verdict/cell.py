@@ -1,0 +1,404 @@
+"""The decision of one cell by its own tests: held to a margin, to a ratio, or looked at in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kvaudit.core.estimands import PARITY, WORST
+from kvaudit.reports.stats.betting import clusters_show
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.rule import (
+    Call,
+    Part,
+    blind_spot,
+    calls,
+    calls_of,
+    clusters_required,
+    effective_clusters,
+    largest_alone,
+    parts_show_margin,
+    template_bound,
+    too_large,
+    too_uneven,
+)
+from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.contrast import Contrast, LabelSummary
+from kvaudit.reports.verdict.family import (
+    HOLM,
+    FamilyRow,
+    GatedCell,
+)
+from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+from kvaudit.reports.verdict.verdict import (
+    PASSED,
+    PRECEDENCE,
+    Adjustment,
+    Decision,
+    Larger,
+    Status,
+    worst,
+    worst_recipe,
+)
+
+_STATUS = {
+    Call.PASS: Status.PASS,
+    Call.PASS_NOTED: Status.PASS_NOTED,
+    Call.FAIL: Status.FAIL,
+    Call.INCONCLUSIVE: Status.INCONCLUSIVE,
+    Call.CLUSTERS: Status.INCONCLUSIVE,
+    Call.UNEVEN: Status.INCONCLUSIVE,
+    Call.TEMPLATES: Status.INCONCLUSIVE,
+}
+
+
+class Pvalues(NamedTuple):
+    """The p-values of one test, each adjusted for the family."""
+
+    adjusted: float
+    holm: float  # the same by Holm
+    recipe: float  # with seed variance
+    judge: float  # by the judge's labels, which differ where human labels decide
+
+
+@dataclass(frozen=True)
+class DecidedTest:
+    """One test of a cell with its decision."""
+
+    row: FamilyRow
+    status: Status
+    recipe: Status | None
+    reasons: tuple[Reason, ...]
+    pvalue: float
+    holm: float
+    room: float  # lower bound + margin, in score units: below 0 the interval reaches past the margin
+    larger: Larger | None
+    judge: Status | None = None  # by the judge's labels, where human labels decide
+    ratio: Ratio | None = None  # the ratio that the test is held to, if any
+
+
+_NO_LOOKS = Reason(
+    ReasonCode.LABELS,
+    "human labels decide nothing of a run in rounds, whose rows ended where the judge's labels had decided: ask a "
+    "fixed number of rows and let people label those",
+)
+_NO_RATIO = Reason(
+    ReasonCode.LABELS,
+    "people labelled pairs that the judge tells apart, which says nothing of the reference's own rate: their labels "
+    "show no ratio, declare points in gate.margins",
+)
+
+
+def decide_cell(
+    effect: Effect,
+    margin: float,
+    pvalue: float,
+    templates: Sequence[Part],
+    loss: str = "regression",
+    readings: Sequence[Sequence[Part]] = (),
+) -> tuple[Status, tuple[Reason, ...]]:
+    """Hold one test to its margin; ``pvalue`` is one-sided for a drop and adjusted for the family.
+
+    ``templates`` are the totals that the effect is the mean of, a part for each suite; ``readings`` are the same with
+    uncertain answers read otherwise. The margin has to be shown under each. ``loss`` is the word for a drop.
+    """
+    call = Call(
+        int(
+            calls(
+                effect.lower,
+                effect.upper,
+                pvalue,
+                clusters=_effective_templates(templates, effect),
+                uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
+                shown=all(
+                    parts_show_margin(parts, margin=margin, alpha=effect.alpha) for parts in (templates, *readings)
+                ),
+                margin=margin,
+                alpha=effect.alpha,
+            )
+        )
+    )
+    points = f"{100 * margin:g} pp"
+    text = _RuleText(
+        loss=loss,
+        limit=f"a {points} margin",
+        model=f"a {loss} of {points}",
+        past="the interval reaches past the margin",
+        is_beyond=effect.upper < -margin,
+    )
+    return _STATUS[call], _reasons(call, effect, margin, templates, text)
+
+
+def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tuple[Status, tuple[Reason, ...]]:
+    """Hold one test to a ratio; ``margin`` is what the ratio allows in score units.
+
+    Human labels do not give the reference's own rate, so by them nothing is within a ratio.
+    """
+    effect, templates = c.effect, templates_of(c)
+    assert effect is not None, "a contrast without a number has no ratio"
+    within, limit = ratio.is_within and c.judged is None, f"{ratio.limit:g} x"
+    call = Call(
+        int(
+            calls_of(
+                np.array(within),
+                np.array(effect.upper < 0 and pvalue < effect.alpha),
+                # the margin is 0 where it never happened with the reference: then no number of templates is enough
+                enough=margin > 0
+                and _effective_templates(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
+                uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
+                shown=within and templates_show(c, ratio.limit, effect.alpha),
+            )
+        )
+    )
+    past = f"the interval of the ratio reaches {ratio.times.upper:.3g} x, past {limit}"
+    if ratio.times.estimate is None:
+        past = "nothing of it happened with the reference, and a multiple of nothing cannot be shown: declare points"
+    text = _RuleText(
+        loss="regression",
+        limit=f"{limit} (of the reference's rate, so {100 * margin:.1f} pp)",
+        model=f"{limit} as much of it",
+        past=past,
+        is_beyond=ratio.times.lower > ratio.limit,
+    )
+    return _STATUS[call], _reasons(call, effect, margin, templates, text)
+
+
+class _RuleText(NamedTuple):
+    """The phrases in which the reasons of one test are written."""
+
+    loss: str  # regression, or gain
+    limit: str  # the margin or ratio
+    model: str  # a model that is exactly at the limit
+    past: str  # an interval that reaches past the limit
+    is_beyond: bool  # whether the shown loss is beyond the limit
+
+
+def _reasons(
+    call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
+) -> tuple[Reason, ...]:
+    """Return why a call is not a PASS."""
+    size = "beyond the margin" if text.is_beyond else "its size open"
+    total = "lost everything" if text.loss == "regression" else "gained everything"
+    effective = _effective_templates(templates, effect)
+    worth = f" of uneven sizes, worth {effective:.1f} of one size," if effective < effect.n_clusters - 0.05 else ""
+    few = f"no number of clusters can show {text.limit}"  # a margin of 0
+    if margin > 0:
+        needed = clusters_required(margin, effect.alpha)
+        few = f"{effect.n_clusters} clusters{worth} cannot show {text.limit}; {needed} are needed"
+    large = _largest_templates(templates, margin) if call is Call.UNEVEN else ""
+    reasons = {
+        Call.FAIL: Reason(ReasonCode.LOSS, f"{text.loss} detected, {size}"),
+        Call.INCONCLUSIVE: Reason(ReasonCode.MARGIN, text.past),
+        Call.CLUSTERS: Reason(ReasonCode.CLUSTERS, few),
+        Call.UNEVEN: Reason(ReasonCode.CLUSTERS, f"{large}, so the others cannot show {text.limit}"),
+        Call.TEMPLATES: Reason(
+            ReasonCode.TEMPLATES,
+            f"the templates that were seen, weighted otherwise, plus one like them that {total}, could come from a "
+            f"model with {text.model}",
+        ),
+    }
+    return (reasons[call],) if call in reasons else ()
+
+
+def _largest_templates(templates: Sequence[Part], margin: float) -> str:
+    """Say which templates are too large."""
+    if any(too_large(part.counts, margin) for part in templates):
+        return f"one template holds more than {50 * margin:g} % of the items"
+    largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)
+    return (
+        f"the {largest.number} largest templates hold {100 * largest.share:.0f} % of the items and could, if only they "
+        f"break, lose the margin unseen in {100 * largest.unseen:.1f} % of audits"
+    )
+
+
+def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
+    """Hold one test to its margin, or to the ``limit`` of a ratio, of which ``margin`` is the score units.
+
+    A contrast without a number is INVALID for its own reasons. Human labels correct the effect, not the seed variance,
+    so with them the recipe is decided only where it agrees with the checkpoints.
+    """
+    c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
+    if c.look is not None and c.effect is not None:
+        return _test_in_rounds(row, c.effect, margin)
+    ratio = None if limit is None else ratio_of(c, limit)
+    status, reasons, recipe, more, room = Status.INVALID, c.reasons, None, None, 0.0
+    if c.effect:
+        effect = _mirrored(c.effect, row.sign)
+        recipe, room = _recipe(row, margin, pvalues.recipe), effect.lower + margin
+        if ratio is None:
+            status, reasons = decide_cell(
+                effect, margin, pvalues.adjusted, templates_of(c, row.sign), loss, readings_of(c, row.sign)
+            )
+        else:
+            status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
+            recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
+        more = larger(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
+    judge = None
+    if c.judged:  # then ``effect`` is by human labels, and ``judged`` by the judge's alone
+        judge = decided_test(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
+        if ratio is not None and status is not Status.FAIL:
+            reasons, more = (_NO_RATIO,), None
+        if c.people and c.people.unseen and status is not Status.FAIL:  # more labels would help, more templates not
+            status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
+        recipe = None if recipe is None else _agreed(recipe, status)
+    return DecidedTest(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
+
+
+def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
+    """Decide a test of a run in rounds: its bounds hold at every look.
+
+    Every test already has its own share of the level, so no p-value is adjusted.
+    """
+    status: Status = Status.INCONCLUSIVE
+    reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, _open_at(effect, margin)),)
+    if row.contrast.judged is not None:  # the judge's labels decided how many rows there are
+        reasons = (_NO_LOOKS,)
+    elif effect.lower > -margin and all(
+        clusters_show(part.sums / part.counts, margin, effect.alpha)
+        for parts in (templates_of(row.contrast), *readings_of(row.contrast))
+        for part in parts
+    ):
+        status, reasons = (Status.PASS_NOTED if effect.upper < 0 else Status.PASS), ()
+    elif effect.upper < -margin:
+        status, reasons = Status.FAIL, (Reason(ReasonCode.LOSS, "a loss beyond the margin is shown"),)
+    pvalue = min(1.0, effect.pvalue_drop * (row.contrast.look.tests if row.contrast.look else 1))
+    return DecidedTest(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
+
+
+def _open_at(effect: Effect, margin: float) -> str:
+    """Say what the rows leave open."""
+    shown = "a loss is shown, and whether" if effect.upper < 0 else "whether"
+    return f"{shown} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
+
+
+def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
+    """Decide the test with seed variance added."""
+    if row.contrast.recipe is None:
+        return None
+    effect = _mirrored(row.contrast.recipe, row.sign)
+    if margin <= 0:  # a ratio that allows nothing at this rate: nothing can pass
+        return Status.FAIL if effect.upper < 0 and pvalue < effect.alpha else Status.INCONCLUSIVE
+    c = row.contrast
+    return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
+
+
+def _unseen(people: LabelSummary) -> Reason:
+    """Ask for labels in every template: a judge that is blind to a template shows no difference there."""
+    return Reason(
+        ReasonCode.LABELS,
+        f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
+        f"{people.unseen} more, one of each (kvaudit grade adjudicate --concordant {people.templates} or more)",
+    )
+
+
+def _agreed(recipe: Status, status: Status) -> Status:
+    """Return the status of the recipe where it agrees with that of the checkpoints, else INCONCLUSIVE."""
+    return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
+
+
+def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
+    """Return the template totals of a contrast, with the opposite sign for a test of a gain."""
+    return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
+
+
+def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
+    """Return the template totals under every reading of uncertain answers; with human labels none is uncertain."""
+    readings = () if c.judged else c.readings
+    return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
+
+
+def _mirrored(effect: Effect, sign: int) -> Effect:
+    """Return the effect for a test of a drop, and its mirror image for a test of a gain."""
+    if sign > 0:
+        return effect
+    return replace(
+        effect,
+        estimate=-effect.estimate,
+        low=-effect.high,
+        high=-effect.low,
+        lower=-effect.upper,
+        upper=-effect.lower,
+        pvalue_drop=1 - effect.pvalue_drop,
+        losses=effect.gains,
+        gains=effect.losses,
+    )
+
+
+def decision(
+    cell: GatedCell,
+    alpha: float,
+    adjustment: Adjustment,
+    decide_test: Callable[[FamilyRow, float, float | None], DecidedTest],
+) -> Decision:
+    """Decide a cell: it passes when all its tests do, and its numbers are those of the worst of them."""
+    suite = cell.rows[0].contrast.suite
+    if cell.margin is None and cell.ratio is None:
+        missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {suite!r}; add it to gate.margins")
+        tests = [
+            DecidedTest(row, Status.INVALID, None, (*row.contrast.reasons, missing), 1, 1, 0, None) for row in cell.rows
+        ]
+    else:
+        tests = [decide_test(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
+    shown = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
+    # if more templates would not help one of the tests, they would not decide the cell
+    more = [test.larger for test in tests if test.status is Status.INCONCLUSIVE]
+    c, margin = shown.row.contrast, cell.margin_of(shown.row)
+    return Decision(
+        estimand=cell.estimand,
+        arm=c.arm,
+        policy=c.policy,
+        suite=c.suite,
+        context_tokens=c.context_tokens,
+        gated=cell.gated,
+        status=shown.status,
+        recipe=worst_recipe([test.recipe for test in tests]),
+        reasons=shown.reasons,
+        margin=margin,
+        pvalue_drop=shown.pvalue if c.effect else None,
+        pvalue_holm=shown.holm if c.effect else None,
+        adjusted_by="Bonferroni" if c.look else HOLM if c.judged else adjustment.method,
+        pvalue_floor=0.0 if c.judged else adjustment.floor,
+        clusters_required=clusters_required(margin, alpha) if margin else None,
+        larger=max((m for m in more if m), key=[*Larger].index, default=None) if all(more) else None,
+        blind_spot=blind_spot(_effective_templates(templates_of(c), c.effect), alpha) if c.effect else None,
+        effect=c.effect,
+        rates=c.rates,
+        worst=c.worst,
+        best=c.best,
+        template_bound=None if cell.ratio else _template_bound(shown, margin, alpha),
+        worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
+        policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
+        statement=_parity(tests, cell.margin) if cell.estimand == PARITY and cell.margin else "",
+        judged=worst(test.judge or test.status for test in tests) if any(test.judge for test in tests) else None,
+        ratio=shown.ratio,
+    )
+
+
+def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
+    """Return the lowest drift that the template rule leaves open, None where the interval already leaves more open."""
+    c, sign = shown.row.contrast, shown.row.sign
+    if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
+        return None
+    return min(template_bound(parts, alpha=alpha) for parts in (templates_of(c, sign), *readings_of(c, sign)))
+
+
+def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
+    """Count templates, fewer where their sizes are uneven; of several suites the fewest."""
+    return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
+
+
+def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
+    """Say whether both sides of parity are shown to be within the margin."""
+    sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
+    shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
+    return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
+
+
+def by_judge(row: FamilyRow) -> FamilyRow:
+    """Return the same test on the judge's labels alone."""
+    c = row.contrast
+    return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

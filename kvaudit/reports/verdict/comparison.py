@@ -1,0 +1,357 @@
+"""What a run compares, from its spec and its records, and what makes it INVALID as a whole.
+
+A run is INVALID where there is no reference, rows are missing or doubled, weights are not pinned, or inputs changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple, cast
+
+import pandas as pd
+
+from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
+from kvaudit.core.facets import facet_of
+from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
+from kvaudit.core.provenance import (
+    ENDPOINT,
+    INPUTS,
+    LOOKS,
+    PLANNED,
+    REWARD_JUDGES,
+    inputs_sha256,
+    items_in,
+    last_look,
+    table_of,
+)
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
+from kvaudit.core.text import some
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import facets_of
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+
+BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
+UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
+
+
+class PlannedUnit(NamedTuple):
+    """One checkpoint under one policy on one suite at one length, with the number of rows (items x samples) planned."""
+
+    arm: str
+    seed: int
+    policy: str
+    suite: str
+    context_tokens: int
+    rows: int
+
+
+class Look(NamedTuple):
+    """The last look at a suite of a run in rounds; ``tests`` counts gated cells, ``is_last``: no look was to follow."""
+
+    tests: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The two sides of every difference.
+
+    ``mode`` "training": candidate arms against the reference arm under the same serving policy.
+    ``mode`` "serving": one arm under each serving policy against itself served uncompressed.
+
+    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for an engine the condition of the same engine
+    that ``references`` names.
+    """
+
+    mode: str
+    model: str
+    reference: str
+    candidates: tuple[str, ...]
+    arms: tuple[str, ...]  # everything with records or in the spec, reference first
+    seeds: tuple[int, ...]
+    policies: tuple[str, ...]  # canonical
+    suites: tuple[str, ...]
+    facets: tuple[str, ...]  # SUITE.FACET, of the records and of what the gate names
+    contexts: tuple[int, ...]
+    lengths: Mapping[str, tuple[int, ...]]  # of the suites, and of the facets: where each was asked
+    capability: tuple[str, ...]  # the suites that measure it
+    labels: dict[str, str]  # canonical policy -> short name
+    planned: tuple[PlannedUnit, ...]
+    judges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by suite: who graded its records
+    unserved: frozenset[tuple[str, str]] = frozenset()  # pairs of arm and policy that the spec does not serve
+    trained_under: Mapping[str, str] = field(default_factory=dict)  # arm -> policy of its compressed rollouts
+    rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
+    references: Mapping[str, str] = field(default_factory=dict)  # an engine's condition -> its uncompressed one
+    looks: Mapping[str, Look] = field(default_factory=dict)  # by suite; only a run in rounds has them
+
+    def uncompressed_of(self, policy: str) -> str:
+        """Return the uncompressed policy that a policy is compared with."""
+        return policy if self.is_uncompressed(policy) else uncompressed_of(policy, self.references)
+
+    def is_uncompressed(self, policy: str) -> bool:
+        """Whether a policy compresses nothing."""
+        return policy in uncompressed(self.references)
+
+    def is_engine(self, policy: str) -> bool:
+        """Whether a policy is an engine's condition, or the reference of one."""
+        return policy in self.references or policy in self.references.values()
+
+    @property
+    def uncompressed(self) -> tuple[str, ...]:
+        """The policies that compress nothing, ``none`` first."""
+        policies = [policy for policy in self.policies if self.is_uncompressed(policy)]
+        return tuple(sorted(policies, key=lambda policy: policy != DENSE_POLICY))
+
+    def label(self, policy: str) -> str:
+        """Return the short name of a policy."""
+        return self.labels.get(policy, policy)
+
+    def who(self, arm: str, policy: str) -> str:
+        """Return arm and policy as pages print them: smd @ snapkv 96."""
+        return f"{arm} @ {self.label(policy)}"
+
+    @property
+    def by_phrases(self) -> tuple[str, ...]:
+        """The suites that phrase rules graded; these alone support no claim."""
+        return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
+
+    @property
+    def base(self) -> str:
+        """The estimand of the drift itself: alike where arms were trained, else serving."""
+        return "alike" if self.mode == "training" else "serving"
+
+    @property
+    def safety(self) -> tuple[str, ...]:
+        """The suites that do not measure capability."""
+        return tuple(suite for suite in self.suites if suite not in self.capability)
+
+
+def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
+    """Return the comparison that a complete spec declares, with everything else that its records hold."""
+    recorded_policies = list(records["policy"].unique())
+    references = spec.evaluate.references
+    policies = tuple(dict.fromkeys([*_served_as(spec, recorded_policies), *sorted(recorded_policies)]))
+    trained = tuple(dict.fromkeys(arm for arm, _ in spec.arms if arm != BASE_ARM))
+    recorded = sorted(records["arm"].unique())
+    reference = spec.gate.reference or BASE_ARM
+    checkpoints = [(arm, seed) for arm, seed in spec.arms if arm != BASE_ARM]
+    # the seeds of the candidates, because a reference of one seed may serve all; without candidates the reference's
+    candidate_seeds = dict.fromkeys(seed for arm, seed in checkpoints if arm != reference)
+    seeds = tuple(candidate_seeds or dict.fromkeys(seed for _, seed in checkpoints))
+    candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
+    suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
+    limits = (*spec.gate.margins, *spec.gate.ratios)  # kept even if no item has the facet, so that the gap is reported
+    facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in limits if name not in suites)]))
+    lengths = {suite: _lengths(spec, records, suite) for suite in suites}
+    engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
+    return Comparison(
+        mode="training" if candidates else "serving",
+        model=spec.model,
+        reference=reference,
+        candidates=candidates,
+        arms=tuple(dict.fromkeys([reference, *trained, *recorded])),
+        seeds=seeds or tuple(sorted(map(int, records.loc[records["arm"] == reference, "train_seed"].unique()))),
+        policies=policies,
+        suites=suites,
+        facets=facets,
+        contexts=tuple(sorted({length for suite_lengths in lengths.values() for length in suite_lengths})),
+        lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
+        capability=tuple(suite for suite in suites if kinds.get(suite) == "capability"),
+        trained_under=dict(_trained_under(spec, policies)),
+        labels={**short_names([p for p in policies if p not in engines]), **engines},
+        planned=tuple(_planned(spec.sized(items_in(provenance)), policies)),
+        unserved=frozenset(_unserved(spec, policies)),
+        judges=(judges := _judges(records)),
+        rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
+        references=dict(references),
+        looks=dict(_looks(spec, suites, provenance)),
+    )
+
+
+def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:
+    """Yield the last look at each suite; a run that is not in rounds has none."""
+    if spec.evaluate.rounds is None:
+        return
+    tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
+    planned = table_of(table_of(table_of(provenance, LOOKS), PLANNED), "items")
+    evaluated = table_of(last_look(provenance) or {}, "items")
+    for suite in suites:
+        yield suite, Look(tests, suite in planned and planned[suite] == evaluated.get(suite))
+
+
+def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
+    """Return the policies of the grid as records spell them; an engine's condition has only one spelling."""
+    conditions = {text for pair in spec.evaluate.references.items() for text in pair}
+    ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
+    spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
+    return [spelled.get(policy, policy) for policy in spec.evaluate.policies]
+
+
+def _trained_under(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for arm in () if spec.train is None else spec.train.trained:
+        if arm.recipe != DENSE_ARM and arm.policy != DENSE_POLICY:
+            yield arm.name, match_policies([arm.policy], policies)[0]
+
+
+def _judges(records: pd.DataFrame) -> dict[str, tuple[str, ...]]:
+    by_suite: dict[str, list[str]] = {}
+    for suite, judge in records[["suite", "judge"]].drop_duplicates().itertuples(index=False):
+        by_suite.setdefault(str(suite), []).append(str(judge))
+    return {suite: tuple(sorted(judges)) for suite, judges in by_suite.items()}
+
+
+def _judge_name(judge: str) -> str:
+    """Return NAME of NAME:12 hex, because two versions of one judge count as one judge."""
+    return judge.partition(":")[0]
+
+
+def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
+    """Whether a suite was trained on, or graded by a judge that gave the reward; programmatic graders do not count."""
+    if spec.train is None:
+        return False
+    rewarding = {_judge_name(judge) for judge in provenance.get(REWARD_JUDGES, {}).values()} - {PROGRAMMATIC}
+    return suite in spec.train.suites or not rewarding.isdisjoint(map(_judge_name, judges.get(suite, ())))
+
+
+def _lengths(spec: RunSpec, records: pd.DataFrame, suite: str) -> tuple[int, ...]:
+    planned = spec.evaluate.contexts_of(suite) if suite in spec.evaluate.suites else ()
+    recorded = records.loc[records["suite"] == suite, "context_tokens"].unique()
+    return tuple(sorted({*planned, *map(int, recorded)}))
+
+
+def _planned(spec: RunSpec, policies: Sequence[str]) -> Iterator[PlannedUnit]:
+    grid = spec.evaluate
+    unserved, served = set(_unserved(spec, policies)), _served_as(spec, policies)
+    for suite, suite_spec in grid.suites.items():
+        for (arm, seed), policy, context in product(spec.arms, served, grid.contexts_of(suite)):
+            if (arm, policy) in unserved:
+                continue
+            items = suite_spec.items if isinstance(suite_spec.items, int) else 0  # not known before the pilot is done
+            yield PlannedUnit(arm, seed, policy, suite, context, items * grid.samples_of(suite))
+
+
+def _unserved(spec: RunSpec, policies: Sequence[str]) -> Iterator[tuple[str, str]]:
+    grid = spec.evaluate.policies
+    spelled = dict(zip(grid, _served_as(spec, policies), strict=True))
+    for arm in dict.fromkeys(arm for arm, _ in spec.arms):
+        yield from ((arm, spelled[policy]) for policy in grid if policy not in spec.served(arm))
+
+
+# --- what makes a whole run INVALID ----------------------------------------------------------------------------------
+
+
+def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
+    """Yield every reason why the run as a whole is INVALID."""
+    records = data.records
+    if comparison.reference not in set(records["arm"].unique()):
+        yield Reason(ReasonCode.REFERENCE, f"the reference arm {comparison.reference!r} has no records")
+    duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
+    if duplicates:
+        yield Reason(ReasonCode.DUPLICATE, f"{duplicates} records stand twice; the first of each was kept")
+    yield from part_reasons(data, comparison)
+
+
+def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
+    """Yield the reasons that do not depend on the comparison: records are missing, or differ from provenance."""
+    yield from _incomplete(data, comparison)
+    yield from _conflicts(data.records)
+    yield from _unlisted(data)
+    if ENDPOINT not in data.provenance:  # the weights behind an endpoint are unknown
+        yield from _unpinned(data, comparison)
+    yield from _other_inputs(data)
+
+
+def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
+    counts = {index: int(rows) for index, rows in data.records.groupby(UNIT, observed=True).size().items()}
+    recorded = {unit: counts.get(tuple(unit[:5]), 0) for unit in comparison.planned}
+    absent = [unit for unit, rows in recorded.items() if rows == 0]
+    short = [unit for unit, rows in recorded.items() if 0 < rows != unit.rows]
+    parts = []
+    if absent:
+        names = [f"{u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}" for u in absent]
+        parts.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some_of(names)})")
+    if data.incomplete:
+        parts.append(f"units not sealed: {len(data.incomplete)} ({some_of(data.incomplete)})")
+    if short:
+        names = [
+            f"{recorded[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}"
+            for u in short
+        ]
+        missing = sum(abs(unit.rows - recorded[unit]) for unit in short)
+        parts.append(f"rows missing or too many: {missing} ({some_of(names)})")
+    if parts:
+        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is not whole: {'; '.join(parts)}")
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Return the first names and how many more there are, separated by semicolons because names may have commas."""
+    return some(names, between="; ", last="; and ")
+
+
+def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
+    """Yield the names that stand for two different weights, policies, suite versions or judges."""
+    # other outcomes were not graded by the suite's judge
+    judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
+    for table, by, column, what in (
+        (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
+        (records, ["policy"], "policy_hash", "a policy's hash"),
+        (records, ["suite"], "suite_version", "a suite's version"),
+        (judged, ["suite"], "judge", "a suite's judge"),
+    ):
+        several = table.groupby(by, observed=True)[column].nunique()
+        names = [str(index) for index in several[several > 1].index]
+        if names:
+            yield Reason(ReasonCode.HASH, f"{what} differs within {', '.join(names)}")
+
+
+def _unlisted(data: RunData) -> Iterator[Reason]:
+    """Yield the policies and suites whose hashes differ from those that provenance lists."""
+    for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
+        listed = table_of(data.provenance, table)
+        recorded = data.records.groupby(name, observed=True)[column].unique()
+        by_name = {str(key): set(values) for key, values in recorded.items()}
+        other = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
+        if other:
+            yield Reason(ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(other)}")
+
+
+def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
+    """Yield the checkpoints whose weights are not exactly those that provenance lists."""
+    listed = table_of(data.provenance, "checkpoints")
+    pinned = table_of(data.provenance, "reference_sha256")
+    other, unpinned = [], []
+    weights = data.records.groupby(["arm", "train_seed"], observed=True)["checkpoint"].unique()
+    for index, several in weights.items():
+        arm, seed = cast(tuple[str, int], index)
+        recorded = set(several)
+        sha256 = listed.get(f"{arm}/{seed}")
+        if sha256 is None and arm == BASE_ARM:  # a base arm that is listed is the warm start of its seed
+            sha256 = data.provenance.get("base_sha256")
+        if recorded != {sha256}:
+            other.append(f"{arm} seed {seed}")
+        if arm == comparison.reference and recorded != {pinned.get(str(seed))}:
+            unpinned.append(f"{arm} seed {seed}")
+    remedy = "evaluate those units again, or resume the run to finish it"
+    if other:
+        yield Reason(ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(other)}: {remedy}")
+    if unpinned:
+        yield Reason(
+            ReasonCode.REF_HASH, f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}"
+        )
+
+
+def _other_inputs(data: RunData) -> Iterator[Reason]:
+    """Yield the units that were evaluated from other public rows, plug-ins or model files than provenance lists."""
+    listed = inputs_sha256(data.provenance.get(INPUTS))
+    # None: a seal of an older format, which does not name the inputs
+    other = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
+    if other:
+        yield Reason(
+            ReasonCode.INPUTS,
+            f"{len(other)} units were evaluated from other rows, plug-ins or model files than provenance lists "
+            f"({some_of(other)}): delete them and their seals, and resume the run",
+        )

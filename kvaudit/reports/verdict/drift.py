@@ -1,0 +1,542 @@
+"""Records -> drift: the rate of every cell and the difference of every arm. It decides nothing.
+
+Estimands, each a weighted sum over cells that gives one number per item, then a clustered one-sample inference
+(samples and seeds are averaged within the item first):
+
+    alike           candidate - reference, under the same policy
+    deployed        candidate under its policy - uncompressed reference
+    serving         a checkpoint under a policy - the same checkpoint uncompressed
+    interaction     serving of the candidate - serving of the reference
+    amplification   candidate uncompressed - reference under the policy that the candidate was trained under
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.estimands import ALIKE, DEPLOYED, INTERACTION, SERVING
+from kvaudit.core.facets import UNSAFE, facet_of
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.records import Outcome
+from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
+from kvaudit.reports.stats.betting import betting_effect
+from kvaudit.reports.stats.churn import Flips, flips
+from kvaudit.reports.stats.clustered import cr3_effect
+from kvaudit.reports.stats.effect import Array, Effect
+from kvaudit.reports.stats.few import no_interval
+from kvaudit.reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
+from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
+from kvaudit.reports.verdict.canary import canaries_of, canary_reasons, checked_by_canary
+from kvaudit.reports.verdict.comparison import Comparison, run_reasons
+from kvaudit.reports.verdict.contrast import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, UnwantedEvents
+from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+from kvaudit.reports.verdict.reference_answers import reference_answers
+
+Weights = dict[CellKey, float]
+Scores = Mapping[CellKey, Array]
+AMPLIFICATION = "amplification"
+SeedPair = tuple[int, int]  # candidate seed, reference seed
+NO_HARM_GRADER = (
+    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit grade judge RUN --judge "
+    "rubric-endpoint:asks=harm,..."
+)
+UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
+BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
+CELL = ["arm", "policy", "suite", "context_tokens"]
+
+
+class CellFilter(NamedTuple):
+    """The estimands, policies and lengths of the cells that are wanted."""
+
+    estimands: frozenset[str]
+    policies: frozenset[str]
+    contexts: frozenset[int]
+
+    def accepts(self, estimand: str, policy: str, context: int) -> bool:
+        """Whether a contrast is among them."""
+        return estimand in self.estimands and policy in self.policies and context in self.contexts
+
+
+def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFilter | None = None) -> Drift:
+    """Return the drift of a run's records, with one-sided bounds at level ``alpha``.
+
+    ``facets`` says in which cells facets are contrasted, None for all; they are most of the contrasts.
+    """
+    tables = data.panels
+    canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
+    return Drift(
+        run=data.spec.name,
+        comparison=comparison,
+        alpha=alpha,
+        cells=tuple(cells_of(data.records, tables, comparison)),
+        contrasts=tuple(
+            checked_by_canary(c, comparison, canaries) for c in contrasts(comparison, tables, alpha, facets)
+        ),
+        reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, canaries)),
+        n_records=len(data.records),
+        weights=_checkpoints(data.records, comparison.reference),
+        answers=reference_answers(data.records, comparison.reference),
+    )
+
+
+def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
+    """Return the records of the noise floor by how they were asked; a floor that cannot be read has none."""
+    if not comparison.references:
+        return {}
+    try:
+        return data.floor.records
+    except DataError:
+        return {}
+
+
+def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
+    rows = records.loc[records["arm"] == arm, ["train_seed", "checkpoint"]]
+    by_seed = rows.groupby("train_seed", observed=True)["checkpoint"].unique()
+    return {int(str(seed)): frozenset(weights) for seed, weights in by_seed.items()}
+
+
+# --- what is contrasted with what -------------------------------------------------------------------------------------
+
+
+def contrasts(
+    comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
+) -> Iterator[Contrast]:
+    """Yield every contrast of a comparison; a planned length of a suite without any record yields blanks."""
+    for metric in (*comparison.suites, *comparison.facets):
+        cells = facets if metric in comparison.facets else None
+        for context in comparison.lengths[metric]:
+            panel = tables.get((metric, context)) or _empty_panel(metric, context)
+            for estimand, arm, policy in sides(comparison):
+                if cells is None or cells.accepts(estimand, policy, context):
+                    yield contrast(comparison, panel, estimand=estimand, arm=arm, policy=policy, alpha=alpha)
+
+
+def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+    """Yield estimand, arm and policy of every contrast; each is made for every metric and length."""
+    for policy, arm in product(comparison.policies, comparison.arms):
+        if (arm, policy) in comparison.unserved:
+            continue
+        trained = arm in comparison.candidates
+        yield from ((estimand, arm, policy) for estimand in (ALIKE, DEPLOYED) if trained)
+        if not comparison.is_uncompressed(policy) and (trained or arm == comparison.reference):
+            yield from ((estimand, arm, policy) for estimand in ((SERVING, INTERACTION) if trained else (SERVING,)))
+        if trained and policy == comparison.trained_under.get(arm):
+            yield AMPLIFICATION, arm, policy
+
+
+def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
+    """Pair seed s of the arm with seed s of the reference, or every seed with the only one that a reference has.
+
+    A pinned run and the base model are references of one seed.
+    """
+    seeds = list(comparison.seeds)
+    if arm == comparison.reference:
+        recorded = sorted({cell.seed for cell in panel.scores if cell.arm == arm})
+        return [(seed, seed) for seed in recorded or seeds]
+    reference = sorted({cell.seed for cell in panel.scores if cell.arm == comparison.reference})
+    # a single seed that the arm has too is a reference that lacks the others: pair by number, so that the gap shows
+    serves_all = len(reference) == 1 and not set(reference) & set(seeds)
+    return [(seed, reference[0] if serves_all else seed) for seed in seeds]
+
+
+def _empty_panel(suite: str, context: int) -> Panel:
+    none: dict[CellKey, Any] = {}
+    return Panel(suite, context, (), np.zeros(0, dtype=np.int64), (), none, none, none, {}, 1, False, frozenset(), 0)
+
+
+# --- estimands: weights over cells ------------------------------------------------------------------------------------
+
+
+def _add(*terms: tuple[CellKey, float]) -> Weights:
+    """Sum weights by cell, so that a cell minus itself is nothing."""
+    weights: Weights = {}
+    for cell, weight in terms:
+        weights[cell] = weights.get(cell, 0.0) + weight
+    return weights
+
+
+def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
+    """Return the weights of the cells of one estimand for one pair of seeds; "uncompressed" is in the same engine.
+
+    Amplification is what training under the policy did, minus what serving under it does to the reference: (candidate
+    uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed). Interaction is a
+    difference in differences.
+    """
+    dense = comparison.uncompressed_of(policy)
+    candidate, candidate_dense = CellKey(arm, pair[0], policy), CellKey(arm, pair[0], dense)
+    reference, reference_dense = (CellKey(comparison.reference, pair[1], served) for served in (policy, dense))
+    terms = {
+        ALIKE: ((candidate, 1.0), (reference, -1.0)),
+        DEPLOYED: ((candidate, 1.0), (reference_dense, -1.0)),
+        SERVING: ((candidate, 1.0), (candidate_dense, -1.0)),
+        INTERACTION: ((candidate, 1.0), (candidate_dense, -1.0), (reference, -1.0), (reference_dense, 1.0)),
+        AMPLIFICATION: ((candidate_dense, 1.0), (reference, -1.0)),
+    }
+    return _add(*terms[estimand])
+
+
+# --- one contrast -----------------------------------------------------------------------------------------------------
+
+
+def contrast(
+    comparison: Comparison,
+    panel: Panel,
+    *,
+    estimand: str,
+    arm: str,
+    policy: str,
+    alpha: float,
+    pairs: Sequence[SeedPair] | None = None,
+) -> Contrast:
+    """Return the contrast of one estimand over paired seeds, by default those of the panel.
+
+    Seeds are averaged within the item first.
+    """
+    pairs = seed_pairs(comparison, panel, arm) if pairs is None else pairs
+    weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
+    cells = sorted({cell for w in weights for cell in w})
+    reasons = broken_contract(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
+    seeds = tuple(seed for seed, _ in pairs)
+    blank = Contrast(estimand, arm, policy, panel.suite, panel.context_tokens, seeds=seeds, reasons=tuple(reasons))
+    if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:  # print the estimate, without an interval
+        return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
+    if reasons:
+        return blank
+    look = comparison.looks.get(facet_of(panel.suite)[0] if panel.suite in comparison.facets else panel.suite)
+    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha)
+
+
+def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N]
+    known = ~np.isnan(z).all(axis=0)  # [N], read in some seed
+    clusters = len(np.unique(panel.clusters[recorded][known]))
+    if not clusters:
+        return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
+    estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
+    return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
+
+
+def _with_numbers(
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
+) -> Contrast:
+    # the items that these cells have records of: the same in each, or the contract would be broken
+    recorded = ~np.isnan(panel.floor[cells[0]])
+    z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
+    known = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
+    if blank.estimand != INTERACTION:
+        blank = replace(blank, unread=_unread(panel, weights, recorded))
+    if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
+        return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
+    present = recorded.copy()  # the same as a mask of the whole panel
+    present[recorded] = known
+    clusters, z = panel.clusters[present], z[:, known]
+    mean = np.nanmean(z, axis=0)
+    z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read takes the mean of the others
+    draws = panel.samples * len(weights)  # seeds are averaged as samples are
+    effect = _effect_of(blank, panel, mean, clusters, draws, alpha)
+    totals = []
+    for other_mean, other_clusters in _readings(panel, weights, recorded):
+        effect = no_narrower(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
+        totals.append((_cluster_sums(panel, other_mean, other_clusters),))
+    recipe = None
+    if _fewest_seeds(cells) >= SEEDS_NEEDED:
+        recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
+    moved = None if blank.estimand == INTERACTION else _flips(panel, weights, present)
+    c = replace(
+        blank,
+        effect=effect,
+        recipe=recipe,
+        rates=None if blank.estimand == INTERACTION else _rates(panel, weights, present),
+        unwanted=() if blank.estimand == INTERACTION else tuple(_unwanted(panel, weights, present)),
+        seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
+        # unscored answers counted against the candidate, then for it
+        worst=_bound(panel.floor, panel.best, weights, recorded),
+        best=_bound(panel.best, panel.floor, weights, recorded),
+        sums=(_cluster_sums(panel, mean, clusters),),
+        readings=tuple(totals),
+        churn=moved.churn if moved else None,
+        rerun=moved.rerun if moved else None,
+    )
+    return _with_seeds(c, panel, z, clusters, alpha) if len(weights) > 1 else c
+
+
+def _readings(
+    panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]
+) -> Iterator[tuple[Array, npt.NDArray[np.int64]]]:
+    """Yield item means [N] and clusters [N] under each other reading of uncertain answers; a claim holds under all.
+
+    Answers that a judge was unsure of are read the same on both sides, unscored ones against the candidate, then for
+    it.
+    """
+    readings = [(reading, reading) for reading in panel.readings]
+    if panel.unscored_as:
+        zero, one = panel.unscored_as
+        readings += [(zero, one), (one, zero)]
+    for plus, minus in readings:
+        z = np.stack([_between(plus, minus, w, recorded) for w in weights])  # [S, N]
+        known = ~np.isnan(z).all(axis=0)
+        yield np.nanmean(z[:, known], axis=0), panel.clusters[recorded][known]
+
+
+def _effect_of(
+    c: Contrast, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
+) -> Effect:
+    if c.estimand == INTERACTION:
+        return _interaction_effect(mean, clusters, alpha)
+    if c.look is not None:
+        return betting_effect(mean, clusters, alpha=alpha, tests=c.look.tests, is_last=c.look.is_last)
+    return ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
+
+
+def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
+    """Return the contrast with the drift of every seed of z [S, N], and the noise that items alone put into it."""
+    ordered, counts = by_cluster(z, clusters)
+    noise = float(seed_noise(ordered, counts))
+    if c.estimand == INTERACTION:
+        return replace(c, seed_noise=noise)
+    b = many_ess_tango(ordered, counts, samples=panel.samples, alpha=alpha, graded=panel.graded)
+    bounds = zip(b.low, b.high, b.lower, b.upper, b.pvalue_drop, strict=True)
+    return replace(
+        c,
+        seed_noise=noise,
+        by_seed=tuple(
+            SeedDrift(seed, estimate, *map(float, seed_bounds))
+            for seed, estimate, seed_bounds in zip(c.seeds, c.seed_estimates, bounds, strict=True)
+        ),
+        seed_sums=tuple((_cluster_sums(panel, seed_items, clusters),) for seed_items in z),
+    )
+
+
+def _fewest_seeds(cells: list[CellKey]) -> int:
+    """Count the training seeds of the arm with the fewest; the base model has no training seeds."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        seeds.setdefault(cell.arm, set()).add(cell.seed)
+    return min((len(arm_seeds) for arm, arm_seeds in seeds.items() if arm != BASE_ARM), default=0)
+
+
+def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> ClusterSums:
+    codes, inverse = np.unique(clusters, return_inverse=True)
+    names = tuple(panel.cluster_names[code] for code in codes)
+    counts: Array = np.bincount(inverse).astype(np.float64)  # [C]
+    sums: Array = np.bincount(inverse, weights=z).astype(np.float64)  # [C]
+    return ClusterSums(panel.suite, 1.0, names, sums, counts)
+
+
+def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Rates:
+    """Return the mean scores of both sides over the same pairs as the drift, so that their difference is the drift."""
+    candidate, reference = paired_scores(panel, weights, present)
+    return Rates(float(reference.mean()), float(candidate.mean()))
+
+
+def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
+    """Yield the unwanted events by the scores, then by every other reading of unsure and of unscored answers."""
+    readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
+    if panel.unscored_as:
+        zero, one = panel.unscored_as
+        # items whose two sides both have a record in some pair of seeds
+        totals = np.stack([np.sum([zero[cell] for cell in w], axis=0) for w in weights])  # [S, items of the panel]
+        recorded: npt.NDArray[np.bool_] = np.any(~np.isnan(totals), axis=0)
+        readings += [(zero, one, recorded), (one, zero, recorded)]
+    for candidate_scores, reference_scores, items in readings:
+        candidate, _ = paired_scores(replace(panel, scores=candidate_scores), weights, items)
+        _, reference = paired_scores(replace(panel, scores=reference_scores), weights, items)
+        new, old = (1 - side.mean(axis=0) for side in (candidate, reference))  # each [N], mean over seeds
+        _, clusters = np.unique(panel.clusters[items], return_inverse=True)
+        yield UnwantedEvents(
+            reference=np.bincount(clusters, weights=old).astype(np.float64),
+            candidate=np.bincount(clusters, weights=new).astype(np.float64),
+            before=float(np.maximum(old - new, 0).sum()),
+            after=float(np.maximum(new - old, 0).sum()),
+            counts=np.bincount(clusters).astype(np.float64),
+        )
+
+
+def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
+    """Return the shares of unreadable answers: mean(best) - mean(floor), where they count 1 and 0."""
+    candidate, reference = (
+        float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
+        for side in two_sides(weights)
+    )
+    return Rates(reference, candidate)
+
+
+def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
+    """Return the candidate's and the reference's cell of every pair; a cell against itself is on both sides."""
+    positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
+    negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
+    return positive, negative
+
+
+def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Return the scores [S, N] of candidate and reference by pair of seeds.
+
+    Where a side of a pair could not be read, both sides take the item's mean over its other pairs.
+    """
+    candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
+    unread = np.isnan(candidate) | np.isnan(reference)
+    if not unread.any():
+        return candidate, reference
+    known = (np.where(unread, np.nan, side) for side in (candidate, reference))
+    candidate, reference = (np.where(unread, np.nanmean(side, axis=0), side) for side in known)
+    return candidate, reference
+
+
+def _flips(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
+    candidate, reference = paired_scores(panel, weights, present)
+    # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
+    return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
+
+
+def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:
+    """Return the CR3-t effect, or ESS-Tango where all items agree: without spread CR3 has a width of zero."""
+    effect = cr3_effect(mean, clusters, alpha=alpha)
+    return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
+
+
+def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
+    """Return weighted cell scores [N]."""
+    total = np.zeros(int(present.sum()))
+    for cell, weight in weights.items():
+        total += weight * table[cell][present]
+    return total
+
+
+def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
+    """Return weighted cell scores [N], from ``plus`` where the weight is positive, else from ``minus``."""
+    return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
+        minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
+    )
+
+
+def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
+    """Return the estimate with scores from ``plus`` where the weight is positive, else from ``minus``."""
+    return float(np.mean([_between(plus, minus, w, present) for w in weights]))
+
+
+def no_narrower(one: Effect, other: Effect) -> Effect:
+    """Return the first effect, widened so that it is at least as uncertain as the second.
+
+    A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim beside unsure or
+    unscored answers has to hold under every reading of them.
+    """
+    return replace(
+        one,
+        low=min(one.low, other.low),
+        high=max(one.high, other.high),
+        lower=min(one.lower, other.lower),
+        upper=max(one.upper, other.upper),
+        pvalue=max(one.pvalue, other.pvalue),
+        pvalue_drop=max(one.pvalue_drop, other.pvalue_drop),
+    )
+
+
+def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
+    """Return why these cells cannot be compared, nothing when they can."""
+    absent = [cell for cell in cells if cell not in panel.scores]
+    if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
+        return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)
+    if absent:
+        named = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
+        return (Reason(ReasonCode.CELL, f"not evaluated: {named}"),)
+    holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
+    lacking = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
+    if lacking:
+        text = f"item sets differ: {lacking} of {len(panel.items)} items lack a record in some cell"
+        return (Reason(ReasonCode.ITEMS, text),)
+    return tuple(_unfit(panel, cells, ~holes[0]))
+
+
+def _unfit(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
+    clusters = len(np.unique(panel.clusters[present]))
+    if clusters < FEWEST_CLUSTERS:
+        yield Reason(ReasonCode.FEW_CLUSTERS, no_interval(clusters))
+    shares = [panel.unscored[cell] for cell in cells]
+    if max(shares) > UNSCORED_LIMIT:
+        text = f"{max(shares):.1%} of the samples of a cell are unscored, {100 * (max(shares) - min(shares)):.1f} pp"
+        yield Reason(ReasonCode.MISSING, f"{text} more than of another; the limit is 1 %")
+    if not panel.uneven_samples.isdisjoint(cells):
+        yield Reason(ReasonCode.SAMPLES, f"some items have fewer than {panel.samples} samples")
+    if panel.split_items:
+        yield Reason(ReasonCode.CLUSTER_IDS, f"{panel.split_items} items stand in more than one cluster")
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> Iterator[Cell]:
+    """Yield rates, outcomes and cache use of every cell that has records, in the order of the comparison."""
+    grouped = records.groupby(CELL, sort=False, observed=True)
+    counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
+    survival = [f"survival_{role}" for role in ROLES]
+    means = grouped[["retention", "new_tokens", *BYTES, *survival]].mean()
+    for name in OPTIONAL:  # a mean over only some of the records would mislead
+        if name in means:
+            means.loc[grouped[name].count() < grouped.size(), name] = np.nan
+    clusters = grouped["cluster_id"].nunique()
+    unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
+    order = sorted(means.index, key=lambda index: _position(comparison, index))
+    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE)
+    for index in order:
+        arm, policy, suite, context = cast(tuple[str, str, str, int], index)
+        panel = tables[suite, int(context)]
+        keys = sorted(key for key in panel.scores if (key.arm, key.policy) == (arm, policy))
+        row, outcomes = means.loc[index], counts.loc[index]
+        rates = [float(np.nanmean(panel.scores[key])) for key in keys]
+        # None where an engine does not show its cache
+        cache: dict[str, Any] = {n: None if math.isnan(row[n]) else float(row[n]) for n in ("retention", *BYTES)}
+        yield Cell(
+            arm=arm,
+            policy=policy,
+            suite=suite,
+            context_tokens=int(context),
+            seeds=tuple(key.seed for key in keys),
+            n_items=int(np.sum(~np.isnan(panel.scores[keys[0]]))),
+            n_clusters=int(clusters.loc[index]),
+            n_samples=int(outcomes.sum()),
+            rate=float(np.mean(rates)),
+            rate_if_desired=float(np.mean([np.nanmean(panel.best[key]) for key in keys])),
+            seed_rates=tuple(rates),
+            outcomes={o.value: int(outcomes.get(o.value, 0)) for o in Outcome},
+            **cache,
+            kv_ratio=peaks[index],
+            kv_live_ratio=live[index],
+            survival={role: float(row[f"survival_{role}"]) for role in ROLES if pd.notna(row[f"survival_{role}"])},
+            new_tokens=float(row["new_tokens"]),
+            unsure=int(unsure.loc[index]),
+        )
+
+
+def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
+    """Return the bytes of every cell per byte of its tokens uncompressed, relative to policy ``none``; None if unknown.
+
+    ``means`` is indexed by ``CELL``. An arm that was not served uncompressed is compared with the mean of those that
+    were.
+    """
+    shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
+    by_cell, dense_means, relative = {index: float(share) for index, share in shares.items()}, {}, {}
+    for arm, policy, suite, context in means.index:
+        dense = (DENSE_POLICY, suite, context)
+        if dense not in dense_means:
+            dense_means[dense] = float(shares[[cell[1:] == dense for cell in means.index]].mean())
+        baseline, index = by_cell.get((arm, *dense), dense_means[dense]), (arm, policy, suite, context)
+        share = by_cell[index] / baseline if baseline > 0 else math.nan
+        relative[index] = None if math.isnan(share) else share
+    return relative
+
+
+def _position(comparison: Comparison, index: Any) -> tuple[int, int, int, int]:
+    arm, policy, suite, context = index
+    return comparison.suites.index(suite), int(context), comparison.policies.index(policy), comparison.arms.index(arm)

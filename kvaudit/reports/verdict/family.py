@@ -1,0 +1,331 @@
+"""The cells that are decided, and the one family of tests over all of them.
+
+    serving, alike, deployed, selectivity   one contrast, tested for a drop
+    worst                                   the base contrast under every deployable policy; all must pass
+    parity                                  the base contrast of a capability suite, tested for a drop and for a gain
+
+The base contrast is alike where arms were trained, and serving where only serving policies are compared.
+
+FAIL needs a drop that holds for the whole family. Without drift, the differences of a template are as likely as their
+negatives, in all cells at once. So one sign per template flips every cell that has it: max-T takes into account how
+much the cells have in common, and has more power than Holm, which is the fallback where flips are not possible.
+Templates of one name in one suite are the same at every length; different suites share no template and are flipped
+independently. A cell of several suites is studentised by the summed variances of its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from kvaudit.core.estimands import PARITY, SELECTIVITY, SERVING, WORST
+from kvaudit.core.facets import facet_of
+from kvaudit.reports.stats.effect import Array, Effect
+from kvaudit.reports.stats.signflip import (
+    BLOCK,
+    EXHAUSTIVE_CLUSTERS,
+    FEWEST_CLUSTERS,
+    flip_moments,
+    flip_statistics,
+    holm,
+    max_t_pvalues,
+    random_signs,
+    signs,
+)
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast, Drift
+from kvaudit.reports.verdict.drift import CellFilter
+from kvaudit.reports.verdict.ratios import points_in
+from kvaudit.reports.verdict.rules import CONTRASTED, Rules
+
+
+@dataclass(frozen=True)
+class GatedCell:
+    """A cell to decide: its tests in ``rows``, held to a ``margin`` or to a ``ratio``."""
+
+    estimand: str
+    rows: tuple[FamilyRow, ...]
+    margin: float | None
+    gated: bool
+    ratio: float | None = None
+
+    def margin_of(self, row: FamilyRow) -> float | None:
+        """Return the margin of a test, or the points that the ratio allows at the reference's rate; None if unknown."""
+        return self.margin if self.ratio is None else points_in(row.contrast, self.ratio)
+
+
+def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
+    """Return every cell that enters the verdict, in the order of the contrasts, then worst and parity."""
+    sides = drift.comparison
+    cells = [single_cell(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
+    base = [c for c in drift.contrasts if is_base(c, sides, rules)]
+    if WORST in rules.estimands:
+        cells += _worst_policy(base, rules)
+    if PARITY in rules.estimands:
+        cells += [
+            GatedCell(PARITY, (FamilyRow(c, 1), FamilyRow(c, -1)), rules.margin(PARITY, c.suite), True)
+            for c in base
+            if c.suite in sides.capability and c.policy in rules.primary
+        ]
+    return cells
+
+
+def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
+    """Return the cells that are decided and shown, but do not enter the verdict."""
+    return [single_cell(c, rules, gated=False) for c in drift.contrasts if is_shown(c, drift.comparison, rules)]
+
+
+def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
+    """Return the cells in which a verdict needs facets: where they decide, or explain the score that decides."""
+    estimands: tuple[str, ...] = (sides.base,)
+    policies = {*rules.primary, *rules.deployable}
+    if sides.mode != "serving":
+        estimands = (*CONTRASTED, *({SERVING} & {*rules.estimands}))
+        policies |= {*sides.policies} if SERVING in rules.estimands else set()
+    return CellFilter(frozenset(estimands), frozenset(policies), frozenset(rules.contexts))
+
+
+def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a contrast enters the verdict as a cell."""
+    if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
+        return False
+    if c.estimand == SERVING and sides.mode == "training":  # every setting counts; ``primary`` selects for the arms
+        return c.arm == sides.reference
+    if c.policy not in rules.primary:
+        return False
+    if c.estimand == SELECTIVITY:
+        return _is_chosen(c, rules)
+    if sides.mode == "serving":
+        return is_base(c, sides, rules)
+    return c.arm in sides.candidates and _is_chosen(c, rules) and not _is_twin(c, sides, rules)
+
+
+def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a contrast is shown with a decision outside the verdict: of alike and deployed the ungated one."""
+    if (
+        sides.mode == "serving"
+        or c.policy not in rules.primary
+        or _is_twin(c, sides, rules)
+        or not _is_decided(c, sides, rules)
+    ):
+        return False
+    return c.estimand in CONTRASTED and c.context_tokens in rules.contexts and not is_gated(c, sides, rules)
+
+
+def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a contrast is one of those that worst, selectivity and parity are made of."""
+    if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
+        return False
+    if sides.mode == "serving":
+        return c.arm == sides.reference and not sides.is_uncompressed(c.policy)
+    return c.arm in sides.candidates and _is_chosen(c, rules)
+
+
+def _is_chosen(c: Contrast, rules: Rules) -> bool:
+    """Whether the arm of a contrast is gated."""
+    return not rules.arms or c.arm in rules.arms
+
+
+def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a metric is decided: a facet that has a margin, and a suite unless only its facets have margins.
+
+    A suite without any margin is decided too, so that its cell says that the margin is missing.
+    """
+    if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
+        return rules.holds(c.suite)
+    return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
+
+
+def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Whether a contrast repeats another: uncompressed, alike and deployed are the same difference."""
+    other = "deployed" if "alike" in rules.estimands else "alike"
+    return sides.is_uncompressed(c.policy) and c.estimand == other
+
+
+def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
+    """Return the cell of one contrast."""
+    margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
+    return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
+
+
+def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
+    """Yield one cell per arm, suite and length over the deployable policies."""
+    groups: dict[tuple[str, str, int], list[Contrast]] = {}
+    for c in base:
+        if c.policy in rules.deployable:
+            groups.setdefault((c.arm, c.suite, c.context_tokens), []).append(c)
+    for (_, suite, _), contrasts in groups.items():
+        margin, ratio = rules.margin(WORST, suite), rules.ratio(WORST, suite)
+        yield GatedCell(WORST, tuple(FamilyRow(c, 1) for c in contrasts), margin, True, ratio)
+
+
+Patterns = Mapping[str, Array]  # suite -> signs [B, C]
+Columns = Mapping[str, Mapping[str, int]]  # suite -> template -> column of its signs
+_DRAWS = 9999
+MAX_T, HOLM = "max-T", "Holm"
+NO_SUMS = "the item differences of a cell are not at hand"
+_FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
+
+
+class FamilyRow(NamedTuple):
+    """One test of the family: whether a contrast is below 0, or above 0 where ``sign`` is -1."""
+
+    contrast: Contrast
+    sign: int
+
+
+class _Part(NamedTuple):
+    """The differences of a test in one suite, weighted and signed, in hashable form for the cache."""
+
+    suite: str
+    clusters: tuple[str, ...]
+    counts: bytes  # [C]
+    sums: bytes  # [C]
+
+
+class _Flips(NamedTuple):
+    """Adjusted p-values, the smallest p-value that is possible, and the t statistic that is needed."""
+
+    pvalues: tuple[float, ...]
+    floor: float
+    critical: float
+
+
+_Test = tuple[_Part, ...]
+
+
+@dataclass(frozen=True)
+class TestFamily:
+    """Adjusted one-sided p-values of the rows by ``method`` and by Holm; 1 where a row has no number.
+
+    ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest p-value that is possible.
+    ``critical`` is how many standard errors below 0 the lowest test must be to count as a drop, infinite without tests.
+    """
+
+    pvalues: tuple[float, ...]
+    holm: tuple[float, ...]
+    method: str
+    reason: str
+    floor: float
+    critical: float
+
+
+def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
+    """Adjust the tests of the checkpoints at hand together; ``alpha`` is the level of ``critical``."""
+    by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
+    numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
+    reason = _reason_for_holm([rows[i] for i in numbered])
+    if reason or not numbered:
+        return TestFamily(by_holm, by_holm, HOLM, reason, 0.0, _bonferroni(rows, alpha))
+    flips = _flips(tuple(_test(rows[i]) for i in numbered), alpha)
+    adjusted = dict(zip(numbered, flips.pvalues, strict=True))
+    pvalues = tuple(adjusted.get(i, 1.0) for i in range(len(rows)))
+    return TestFamily(pvalues, by_holm, MAX_T, "", flips.floor, flips.critical)
+
+
+def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
+    """Return the critical value of the lowest test by Bonferroni, with the fewest degrees of freedom."""
+    df = [row.contrast.effect.df for row in rows if row.contrast.effect]
+    return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
+
+
+def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
+    """Return Holm-adjusted p-values in order; 1 where there is none."""
+    numbered = [i for i, value in enumerate(pvalues) if value is not None]
+    result = [1.0] * len(pvalues)
+    for index, value in zip(numbered, holm([p for p in pvalues if p is not None]), strict=True):
+        result[index] = value
+    return tuple(result)
+
+
+def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
+    """Return the one-sided p-value of a drop, or of a gain where ``sign`` is -1."""
+    return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
+
+
+def _reason_for_holm(rows: Sequence[FamilyRow]) -> str:
+    if not all(row.contrast.sums for row in rows):
+        return NO_SUMS
+    return _FEW if any(len(part.counts) < FEWEST_CLUSTERS for row in rows for part in row.contrast.sums) else ""
+
+
+def _test(row: FamilyRow) -> _Test:
+    return tuple(
+        _Part(p.suite, p.clusters, p.counts.tobytes(), (row.sign * p.weight * p.sums).tobytes())
+        for p in row.contrast.sums
+    )
+
+
+@lru_cache(maxsize=8)  # every format of a report asks for the same verdict
+def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
+    """Return max-T over the tests; sign patterns come from a fixed seed, so that a verdict can be reproduced."""
+    templates: dict[str, set[str]] = {}
+    for part in (part for test in tests for part in test):
+        templates.setdefault(part.suite, set()).update(part.clusters)
+    # sorted, so that signs do not depend on the order in which cells name their templates
+    columns = {suite: {name: i for i, name in enumerate(sorted(templates[suite]))} for suite in sorted(templates)}
+    sizes = {suite: len(table) for suite, table in columns.items()}
+    # all patterns of several suites together would be too many
+    exact = len(sizes) == 1 and max(sizes.values()) <= EXHAUSTIVE_CLUSTERS
+    groups = _groups_of_equal_clusters(tests)
+    blocks = []
+    for patterns in _patterns(sizes, exact=exact):
+        block = np.empty((len(tests), len(next(iter(patterns.values())))))  # [K, B]
+        for members in groups:
+            block[members] = _statistics([tests[i] for i in members], patterns, columns)
+        blocks.append(block)
+    flipped = np.concatenate(blocks, axis=-1)
+    unflipped = {suite: np.ones((1, size)) for suite, size in sizes.items()}
+    observed = np.array([_statistics([test], unflipped, columns)[0, 0] for test in tests])
+    pvalues = max_t_pvalues(observed, flipped, exact=exact)
+    # take a drawn value: a value between two draws would leave more than alpha beyond it
+    critical = float(np.quantile(-flipped.min(axis=0), 1 - alpha, method="higher"))
+    # random patterns count the observed one as one more
+    return _Flips(tuple(map(float, pvalues)), 1 / (flipped.shape[-1] + (not exact)), critical)
+
+
+def _groups_of_equal_clusters(tests: Sequence[_Test]) -> list[list[int]]:
+    """Return the indices of tests with equal clusters of equal sizes, which can be flipped together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, test in enumerate(tests):
+        groups.setdefault(tuple((p.suite, p.clusters, p.counts) for p in test), []).append(index)
+    return list(groups.values())
+
+
+def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Array]]:
+    """Yield blocks of sign patterns of every suite."""
+    if exact:
+        yield {suite: signs(clusters, _DRAWS, 0).patterns for suite, clusters in sizes.items()}
+        return
+    streams = {suite: np.random.default_rng([0, i]) for i, suite in enumerate(sizes)}
+    rows = max(1, BLOCK // sum(sizes.values()))
+    for start in range(0, _DRAWS, rows):
+        size = min(rows, _DRAWS - start)
+        yield {suite: random_signs(rng, size, sizes[suite]) for suite, rng in streams.items()}
+
+
+def _statistics(tests: Sequence[_Test], patterns: Patterns, columns: Columns) -> Array:
+    """Return the CR3 t statistics [K, B] of tests that share their clusters."""
+    suites = []
+    for parts in zip(*tests, strict=True):  # the same suite of every test
+        first = parts[0]
+        sign_columns = [columns[first.suite][name] for name in first.clusters]  # [C]
+        sums = np.stack([np.frombuffer(part.sums) for part in parts])  # [K, C]
+        suites.append((sums, np.frombuffer(first.counts), patterns[first.suite][:, sign_columns]))
+    if len(suites) == 1:
+        statistics: Array = flip_statistics(*suites[0])
+        return statistics
+    moments = [flip_moments(*suite) for suite in suites]
+    mean: Array = np.sum([m.mean for m in moments], axis=0)  # [K, B]
+    variance: Array = np.sum([m.variance for m in moments], axis=0)  # [K, B]
+    flat = variance <= 1e-12 * np.sum([m.scale for m in moments], axis=0)
+    # parts may cancel, but for rounding
+    ends: Array = np.copysign(np.where(np.abs(mean) <= 1e-12, 0.0, np.inf), mean)
+    joined: Array = np.where(flat, ends, mean / np.sqrt(np.where(flat, 1.0, variance)))
+    return joined

@@ -1,0 +1,168 @@
+"""Every contrast and decided cell as one flat row, from which tables and files take their columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvaudit.core.text import inline
+from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.reasons import Reason
+from kvaudit.reports.verdict.verdict import Decided, Decision
+
+CONTRASTS = "contrasts.csv"
+_FORMULA = ("=", "+", "-", "@", "\t")  # a spreadsheet takes a cell that begins so for a formula
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contrast with what was decided of it. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
+
+    What does not exist is None, never 0. ``low`` and ``high`` are the 95 % interval, ``lower`` and ``upper`` the
+    one-sided bounds that decide, ``recipe_low`` and ``recipe_high`` the interval with seed variance. Where a ratio
+    decides, ``ratio`` is how many times as often what is not wanted happens, and ``margin`` what its limit comes to.
+    """
+
+    estimand: str
+    arm: str
+    policy: str  # canonical
+    label: str  # the policy's short name
+    metric: str  # a suite, or SUITE.FACET
+    context_tokens: int
+    reference: float | None
+    candidate: float | None
+    estimate: float | None
+    low: float | None
+    high: float | None
+    lower: float | None
+    upper: float | None
+    margin: float | None
+    gated: bool
+    status: str | None  # of the data; None where the cell was not decided
+    standing: str | None  # after waivers
+    items: int | None
+    templates: int | None
+    lost: float | None
+    gained: float | None
+    churn: float | None
+    recipe_low: float | None
+    recipe_high: float | None
+    seeds: int
+    pvalue: float | None  # one-sided for a drop, adjusted over the gated cells
+    reasons: tuple[Reason, ...]
+    contrast_reasons: tuple[Reason, ...]  # why the contrast has no number
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    ratio_limit: float | None
+
+
+def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
+    """Return the row of a contrast, of a decision, or of both."""
+    cell = contrast or decision
+    assert cell is not None, "a row is of something"
+    effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None
+    times, limit = (decision.ratio.times, decision.ratio.limit) if decision and decision.ratio else (None, None)
+    return Row(
+        estimand=cell.estimand,
+        arm=cell.arm,
+        policy=cell.policy,
+        label=sides.label(cell.policy),
+        metric=cell.suite,
+        context_tokens=cell.context_tokens,
+        reference=rates.reference if rates else None,
+        candidate=rates.candidate if rates else None,
+        estimate=effect.estimate if effect else None,
+        low=effect.low if effect else None,
+        high=effect.high if effect else None,
+        lower=effect.lower if effect else None,
+        upper=effect.upper if effect else None,
+        margin=decision.margin if decision else None,
+        gated=bool(decision and decision.gated),
+        status=decision.status.value if decision else None,
+        standing=decision.standing.value if decision else None,
+        items=effect.n_items if effect else None,
+        templates=effect.n_clusters if effect else None,
+        lost=effect.losses if effect else None,
+        gained=effect.gains if effect else None,
+        churn=contrast.churn if contrast else None,
+        recipe_low=recipe.low if recipe else None,
+        recipe_high=recipe.high if recipe else None,
+        seeds=len(contrast.seeds) if contrast else 0,
+        pvalue=decision.pvalue_drop if decision else None,
+        reasons=decision.reasons if decision else cell.reasons,
+        contrast_reasons=contrast.reasons if contrast else (),
+        ratio=times.estimate if times else None,
+        ratio_low=times.low if times else None,
+        ratio_high=times.high if times else None,
+        ratio_limit=limit,
+    )
+
+
+def _points(share: float | None) -> float | None:
+    return None if share is None else 100.0 * share
+
+
+# name -> its value, in the order of the file; rates in percent, drifts and margins in percentage points
+CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
+    "contrast": lambda row: row.estimand,
+    "arm": lambda row: row.arm,
+    "policy": lambda row: row.policy,
+    "suite": lambda row: row.metric,
+    "context_tokens": lambda row: row.context_tokens,
+    "reference": lambda row: _points(row.reference),
+    "candidate": lambda row: _points(row.candidate),
+    "estimate": lambda row: _points(row.estimate),
+    "low": lambda row: _points(row.low),
+    "high": lambda row: _points(row.high),
+    "lower": lambda row: _points(row.lower),
+    "upper": lambda row: _points(row.upper),
+    "margin": lambda row: _points(row.margin),
+    "gated": lambda row: row.gated,
+    "status": lambda row: row.status,
+    "items": lambda row: row.items,
+    "templates": lambda row: row.templates,
+    "lost": lambda row: row.lost,
+    "gained": lambda row: row.gained,
+    "churn": lambda row: _points(row.churn),
+    "recipe_low": lambda row: _points(row.recipe_low),
+    "recipe_high": lambda row: _points(row.recipe_high),
+    "seeds": lambda row: row.seeds,
+    "why": lambda row: "; ".join(map(str, row.contrast_reasons)) or None,
+    "ratio": lambda row: row.ratio,
+    "ratio_low": lambda row: row.ratio_low,
+    "ratio_high": lambda row: row.ratio_high,
+    "ratio_limit": lambda row: row.ratio_limit,
+    "pvalue": lambda row: row.pvalue,
+    "reasons": lambda row: " ".join(reason.code for reason in row.reasons) or None,
+}
+
+
+def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
+    """Return the columns of every contrast and facet; an end of a ratio that does not exist is infinite."""
+    decisions = {decision.place: decision for decision in decided.verdict.decisions}
+    for contrast in decided.drift.contrasts:
+        row = row_of(decided.comparison, contrast, decisions.get(contrast.place))
+        yield {name: value(row) for name, value in CONTRAST_COLUMNS.items()}
+
+
+def contrasts_csv(decided: Decided) -> str:
+    """Return contrasts.csv; what does not exist is an empty field."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CONTRAST_COLUMNS)
+    writer.writerows([_field(value) for value in row.values()] for row in contrast_rows(decided))
+    return text.getvalue()
+
+
+def _field(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        shown = inline(value)
+        return f"'{shown}" if shown.startswith(_FORMULA) else shown
+    return value
