@@ -244,7 +244,7 @@ def test_an_engine_that_fails_three_times_ends_the_run_with_its_error(
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; what is written stays: go on"):
+    with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; finished work is kept: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
     assert all(session.stopped for session in started)
@@ -261,7 +261,7 @@ def test_a_failed_restart_ends_the_run_and_says_how_to_resume(tmp_path: Path, mo
 
     monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="it ended while starting; what is written stays: go on with --resume"):
+    with pytest.raises(RunError, match="it ended while starting; finished work is kept: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 
 
@@ -314,8 +314,8 @@ class Scored(SUITES.get("refusal")):  # type: ignore[misc]
 
 def test_a_suite_that_scores_given_answers_is_an_error(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("kvaudit.audit.runs.evaluate.asked_suite", lambda *_: Scored())
-    with pytest.raises(SpecError, match="suite refusal weighs given answers, which engine openvino is not asked for"):
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.suite_as_asked", lambda *_: Scored())
+    with pytest.raises(SpecError, match="suite refusal scores given answers by their likelihood"):
         check_engines(spec_of(), {("refusal", 96): [items]})
 
 
