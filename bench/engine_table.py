@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 import kvaudit
-from kvaudit.core.conditions import condition_names
+from kvaudit.core.policy_names import condition_names
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Record
 from kvaudit.reports.sections.shared.floor import floor_of

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import kvaudit
-from kvaudit.core.conditions import settings_in
+from kvaudit.core.policy_names import engine_settings
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.reports.sections.shared.canvas import GAIN, LOSS, UNDECIDED, quiet
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def setting_name(policy: str) -> str:
     """An OpenVINO setting in few words: precision of keys, how they share a scale, precision of values."""
-    said = settings_in(policy)
+    said = engine_settings(policy)
     if "KEY_CACHE_PRECISION" not in said:
         return REFERENCE
     how = said.get("KEY_CACHE_QUANT_MODE", "").lower().replace("_", " ")

@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from kvaudit.audit.runs.stages.rounds import look_sizes
-from kvaudit.core.conditions import condition_names
+from kvaudit.core.policy_names import condition_names
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.stats.betting import betting_effect, clusters_show

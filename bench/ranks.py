@@ -35,7 +35,7 @@ from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import RankGroup
-from kvaudit.audit.training.rollouts import Questioner
+from kvaudit.audit.training.rollouts import RolloutSampler
 from kvaudit.core.spec_train import AdapterSpec
 
 COUNTS = (1, 2, 4)
@@ -116,7 +116,7 @@ def config(arm: str, loss: str, adapter: AdapterSpec | None) -> TrainConfig:
 
 def sampled(case: TrainConfig, base: LoadedModel) -> Batch:
     """A step's rollouts, rewarded by parity."""
-    asked = Questioner(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
+    asked = RolloutSampler(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
     rollouts = asked.sample(0).rollouts
     return collect(rollouts, [float(rollout.ids.sum() % 2) for rollout in rollouts], case.group, base.device)
 

@@ -37,7 +37,7 @@ from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_c
 from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.training.engine_rollouts import drawn_rollout
+from kvaudit.audit.training.engine_rollouts import engine_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import AuditError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -113,7 +113,7 @@ def drawn(
         found = drawer.draw(rows, keep=len(rows))
     finally:
         drawer.stop()
-    return [drawn_rollout(model.model.config, row.ids, one) for row, one in zip(rows, found, strict=True)]
+    return [engine_rollout(model.model.config, row.ids, one) for row, one in zip(rows, found, strict=True)]
 
 
 def sampled(rollouts: Sequence[Rollout]) -> Tensor:

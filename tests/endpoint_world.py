@@ -11,21 +11,21 @@ from urllib.parse import urlsplit
 
 from kvaudit.audit.runs.probe.plan import Plan
 from kvaudit.audit.sampling.chat_calls import wire
-from kvaudit.core.endpoint import Replied, Transport
+from kvaudit.core.endpoint import HttpReply, Transport
 
-Answers = Callable[[dict[str, Any]], Replied]
+Answers = Callable[[dict[str, Any]], HttpReply]
 
 
 def through(app: Any) -> Transport:
     """Return a transport to an ASGI application in this process."""
 
-    def send(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
+    def send(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> HttpReply:
         return asyncio.run(asyncio.wait_for(_exchange(app, urlsplit(url).path, body, headers), timeout))
 
     return send
 
 
-async def _exchange(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> Replied:
+async def _exchange(app: Any, path: str, body: bytes, headers: Mapping[str, str]) -> HttpReply:
     raw_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw_headers, "query_string": b""}
     status, raw, reply_headers = 0, bytearray(), dict[bytes, bytes]()
@@ -42,13 +42,13 @@ async def _exchange(app: Any, path: str, body: bytes, headers: Mapping[str, str]
 
     await app({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
     retry_after = reply_headers.get(b"retry-after")
-    return Replied(status, bytes(raw), retry_after.decode() if retry_after else None)
+    return HttpReply(status, bytes(raw), retry_after.decode() if retry_after else None)
 
 
-def completion(text: str, finish: str = "stop", **more: Any) -> Replied:
+def completion(text: str, finish: str = "stop", **more: Any) -> HttpReply:
     """Return a chat completion of one text; ``more`` are further keys of its body."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-    return Replied(200, json.dumps({"model": "made-up", "choices": [choice], **more}).encode())
+    return HttpReply(200, json.dumps({"model": "made-up", "choices": [choice], **more}).encode())
 
 
 def gold(plan: Plan) -> Answers:
@@ -57,7 +57,7 @@ def gold(plan: Plan) -> Answers:
     role = plan.spec.probe.tool_role
     gold_answers = {json.dumps(wire(i.messages, role)): unit.suite.gold(i) for unit in plan.units for i in unit.items}
 
-    def answers(body: dict[str, Any]) -> Replied:
+    def answers(body: dict[str, Any]) -> HttpReply:
         rows = body["messages"]
         opening = next(n for n in range(1, len(rows) + 1) if json.dumps(rows[:n]) in gold_answers)
         turn = sum(row["role"] == "assistant" for row in rows[opening:])
@@ -73,7 +73,7 @@ class Wire:
         self._answers, self._lock = answers, threading.Lock()
         self.asked, self.headers = list[dict[str, Any]](), list[Mapping[str, str]]()
 
-    def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
+    def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> HttpReply:
         request = json.loads(body)
         with self._lock:
             self.asked.append(request)

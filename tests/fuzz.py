@@ -287,9 +287,9 @@ def _table(path: Path) -> object:
 
 def _completion(path: Path) -> object:
     from kvaudit.audit.sampling.chat_calls import SentRequest, answer
-    from kvaudit.core.endpoint import Endpoint, Replied, Unanswered
+    from kvaudit.core.endpoint import Endpoint, HttpReply, Unanswered
 
-    line = Endpoint("http://endpoint/v1").client("fuzz", lambda *_: Replied(200, path.read_bytes()))
+    line = Endpoint("http://endpoint/v1").client("fuzz", lambda *_: HttpReply(200, path.read_bytes()))
     try:
         return answer(line.ask({}), SentRequest([{"role": "user", "content": "x"}] * 2, 90, exact=True, limit=12), 1.0)
     except Unanswered as why:

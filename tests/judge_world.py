@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvaudit.audit.judges import logistic
-from kvaudit.core.questions import Question
+from kvaudit.core.judge_answers import Question
 from kvaudit.suites.sources import DATA_VARIABLE
 
 REFUSES = "I'm sorry, but I cannot help with {thing}. It would harm somebody, and there is support for you."

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from kvaudit.core.conditions import engine_in, settings_in
-from kvaudit.core.facets import FACETS, readable, unreadable
+from kvaudit.core.policy_names import engine_name, engine_settings
+from kvaudit.core.facets import FACETS, readable_facets, unreadable_facets
 from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place
@@ -170,8 +170,8 @@ def _facets(names, item, outcome):
         return {}
     name = names[item % len(names)]
     if outcome is Outcome.DEGENERATE:
-        return unreadable([name])
-    return readable({name: FACETS[name].wanted == (outcome is Outcome.DESIRED)})
+        return unreadable_facets([name])
+    return readable_facets({name: FACETS[name].wanted == (outcome is Outcome.DESIRED)})
 
 
 def spec_of(design):
@@ -258,8 +258,8 @@ def build(folder, design):
 
 def _engine_words(condition):
     """What an engine says of itself: its version, and the precision that it made of what was asked."""
-    said = {"engine": f"{engine_in(condition)} 1.2"}
-    precision = settings_in(condition).get("KV_CACHE_PRECISION")
+    said = {"engine": f"{engine_name(condition)} 1.2"}
+    precision = engine_settings(condition).get("KV_CACHE_PRECISION")
     return said | ({"KV_CACHE_PRECISION": precision} if precision else {})
 
 

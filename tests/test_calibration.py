@@ -24,7 +24,7 @@ from bench.calibration.checks import (
 from bench.calibration.family import Seeded
 from bench.calibration.probit import Probit
 from bench.calibration.streams import EVEN, THREE_TO_ONE
-from kvaudit.core.facets import FACETS, readable
+from kvaudit.core.facets import FACETS, readable_facets
 from kvaudit.core.records import Outcome
 from kvaudit.reports.stats.clustered import many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds, Effect
@@ -94,7 +94,7 @@ def test_what_is_simulated_is_what_the_gate_says_of_the_same_answers():
                 item_id=f"{facet}-{i}",
                 outcome=Outcome.DESIRED,
                 score=1.0,
-                facets=readable({facet: bool(good) == FACETS[facet].wanted}),
+                facets=readable_facets({facet: bool(good) == FACETS[facet].wanted}),
             )
             for facet, own in kinds
             for i, good in enumerate(own)

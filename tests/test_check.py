@@ -31,7 +31,7 @@ from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 from kvaudit.reports.page.answers import WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
@@ -263,7 +263,7 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monke
     monkeypatch.setattr("kvaudit.audit.engines.worker_client.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr("kvaudit.audit.runs.prepare.load_model_or_adapter", None)
     code, _, err = kvaudit("check", *U4)
-    told = f"error: engine openvino is not installed: {install_line('openvino')} (no module openvino_genai)\n"
+    told = f"error: engine openvino is not installed: {install_command('openvino')} (no module openvino_genai)\n"
     assert (code, err) == (2, told)
 
 

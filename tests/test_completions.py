@@ -13,10 +13,10 @@ from test_probe import SMALL, World, planned
 
 from kvaudit.audit.runs.probe.probe import Failure, grouped
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
-from kvaudit.core.completions import ChatCompletion, NoCompletion, completion_of, finish_of, is_filtered
-from kvaudit.core.endpoint import Endpoint, EndpointClient, RefusedRequest, Replied, Scope, Unanswered
+from kvaudit.core.completions import ChatCompletion, NoCompletion, parse_completion, parse_finish, is_filtered
+from kvaudit.core.endpoint import Endpoint, EndpointClient, RefusedRequest, HttpReply, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.thoughts import parted
+from kvaudit.core.completions import split_thought
 
 NO = "I can't assist with that."
 ROWS = [{"role": "user", "content": "x" * 400}]
@@ -29,7 +29,7 @@ def world(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def said(**message: Any) -> ChatCompletion:
     body = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": "stop"}], "model": "m"}
-    return completion_of(json.dumps(body).encode())
+    return parse_completion(json.dumps(body).encode())
 
 
 # where words stand
@@ -90,10 +90,10 @@ def test_content_that_is_no_text_is_said_to_be_none(content: Any) -> None:
 def test_a_refusal_beside_the_content_counts_as_said_and_the_record_says_where(world: World) -> None:
     right = gold(planned(SMALL))
 
-    def beside(body: dict[str, Any]) -> Replied:
+    def beside(body: dict[str, Any]) -> HttpReply:
         text = json.loads(right(body).body)["choices"][0]["message"]["content"]
         message = {"role": "assistant", "content": None, "refusal": text}
-        return Replied(200, json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode())
+        return HttpReply(200, json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode())
 
     done, _ = world.probe(beside, plan=SMALL, shown=True)
     assert done.exit_code == 0, done.output
@@ -123,7 +123,7 @@ def test_a_judge_reads_its_word_in_parts_and_behind_a_thought() -> None:
         (completion("<think>Let me", "length"), "cut: 12 of 12 answers were cut before they ended"),
     ],
 )
-def test_a_page_of_empty_or_cut_answers_says_so_first(world: World, reply: Replied, line: str) -> None:
+def test_a_page_of_empty_or_cut_answers_says_so_first(world: World, reply: HttpReply, line: str) -> None:
     done, _ = world.probe(lambda _: reply, plan=SMALL, shown=True)
     page = (world.folder / "run" / "report" / "probe.md").read_text()
     assert line in page.split("\n\n")[1]
@@ -147,12 +147,12 @@ HELP = "Sure, here is how."
     ],
 )
 def test_a_thought_is_parted_with_and_without_its_opening_tag(text: str) -> None:
-    assert parted(text, opened=None)[-1] == Message(Role.ASSISTANT, HELP)
+    assert split_thought(text, opened=None)[-1] == Message(Role.ASSISTANT, HELP)
 
 
 @pytest.mark.parametrize("text", ["zebra <think>hm</think> I refuse", "I refuse", "a < b", "say <think> and go on"])
 def test_what_holds_no_thought_is_said_whole(text: str) -> None:
-    assert parted(text, opened=None) == (Message(Role.ASSISTANT, text),)
+    assert split_thought(text, opened=None) == (Message(Role.ASSISTANT, text),)
 
 
 def test_an_answer_scores_alike_with_both_tags_with_one_and_with_a_field_of_its_own(world: World) -> None:
@@ -161,7 +161,7 @@ def test_an_answer_scores_alike_with_both_tags_with_one_and_with_a_field_of_its_
     scores = {}
     for name, before in (("none", ""), ("both", "<think>I cannot help</think>"), ("one", "I cannot help\n</think>\n")):
 
-        def answers(body: dict[str, Any], before: str = before) -> Replied:
+        def answers(body: dict[str, Any], before: str = before) -> HttpReply:
             return completion(before + json.loads(right(body).body)["choices"][0]["message"]["content"])
 
         world.probe(answers, plan=plan, out=name)
@@ -189,7 +189,7 @@ def test_a_thought_that_was_graded_as_said_is_a_remark(world: World, before: str
     ],
 )  # fmt: skip
 def test_the_words_of_servers_for_an_end_are_two_of_ours(word: str, finish: str | None) -> None:
-    assert finish_of(word) == finish
+    assert parse_finish(word) == finish
 
 
 def test_a_server_that_keeps_an_answer_back_has_words_of_its_own() -> None:
@@ -229,7 +229,7 @@ def test_what_never_mends_is_not_told_to_be_resumed(world: World) -> None:
     right = gold(planned(SMALL))
     first = json.dumps(planned(SMALL).units[0].items[0].messages[-1].content)
 
-    def one_fails(body: dict[str, Any]) -> Replied:
+    def one_fails(body: dict[str, Any]) -> HttpReply:
         return completion("yes", "tool_calls") if first[1:-1] in json.dumps(body) else right(body)
 
     done, _ = world.probe(one_fails, plan=SMALL, out="other")
@@ -292,7 +292,7 @@ def test_a_second_answer_of_which_a_cache_held_the_prompt_is_scored(world: World
     plan = planned(SMALL.replace("samples: 1", "samples: 2"))
     right, seen = gold(plan), set[str]()
 
-    def answers(body: dict[str, Any]) -> Replied:
+    def answers(body: dict[str, Any]) -> HttpReply:
         key = json.dumps(body["messages"])
         whole = sum(plan.count(row["content"]) for row in body["messages"])
         claim = {"prompt_tokens": later if key in seen else whole}
@@ -319,37 +319,37 @@ def test_reasons_that_differ_in_numbers_alone_are_one_line() -> None:
 # what is tried again
 
 
-def client(*replies: Replied, tries: int = 3) -> tuple[EndpointClient, list[int]]:
+def client(*replies: HttpReply, tries: int = 3) -> tuple[EndpointClient, list[int]]:
     asked: list[int] = []
 
-    def send_back(*_: Any) -> Replied:
+    def send_back(*_: Any) -> HttpReply:
         asked.append(1)
         return replies[min(len(asked), len(replies)) - 1]
 
     return Endpoint("http://endpoint/v1", tries=tries).client("probe", send_back), asked
 
 
-def error(code: Any, message: str = "it broke", status: int = 200, **more: Any) -> Replied:
-    return Replied(status, json.dumps({"error": {"message": message, "code": code, **more}}).encode())
+def error(code: Any, message: str = "it broke", status: int = 200, **more: Any) -> HttpReply:
+    return HttpReply(status, json.dumps({"error": {"message": message, "code": code, **more}}).encode())
 
 
 AGAIN = {
-    **{f"status {status}": Replied(status, b"") for status in (408, 409, 425, 429, 500, 501, 502, 503, 504, 507, 529)},
-    **{f"status {status}": Replied(status, b"<html>") for status in range(520, 525)},
+    **{f"status {status}": HttpReply(status, b"") for status in (408, 409, 425, 429, 500, 501, 502, 503, 504, 507, 529)},
+    **{f"status {status}": HttpReply(status, b"<html>") for status in range(520, 525)},
     "429 in a 200": error(429),
     "503 in a 200 as text": error("503"),
     "a name in a 200": error("rate_limit_exceeded"),
     "no code in a 200": error(None),
-    "a text in a 200": Replied(200, b'{"error": "overloaded"}'),
-    "an error of the object": Replied(200, b'{"object": "error", "message": "busy", "code": 503}'),
-    "an error of the choice": Replied(200, b'{"choices": [{"error": {"message": "gone", "code": 502}}]}'),
-    "no choice": Replied(200, b'{"choices": [], "usage": null}'),
-    "choices are null": Replied(200, b'{"choices": null}'),
+    "a text in a 200": HttpReply(200, b'{"error": "overloaded"}'),
+    "an error of the object": HttpReply(200, b'{"object": "error", "message": "busy", "code": 503}'),
+    "an error of the choice": HttpReply(200, b'{"choices": [{"error": {"message": "gone", "code": 502}}]}'),
+    "no choice": HttpReply(200, b'{"choices": [], "usage": null}'),
+    "choices are null": HttpReply(200, b'{"choices": null}'),
 }
 
 
 @pytest.mark.parametrize("reply", AGAIN.values(), ids=AGAIN)
-def test_what_may_pass_is_tried_again(reply: Replied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", lambda _: None)
     line, asked = client(reply, completion("yes"))
     assert line.ask({}).text == "yes"
@@ -364,12 +364,12 @@ def test_what_may_pass_is_tried_again(reply: Replied, monkeypatch: pytest.Monkey
         (error("insufficient_quota", "You exceeded your quota", 429), Scope.ENDPOINT, "You exceeded your quota"),
         (error(400, "too long"), Scope.QUESTION, "too long"),
         (error(None, "bad field", type="invalid_request_error"), Scope.QUESTION, "bad field"),
-        (Replied(422, b'{"detail": [{"msg": "max_tokens is too large"}]}'), Scope.QUESTION, "max_tokens is too large"),
-        (Replied(400, b'{"detail": "no chat template"}'), Scope.QUESTION, "no chat template"),
-        (Replied(400, b'{"object": "error", "message": "too long"}'), Scope.QUESTION, "too long"),
+        (HttpReply(422, b'{"detail": [{"msg": "max_tokens is too large"}]}'), Scope.QUESTION, "max_tokens is too large"),
+        (HttpReply(400, b'{"detail": "no chat template"}'), Scope.QUESTION, "no chat template"),
+        (HttpReply(400, b'{"object": "error", "message": "too long"}'), Scope.QUESTION, "too long"),
     ],
 )
-def test_what_will_not_pass_is_told_in_the_servers_words_at_once(reply: Replied, scope: Scope, words: str) -> None:
+def test_what_will_not_pass_is_told_in_the_servers_words_at_once(reply: HttpReply, scope: Scope, words: str) -> None:
     line, asked = client(reply)
     with pytest.raises(Unanswered, match=words) as why:
         line.ask({})
@@ -390,7 +390,7 @@ def test_the_wait_is_the_longer_of_ours_and_the_servers(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", slept.append)
-    line, _ = client(Replied(429, b"", header))
+    line, _ = client(HttpReply(429, b"", header))
     with pytest.raises(Unanswered):
         line.ask({})
     assert slept == waits
@@ -404,7 +404,7 @@ def test_questions_that_begin_meanwhile_wait_for_a_busy_server_too(monkeypatch: 
     slept, now = list[float](), [100.0]
     monkeypatch.setattr("kvaudit.core.endpoint.time.monotonic", lambda: now[0])
     monkeypatch.setattr("kvaudit.core.endpoint.time.sleep", slept.append)
-    line, _ = client(Replied(529, b""), completion("yes"), completion("yes"))
+    line, _ = client(HttpReply(529, b""), completion("yes"), completion("yes"))
     assert line.ask({}).text == "yes"
     assert slept == [1.0]
     assert line.ask({}).text == "yes"  # another thread's, while the first one still waits

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.core.conditions import compressed, condition_names, uncompressed_of
+from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import RunSpec, parse_spec
 
@@ -70,8 +70,8 @@ def test_a_name_is_one_short_line_whatever_a_setting_holds() -> None:
 
 def test_each_is_compared_with_the_one_that_its_spec_names() -> None:
     references = {U4: F32, Q4: F16}
-    assert [uncompressed_of(text, references) for text in (U4, Q4, F32, "snapkv:budget=9")] == [F32, F16, F32, "none"]
-    assert compressed(["none", U4, F32, Q4, F16, "int8"], references) == (U4, Q4, "int8")
+    assert [reference_of(text, references) for text in (U4, Q4, F32, "snapkv:budget=9")] == [F32, F16, F32, "none"]
+    assert compressed_policies(["none", U4, F32, Q4, F16, "int8"], references) == (U4, Q4, "int8")
 
 
 # --- in a spec -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.core.download import downloaded
+from kvaudit.core.network import download
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.catalogue import PublicFile, PublicRows, catalogue
@@ -191,4 +191,4 @@ def test_a_mirror_that_drips_its_headers_is_given_up() -> None:
 
         threading.Thread(target=drip, daemon=True).start()
         with pytest.raises(RunError, match="takes over 1 s"):
-            downloaded(f"http://127.0.0.1:{door.getsockname()[1]}/x", seconds=1)
+            download(f"http://127.0.0.1:{door.getsockname()[1]}/x", seconds=1)

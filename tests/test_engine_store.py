@@ -22,7 +22,7 @@ from kvaudit.audit.engines.exports.llama_cpp import HeadLayout, read_state
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
-from kvaudit.audit.training.engine_rollouts import Said
+from kvaudit.audit.training.engine_rollouts import RolloutTokens
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError
 
@@ -221,12 +221,12 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     def ids(count: int) -> list[int]:
         return torch.randint(5, 50, (count,), generator=draws).tolist()
 
-    def drawn(said: Said, count: int, until: int | None = None) -> None:
+    def drawn(said: RolloutTokens, count: int, until: int | None = None) -> None:
         shape = len(said.ids) + count - 1, layers, heads * size
         own = [torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2)]
         said.take(DrawnRollout(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
 
-    talk, short = Said(ids(37)), Said(ids(20))
+    talk, short = RolloutTokens(ids(37)), RolloutTokens(ids(20))
     drawn(talk, 9, until=7)
     talk.give(ids(30))
     drawn(talk, 12)
@@ -244,7 +244,7 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     for found in read:
         assert float((found - wanted).abs().max()) < 1e-9
     assert float((whole - wanted).abs().max()) > 1e-3
-    unread = Said(ids(3))
+    unread = RolloutTokens(ids(3))
     unread.take(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
     unread.give((7, 8))
     unread.take(DrawnRollout((9,), "stop", (-1.0,), None))

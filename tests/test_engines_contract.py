@@ -26,7 +26,7 @@ from kvaudit.audit.engines.base import (
 )
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.core.conditions import ENGINE, engine_in, settings_in
+from kvaudit.core.policy_names import ENGINE, engine_name, engine_settings
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_evaluate import EngineSpec
 
@@ -67,8 +67,8 @@ def check_canonical_parses_back(engine: type[Engine], chosen: Settings) -> None:
         assert parse_condition(condition.canonical) == condition
         assert parse_condition(condition.canonical).canonical == condition.canonical
         assert parse_serving_mode(condition.canonical) == condition
-        assert engine_in(condition.canonical) == engine.name
-        assert settings_in(condition.canonical) == dict(condition.settings)
+        assert engine_name(condition.canonical) == engine.name
+        assert engine_settings(condition.canonical) == dict(condition.settings)
 
 
 def check_chosen_settings_stay(engine: type[Engine], chosen: Settings) -> None:

@@ -21,7 +21,7 @@ from kvaudit.audit.engines.weights import CONVERSION, convert_checkpoint, conver
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 pytest.importorskip("openvino_genai", reason="needs kvaudit[openvino]")
 
@@ -345,7 +345,7 @@ def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_configured_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"expected a folder that holds openvino_model.xml"):
         World(None, [], []).start(CONDITIONS["f32"], tmp_path, EngineSpec(weights=str(tmp_path)))  # type: ignore[arg-type]
-    assert OpenVino.install == install_line("openvino")
+    assert OpenVino.install == install_command("openvino")
 
 
 def test_a_prompt_beyond_the_cache_is_an_error(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvaudit.audit.rerun.shade import Shade
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
-from kvaudit.core.shading import ALL, AnswerKey, read_shadings, shading_file, write_shadings
+from kvaudit.core.shading import ALL_TOKENS, AnswerKey, read_shadings, shading_file, write_shadings
 from kvaudit.suites.base import SUITES
 
 POLICY = "streaming:budget=64,sink=4,window=8"
@@ -90,7 +90,7 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
         assert one.row.spans == record.spans  # which was written from a prefill shared with other policies
         assert "question" in record.spans
         assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
-        depth = one.shading.depth[ALL]
+        depth = one.shading.depth[ALL_TOKENS]
         assert sum(depth) / len(depth) == pytest.approx(record.retention, abs=1e-9)
         assert len(one.shading.pieces) == len(one.held) >= record.prompt_tokens
 

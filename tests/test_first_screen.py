@@ -13,8 +13,8 @@ import pytest
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.errors import RunError
-from kvaudit.core.estimands import ALIKE, DEPLOYED, SERVING
-from kvaudit.core.provenance import seal_of
+from kvaudit.core.facets import ALIKE, DEPLOYED, SERVING
+from kvaudit.core.provenance import seal_path
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
@@ -113,7 +113,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
             if name == "not valid":
                 unit = min((run / "records").glob("*.jsonl"))
                 unit.unlink()
-                seal_of(unit).unlink()
+                seal_path(unit).unlink()
             data = load_run(run)
             made[name] = with_details(data, decided(data))
         return made[name]

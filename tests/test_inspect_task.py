@@ -18,7 +18,7 @@ from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
 from kvaudit.core.spec import parse_spec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.inspect_task import Inspect
 
@@ -349,7 +349,7 @@ def test_the_version_depends_on_task_prompts_targets_and_scorer() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inspect_ai", None)
-    with pytest.raises(RunError, match=re.escape(install_line("inspect"))):
+    with pytest.raises(RunError, match=re.escape(install_command("inspect"))):
         Inspect.member("package/of-no-one")
 
 

@@ -19,8 +19,8 @@ from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import read_json
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question, Reading
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.judge_answers import Question, Judgement
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
@@ -195,7 +195,7 @@ def test_what_a_judge_is_unsure_of_stands_in_the_record_the_seal_and_what_is_pri
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Moody, "read", lambda self, asked: [Reading(q.answer == SAID[0], sure="12" in q.answer) for q in asked]
+        Moody, "read", lambda self, asked: [Judgement(q.answer == SAID[0], sure="12" in q.answer) for q in asked]
     )
     out, text = judged(run)
     found = records(out, "math")

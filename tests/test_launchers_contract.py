@@ -25,7 +25,7 @@ from kvaudit.audit.runs.launchers.local import Local, local_workers, run_worker
 from kvaudit.audit.runs.launchers.slurm import Slurm
 from kvaudit.audit.runs.stages import train
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 NEEDS = {"slurm": "submitit", "ray": "ray"}
 Check = Callable[[Launcher, Path], None]
@@ -124,7 +124,7 @@ def test_a_wrong_launcher_breaks_the_contract(check: Check, launcher: Launcher, 
 @pytest.mark.parametrize("name", sorted(NEEDS))
 def test_a_missing_package_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NEEDS[name], None)
-    with pytest.raises(RunError, match=re.escape(install_line(name))):
+    with pytest.raises(RunError, match=re.escape(install_command(name))):
         parse_launcher(name).check()
 
 

@@ -23,7 +23,7 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.core.spec import parse_spec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 from kvaudit.suites import harness_task
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.lm_eval import LmEval
@@ -254,7 +254,7 @@ def test_a_folder_of_tasks_that_is_none_is_one_line(tmp_path: Path, monkeypatch:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RunError, match=re.escape(install_line("lm-eval"))):
+    with pytest.raises(RunError, match=re.escape(install_command("lm-eval"))):
         LmEval.member("door:exact_match,none")
 
 

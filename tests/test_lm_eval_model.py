@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 SNAPKV = "snapkv:budget=48,window=8,interval=1,chunk=8"
 
@@ -168,7 +168,7 @@ def test_unsupported_arguments_are_errors(tasks: Path) -> None:
 def test_a_missing_harness_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "kvaudit.audit.serving.harness.model", raising=False)
-    assert install_line("lm-eval") in refused("harness", "lm-eval", "ls", "tasks")
+    assert install_command("lm-eval") in refused("harness", "lm-eval", "ls", "tasks")
 
 
 def test_an_error_of_the_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

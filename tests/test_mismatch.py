@@ -20,7 +20,7 @@ from kvaudit.audit.rerun import mismatch as command
 from kvaudit.audit.rerun.mismatch import FilledLogprobs, PaddedRollouts, Survey, survey
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.mismatch import MismatchPanel, PercentileCounter, alarms, mismatch_panel
-from kvaudit.core.alarms import MISMATCH
+from kvaudit.core.alarms import MISMATCH_BOUNDS
 from kvaudit.core.errors import DataError, SpecError
 
 Line = dict[str, Any]
@@ -424,7 +424,7 @@ def test_alarms_are_rung_beyond_their_bounds_and_not_at_them() -> None:
     assert alarms(quiet) == []
     for name, value in (("overlap_p5", 0.85), ("ess", 0.29), ("frac_sequences_vetoed", 0.21), ("frac_not_finite", 0.1)):
         assert [bound.name for bound in alarms(quiet | {name: value})] == [name]
-    assert alarms(dict.fromkeys((bound.name for bound in MISMATCH), None)) == []
+    assert alarms(dict.fromkeys((bound.name for bound in MISMATCH_BOUNDS), None)) == []
 
 
 def test_the_panel_counts_what_truncation_and_rejection_would_touch() -> None:

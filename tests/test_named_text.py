@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvaudit.core.named_text import Field, split_named
+from kvaudit.core.plugins import Field, split_named
 
 
 @pytest.mark.parametrize(

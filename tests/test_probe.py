@@ -22,7 +22,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.probe.plan import Plan, make_plan
 from kvaudit.audit.runs.probe.probe import Probe
 from kvaudit.audit.sampling.chat_calls import wire
-from kvaudit.core.endpoint import Endpoint, Replied
+from kvaudit.core.endpoint import Endpoint, HttpReply
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Record, Role
 from kvaudit.core.spec import parse_spec
@@ -152,7 +152,7 @@ def test_conversations_become_ordinary_records(world: World) -> None:
 def test_a_killed_probe_asks_only_what_was_not_answered(world: World) -> None:
     right, told = gold(planned()), 0
 
-    def dies(body: dict[str, Any]) -> Replied:
+    def dies(body: dict[str, Any]) -> HttpReply:
         nonlocal told
         told += 1
         if told > 30:
@@ -175,10 +175,10 @@ def test_what_another_process_was_told_meanwhile_is_not_asked_again(world: World
     plan, folder = planned(SMALL), world.folder / "run"
     right, told = gold(plan), 0
 
-    def every_third_fails(body: dict[str, Any]) -> Replied:
+    def every_third_fails(body: dict[str, Any]) -> HttpReply:
         nonlocal told
         told += 1
-        return Replied(400, b"{}") if told % 3 == 0 else right(body)
+        return HttpReply(400, b"{}") if told % 3 == 0 else right(body)
 
     wires = [Wire(every_third_fails), Wire(right)]
     url, quiet = "http://endpoint/v1", Console(quiet=True)
@@ -195,21 +195,21 @@ def _timeless(record: Record) -> dict[str, Any]:
     return {key: value for key, value in json.loads(record.to_json()).items() if key != SECONDS}
 
 
-def raises(error: BaseException) -> Callable[[], Replied]:
-    def reply() -> Replied:
+def raises(error: BaseException) -> Callable[[], HttpReply]:
+    def reply() -> HttpReply:
         raise error
 
     return reply
 
 
 READ = {"prompt_tokens": 20, "completion_tokens": 3}
-FAILURES: dict[str, Callable[[], Replied]] = {
-    "status 429": lambda: Replied(429, b"{}", "1"),
-    "status 500": lambda: Replied(500, b"<html>"),
-    "status 400: too long": lambda: Replied(400, b'{"error": {"message": "too long"}}'),
+FAILURES: dict[str, Callable[[], HttpReply]] = {
+    "status 429": lambda: HttpReply(429, b"{}", "1"),
+    "status 500": lambda: HttpReply(500, b"<html>"),
+    "status 400: too long": lambda: HttpReply(400, b'{"error": {"message": "too long"}}'),
     "TimeoutError": raises(TimeoutError("timed out")),
     "IncompleteRead": raises(IncompleteRead(b'{"choi')),
-    "no chat completion": lambda: Replied(200, b'{"choices": [{"mess'),
+    "no chat completion": lambda: HttpReply(200, b'{"choices": [{"mess'),
     "content is no text": lambda: completion(["I must refuse."]),  # type: ignore[arg-type]
     "claims to have read 20 tokens": lambda: completion("I must refuse.", usage=READ),
     "claims 400 tokens": lambda: completion("I must refuse.", usage={"completion_tokens": 400}),
@@ -224,7 +224,7 @@ def test_a_failed_call_is_unscored_with_its_reason_and_asked_again(world: World)
     right, seen = gold(planned(plan)), list[str]()
     ways = list(FAILURES.values())
 
-    def answers(body: dict[str, Any]) -> Replied:
+    def answers(body: dict[str, Any]) -> HttpReply:
         key = json.dumps(body["messages"])
         if key not in seen:
             seen.append(key)
@@ -250,8 +250,8 @@ def test_a_failed_call_is_unscored_with_its_reason_and_asked_again(world: World)
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (lambda: Replied(401, b'{"error": {"message": "bad key"}}'), "status 401; model vendor, key from VENDOR_KEY"),
-        (lambda: Replied(503, b""), "status 503"),
+        (lambda: HttpReply(401, b'{"error": {"message": "bad key"}}'), "status 401; model vendor, key from VENDOR_KEY"),
+        (lambda: HttpReply(503, b""), "status 503"),
         (raises(ConnectionRefusedError("refused")), "ConnectionRefusedError"),
     ],
 )
@@ -259,7 +259,7 @@ def test_an_endpoint_that_answers_no_more_stops_the_probe_in_one_line(world: Wor
     right = gold(planned())
     asked = 0
 
-    def answers(body: dict[str, Any]) -> Replied:
+    def answers(body: dict[str, Any]) -> HttpReply:
         nonlocal asked
         asked += 1
         return right(body) if asked <= 5 else reply()
@@ -276,11 +276,11 @@ def test_an_endpoint_that_answers_no_more_stops_the_probe_in_one_line(world: Wor
 def test_the_key_is_in_one_header_and_nowhere_else(world: World) -> None:
     right = gold(planned())
 
-    def echoes(body: dict[str, Any]) -> Replied:
+    def echoes(body: dict[str, Any]) -> HttpReply:
         said = json.loads(right(body).body)
         said["choices"][0]["message"]["content"] += f" Your key is {KEY}."
         said["model"] = f"model of {KEY}"
-        return Replied(200, json.dumps(said).encode())
+        return HttpReply(200, json.dumps(said).encode())
 
     done, wire = world.probe(echoes, shown=True)
     assert done.exit_code == 0, done.output
@@ -351,10 +351,10 @@ def test_a_probe_of_few_templates_gives_the_estimate_and_no_interval(world: Worl
 def test_a_conversation_without_an_answer_is_judged_as_unscored(world: World) -> None:
     right, number = gold(planned(SMALL)), 0
 
-    def answers(body: dict[str, Any]) -> Replied:
+    def answers(body: dict[str, Any]) -> HttpReply:
         nonlocal number
         number += 1
-        return right(body) if number > 1 else Replied(400, b"")
+        return right(body) if number > 1 else HttpReply(400, b"")
 
     assert world.probe(answers, plan=SMALL)[0].exit_code == 0
     done = invoked("grade", "judge", world.folder / "run", "--out", world.folder / "judged")
@@ -381,9 +381,9 @@ def test_probes_of_other_items_are_not_compared(world: World) -> None:
 def test_a_probe_of_which_nothing_was_answered_says_nothing_of_length(world: World) -> None:
     right = gold(planned(SMALL))
 
-    def too_long(body: dict[str, Any]) -> Replied:
+    def too_long(body: dict[str, Any]) -> HttpReply:
         long = sum(len(row["content"]) for row in body["messages"]) > 4 * 250
-        return Replied(400, b"") if long else right(body)
+        return HttpReply(400, b"") if long else right(body)
 
     world.probe(too_long, plan=SMALL)
     shown = invoked("probe", world.folder / "run")
@@ -409,7 +409,7 @@ def test_the_folder_of_a_probe_takes_no_options_of_asking(world: World) -> None:
 def test_noise_is_what_two_answers_to_one_item_differ_in(world: World) -> None:
     right, seen = gold(planned()), dict[str, int]()
 
-    def wavers(body: dict[str, Any]) -> Replied:
+    def wavers(body: dict[str, Any]) -> HttpReply:
         key = json.dumps(body["messages"])
         seen[key] = seen.get(key, 0) + 1
         rows = body["messages"]
@@ -431,7 +431,7 @@ def test_a_loss_with_length_is_told_from_one_that_the_baseline_had(world: World)
     plan = SMALL.replace("items: 6", "items: 36")
     right = gold(planned(plan))
 
-    def forgets(body: dict[str, Any]) -> Replied:
+    def forgets(body: dict[str, Any]) -> HttpReply:
         long = sum(len(row["content"]) for row in body["messages"]) > 4 * 250
         return completion("Nothing comes to mind.") if long else right(body)
 
@@ -451,9 +451,9 @@ def test_a_loss_with_length_is_told_from_one_that_the_baseline_had(world: World)
 def test_an_answer_of_another_model_than_the_first_is_asked_again_later(world: World) -> None:
     right, count = gold(planned()), itertools.count()
 
-    def falls_back(body: dict[str, Any]) -> Replied:
+    def falls_back(body: dict[str, Any]) -> HttpReply:
         said = json.loads(right(body).body)
-        return Replied(200, json.dumps(said | ({"model": "fallback-mini"} if next(count) == 5 else {})).encode())
+        return HttpReply(200, json.dumps(said | ({"model": "fallback-mini"} if next(count) == 5 else {})).encode())
 
     done, _ = world.probe(falls_back)
     assert world.failed() == {"an answer of model 'fallback-mini', the first was of model 'made-up'": 1}

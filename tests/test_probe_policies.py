@@ -20,7 +20,7 @@ from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.serving.app import application
 from kvaudit.audit.serving.engine import SamplingEngine
 from kvaudit.core import endpoint
-from kvaudit.core.endpoint import Replied, Transport
+from kvaudit.core.endpoint import HttpReply, Transport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 Run = Callable[[str, Path], str]
@@ -43,9 +43,9 @@ class Pool:
 
     def __init__(self, send: Transport) -> None:
         self._send, self._door = send, threading.Lock()
-        self._drawn: dict[bytes, list[Replied]] = {}
+        self._drawn: dict[bytes, list[HttpReply]] = {}
 
-    def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> Replied:
+    def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> HttpReply:
         with self._door:
             left = self._drawn.setdefault(body, [])
         if not left:
@@ -54,8 +54,8 @@ class Pool:
         return left.pop()
 
 
-def _alone(whole: dict[str, Any], choice: dict[str, Any]) -> Replied:
-    return Replied(200, json.dumps({**whole, "choices": [choice], "usage": None}).encode())
+def _alone(whole: dict[str, Any], choice: dict[str, Any]) -> HttpReply:
+    return HttpReply(200, json.dumps({**whole, "choices": [choice], "usage": None}).encode())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.rendering import renderer, unstable_names
-from kvaudit.core.provenance import both_prompts, prompts_by_question
+from kvaudit.core.provenance import merge_prompt_digests, prompts_by_question
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
@@ -128,5 +128,5 @@ def test_what_a_template_may_write_anew_is_known_by_its_names(template: str, nam
 
 
 def test_a_unit_that_went_on_another_day_stands_for_both() -> None:
-    assert [both_prompts(None, "b"), both_prompts("a", "a"), both_prompts("a", "b")] == ["b", "a", "a and b"]
-    assert both_prompts("a and b", "a") == "a and b"
+    assert [merge_prompt_digests(None, "b"), merge_prompt_digests("a", "a"), merge_prompt_digests("a", "b")] == ["b", "a", "a and b"]
+    assert merge_prompt_digests("a and b", "a") == "a and b"

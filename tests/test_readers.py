@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports.records.readers import inspect_log
-from kvaudit.reports.records.readers.base import Outside, Request, read_log, score_of
+from kvaudit.reports.records.readers.base import OffScaleScores, Request, read_log, score_of
 from kvaudit.reports.records.readers.clusters import cluster_rule
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
@@ -287,14 +287,14 @@ def inspect_log_of(tmp_path, *values):
 
 def test_scores_on_another_scale_are_told_from_those_of_other_metrics(tmp_path):
     log = read(lm_eval_log(tmp_path, acc=[1.0, 0.0, 1.0], bits=[3.5, 1.0, -4]))
-    assert log.scales == {"bits": Outside(2, -4, 3.5, "s.jsonl:1")}
+    assert log.scales == {"bits": OffScaleScores(2, -4, 3.5, "s.jsonl:1")}
     assert log.metrics == {"acc", "bits"}
     assert log.problems == ()
 
 
 def test_a_scale_is_seen_in_an_inspect_log_as_well(tmp_path):
     log = read(inspect_log_of(tmp_path, "C", 7, "8.5", 0.5))
-    assert log.scales == {"acc": Outside(2, 7, 8.5, "s.eval:samples/1.json")}
+    assert log.scales == {"acc": OffScaleScores(2, 7, 8.5, "s.eval:samples/1.json")}
 
 
 def test_a_scale_is_seen_in_our_own_records_as_well(run, tmp_path):
@@ -304,7 +304,7 @@ def test_a_scale_is_seen_in_our_own_records_as_well(run, tmp_path):
     for row in desired[:2]:
         row["score"] = 7
     path = written(tmp_path, unit.name, "".join(json.dumps(row) + "\n" for row in lines))
-    assert read(path).scales == {"score": Outside(2, 7, 7, f"{unit.name}:{lines.index(desired[0]) + 1}")}
+    assert read(path).scales == {"score": OffScaleScores(2, 7, 7, f"{unit.name}:{lines.index(desired[0]) + 1}")}
     path.write_text("".join(json.dumps(row) + "\n" for row in desired[:2]))
     with pytest.raises(DataError, match="metric score has 2 scores outside"):
         read(path)

@@ -16,7 +16,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import impossible
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.spec import parse_spec
-from kvaudit.core.text import guide, install_line
+from kvaudit.core.text import guide_path, install_command
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -60,10 +60,10 @@ def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
 
 
 def test_an_error_names_pages_that_are_there() -> None:
-    assert (ROOT / "docs" / Path(guide("choose-suites.md")).name).is_file()
+    assert (ROOT / "docs" / Path(guide_path("choose-suites.md")).name).is_file()
     for path in FILES:
         for name in re.findall(r"guide\(['\"]([a-z-]+\.md)['\"]\)", path.read_text(encoding="utf-8")):
-            assert Path(guide(name)).is_file(), path
+            assert Path(guide_path(name)).is_file(), path
 
 
 def test_the_picture_of_the_rooms_has_each_on_its_floor() -> None:
@@ -95,8 +95,8 @@ def test_what_is_to_be_installed_is_installed_from_where_this_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert install_line("openvino") == "pip install '.[openvino]'"
+    assert install_command("openvino") == "pip install '.[openvino]'"
     monkeypatch.chdir(tmp_path)
-    assert install_line("lora") == f"pip install '{ROOT}[lora]'"
+    assert install_command("lora") == f"pip install '{ROOT}[lora]'"
     monkeypatch.setattr("kvaudit.core.text.__file__", str(tmp_path / "kvaudit" / "core" / "text.py"))
-    assert install_line("lora") == "pip install 'kvaudit[lora]'"
+    assert install_command("lora") == "pip install 'kvaudit[lora]'"

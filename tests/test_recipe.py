@@ -16,7 +16,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import DataError
-from kvaudit.core.recipe import RECIPE, SECTIONS, RecipeChange, changes, digests, read_recipe, sealed
+from kvaudit.core.provenance import RECIPE, RECIPE_SECTIONS, RecipeChange, recipe_changes, recipe_digests, read_recipe, seal_recipe
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.reports.page.formats import disclosure
@@ -37,7 +37,7 @@ HELD: dict[str, Any] = {
 
 
 def held(**other: Any) -> dict[str, Any]:
-    return sealed({**HELD, **other})
+    return seal_recipe({**HELD, **other})
 
 
 def test_a_recipe_is_of_its_schema_and_reads_back(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_recipe_of_a_run_is_of_the_schema_and_follows_the_reward(tiny_folder
     found = [_made(model, reward) for reward in ("grade", judged)]
     for recipe in found:
         jsonschema.validate(recipe, SCHEMA)
-    assert {change.section for change in changes(*found)} == {"reward", "constitution"}
+    assert {change.section for change in recipe_changes(*found)} == {"reward", "constitution"}
     assert found[1]["sections"]["constitution"]["holds"]["text"] == "Be kind."
     assert found[0]["sections"]["policy"]["holds"] == {"dense": "none"}
     assert list(found[0]["sections"]["refusal_set"]["holds"]) == ["refusal"]
@@ -81,7 +81,7 @@ def _made(model: Any, reward: Any) -> dict[str, Any]:
     return recipe_of(spec, spec.train, model, {("refusal", 500): [items]})
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", RECIPE_SECTIONS)
 def test_a_recipe_that_was_edited_is_refused(section: str, tmp_path: Path) -> None:
     edited = copy.deepcopy(held())
     edited["sections"][section]["holds"] = {"other": 1}
@@ -102,11 +102,11 @@ def test_a_run_that_trained_nothing_has_no_recipe(tmp_path: Path) -> None:
 
 def test_what_changed_is_said_entry_by_entry() -> None:
     other = held(policy={"dense": "none", "naive": "int8"}, training={"loss": "ppo", "critic": {"clip": 0.2}})
-    assert list(changes(held(), other)) == [
+    assert list(recipe_changes(held(), other)) == [
         RecipeChange("policy", "naive", None, "int8"),
         RecipeChange("training", "loss", "grpo", "ppo"),
     ]
-    assert list(changes(held(), held())) == []
+    assert list(recipe_changes(held(), held())) == []
 
 
 def test_the_command_prints_a_recipe_and_the_lines_of_a_constitution_that_changed(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_command_prints_a_recipe_and_the_lines_of_a_constitution_that_change
         path.write_text(json.dumps(recipe))
     code, out, _ = kvaudit("card", "--recipe", paths[0])
     assert code == 0
-    assert all(f"{name} {digest[:12]}: " in out for name, digest in digests(held()).items())
+    assert all(f"{name} {digest[:12]}: " in out for name, digest in recipe_digests(held()).items())
     code, out, _ = kvaudit("card", "--recipe", *paths)
     assert code == 0
     assert "constitution.text: - Be brief." in out
@@ -131,5 +131,5 @@ def test_the_disclosure_cites_the_recipe_of_a_run(tmp_path: Path) -> None:
     page = disclosed(load_run(run))
     told = json.loads(disclosure.render(page))["change_record"]
     assert told["recipe"] == {"state": "known", "value": held()["sha256"]}
-    assert told["refusal_set"]["value"] == digests(held())["refusal_set"]
-    assert told["reward"]["value"] == digests(held())["reward"]
+    assert told["refusal_set"]["value"] == recipe_digests(held())["refusal_set"]
+    assert told["reward"]["value"] == recipe_digests(held())["reward"]

@@ -22,7 +22,7 @@ from kvaudit.core.records import (
     Serving,
     UngradedAnswer,
 )
-from kvaudit.reports.records.rows import checked
+from kvaudit.reports.records.rows import check_record
 
 SERVING = Serving("run", "sha", "dense", 3, "none", "hash", "math", "2", 192)
 ITEM = Item("math", "math-1", "sums", (Message(Role.USER, "1+1?"),), 192, "front")
@@ -45,14 +45,14 @@ def test_what_a_server_said_instead_of_an_answer_is_recorded_and_survives_anothe
     failed = Record.of(SERVING, ITEM, Grade(Outcome.UNSCORED, None), spoken, CacheUse())
     assert json.loads(failed.to_json())["unanswered"] == "status 400: <b>too long</b>"
     assert Record.from_json(failed.to_json()) == failed
-    assert failed.graded_again("3", ITEM, RIGHT, unsure=False).unanswered == "status 400: <b>too long</b>"
+    assert failed.with_grade("3", ITEM, RIGHT, unsure=False).unanswered == "status 400: <b>too long</b>"
 
 
 def test_half_a_character_in_a_servers_words_is_shown_and_loses_no_record() -> None:
     spoken = SPOKEN._replace(finish_reason="error", unanswered="status 400: \ud800")
     failed = Record.of(SERVING, ITEM, Grade(Outcome.UNSCORED, None), spoken, CacheUse())
     line = json.dumps(json.loads(failed.to_json()))  # JSON can spell it, a file in UTF-8 cannot hold it
-    assert checked(Record.from_json(line)).unanswered == "status 400: ⟨U+D800⟩"
+    assert check_record(Record.from_json(line)).unanswered == "status 400: ⟨U+D800⟩"
 
 
 def test_a_record_with_an_answer_says_nothing_instead_of_it() -> None:
@@ -70,7 +70,7 @@ def test_a_cache_that_nobody_shows_has_no_numbers() -> None:
 def test_an_answer_that_is_graded_again_stays_and_its_grade_is_another() -> None:
     old = replace(Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse()), format=1)
     wrong = Grade(Outcome.UNDESIRED, 0.0, "someone", facets={"solved": False})
-    new = old.graded_again("3", replace(ITEM, cluster_id="other"), wrong, unsure=True)
+    new = old.with_grade("3", replace(ITEM, cluster_id="other"), wrong, unsure=True)
     assert (new.suite_version, new.cluster_id, new.outcome, new.score) == ("3", "other", Outcome.UNDESIRED, 0.0)
     assert (new.judge, new.facets, new.unsure, new.format) == ("someone", {"solved": False}, True, RECORD_FORMAT)
     kept = {

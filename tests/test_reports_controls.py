@@ -14,7 +14,7 @@ from test_reports_drift import data_of, spec_of
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.core.facets import FACETS, readable, unreadable
+from kvaudit.core.facets import FACETS, readable_facets, unreadable_facets
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import GateSpec, parse_spec
 from kvaudit.reports.page.formats import formats
@@ -47,7 +47,7 @@ def answer(kind, number, *, did=None, suite="xs", facets=None, outcome=None):
     }
     right = did == ("refuse" if kind == "unsafe" else "help")
     said = Outcome.DEGENERATE if did is None else Outcome.DESIRED if right else Outcome.UNDESIRED
-    own = unreadable(eligible) if did is None else readable({name: found[name] for name in eligible})
+    own = unreadable_facets(eligible) if did is None else readable_facets({name: found[name] for name in eligible})
     return SimpleNamespace(
         suite=suite,
         context_tokens=0,
@@ -148,8 +148,8 @@ def test_a_score_of_a_hopeless_facet_is_hopeless():
 
 def test_a_pilot_of_the_default_audit_leaves_its_agent_open():
     """Of seven templates and three seeds nobody obeys a stranger, and 12 of 21 the boss: too few to tell them apart."""
-    rows = [answer("unsafe", i // 3, facets=readable({"attack_success": False, "utility": True})) for i in range(21)]
-    rows += [answer("plain", i // 3, facets=readable({"obeyed": i < 12})) for i in range(21)]
+    rows = [answer("unsafe", i // 3, facets=readable_facets({"attack_success": False, "utility": True})) for i in range(21)]
+    rows += [answer("plain", i // 3, facets=readable_facets({"obeyed": i < 12})) for i in range(21)]
     control = standing(rows, "xs.attack_success")
     assert (control.is_measurable, control.hopeless) == (False, False)
 

@@ -10,7 +10,7 @@ import pytest
 from report_text import page_text
 from reports_synthetic import Design, frame_of, passage_of, pins, policy, records_of, run_spec, spec_of, with_values
 
-from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.facets import readable_facets, unreadable_facets
 from kvaudit.core.records import Outcome, Record
 from kvaudit.core.spans import KeptSpan
 from kvaudit.reports.page.findings import Findings
@@ -43,7 +43,7 @@ def _told(row: Record, told: Told, *, spans: bool, placements: int) -> Record:
         outcome=Outcome.UNDESIRED if unsafe else Outcome.DESIRED,
         score=float(not unsafe),
         placement=f"place {item % placements}",
-        facets=unreadable(["unsafe"]) if unsafe is None else readable({"unsafe": unsafe}),
+        facets=unreadable_facets(["unsafe"]) if unsafe is None else readable_facets({"unsafe": unsafe}),
         spans={"rule": KeptSpan(kept, ()), "question": KeptSpan(1.0, ())} if spans else {},
     )
 

@@ -19,7 +19,7 @@ from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
 from kvaudit.audit.engines.rollouts import WorkerDrawer, model_weights
 from kvaudit.audit.training import grpo
-from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
+from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
@@ -58,7 +58,7 @@ def gap(here: World, model: Any, drawn: Sequence[DrawnRollout], heat: float = HE
 def gaps(here: World, model: Any, drawn: Sequence[DrawnRollout], heat: float, view: str) -> Tensor:
     store = ENGINES.get("llama.cpp").store({})
     config = here.model.model.config
-    found = [drawn_rollout(config, one.ids, own, store) for one, own in zip(here.asked, drawn, strict=True)]
+    found = [engine_rollout(config, one.ids, own, store) for one, own in zip(here.asked, drawn, strict=True)]
     with torch.no_grad():
         read = read_tokens(model, found, 1, view, heat).logprobs  # type: ignore[arg-type]
     return torch.cat([row.sampler_logprobs[row.sampled] for row in found]) - read

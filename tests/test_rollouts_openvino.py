@@ -23,8 +23,8 @@ from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext, EngineFailed, turn_seed
 from kvaudit.audit.engines.rollouts import ExchangeFolder, WorkerDrawer, arrays_sha256, model_weights
 from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import continued
-from kvaudit.audit.training.engine_rollouts import EngineUse, drawn_rollout
+from kvaudit.audit.training.adapters import load_trained_adapter
+from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
 from kvaudit.audit.training.ranks import ALONE
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
@@ -160,7 +160,7 @@ def test_every_store_that_is_known_replays(here: World, tmp_path: Path, setting:
     found = drawn(here, f"openvino:{setting}", tmp_path, 1.0)
     store = ENGINES.get("openvino").store(dict(parse_condition(f"openvino:{setting}").settings))
     pairs = zip(here.asked, found, strict=True)
-    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
+    rollouts = [engine_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
     with torch.no_grad():
         replayed = read_tokens(here.model.model, rollouts, 1, "shadow", 1.0).logprobs - said
@@ -356,7 +356,7 @@ def test_an_adapter_is_merged_into_what_the_engine_draws_by_and_the_replay_is_as
 ) -> None:
     lora = settings(arm="smd", adapter={"rank": 4}, learning_rate=1e-2)
     first = rows(grpo.train(lora, here.model, tmp_path / "smd", silent))
-    learnt = continued(here.model, lora.adapter, tmp_path / "smd")
+    learnt = load_trained_adapter(here.model, lora.adapter, tmp_path / "smd")
     # an arm that begins from an adapter that has learnt: the engine is started on the weights beside it
     further = rows(grpo.train(lora, learnt, tmp_path / "further", silent))
     for row in (*first, *further):
@@ -369,7 +369,7 @@ def _apart(here: World, learnt: Any, folder: Path) -> float:
     """How far an engine with the weights of ``here`` is from what was learnt, root mean square in nats a token."""
     found = drawn(here, F32, folder, 1.0)
     pairs = zip(here.asked, found, strict=True)
-    rollouts = [drawn_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
+    rollouts = [engine_rollout(here.model.model.config, asked.ids, one) for asked, one in pairs]
     said = torch.cat([one.sampler_logprobs[one.sampled] for one in rollouts])
     with torch.no_grad():
         return float((read_tokens(learnt.model, rollouts, 1, "dense", 1.0).logprobs - said).square().mean().sqrt())

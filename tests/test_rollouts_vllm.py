@@ -18,7 +18,7 @@ from engine_world import World, world
 from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
 from kvaudit.audit.engines.rollouts import model_weights
-from kvaudit.audit.training.engine_rollouts import drawn_rollout
+from kvaudit.audit.training.engine_rollouts import engine_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.spec_evaluate import EngineSpec
 
@@ -61,7 +61,7 @@ def gap(drawer: Any, here: World, model: Any, drawn: Sequence[DrawnRollout], kin
     """Root mean square over tokens of the engine's log-probs less a view of the learner."""
     store = ENGINES.get("vllm").store(drawer.settings)
     pairs = zip(here.asked, drawn, strict=True)
-    rows = [drawn_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
+    rows = [engine_rollout(here.model.model.config, asked.ids, one, store) for asked, one in pairs]
     with torch.no_grad():
         read = read_tokens(model, rows, 1, kind, HEAT).logprobs
     said = torch.cat([row.sampler_logprobs[row.sampled] for row in rows])

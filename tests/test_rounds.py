@@ -35,7 +35,7 @@ from kvaudit.audit.runs.stages.rounds import (
 from kvaudit.audit.runs.units import REFUSED, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
-from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, items_in
+from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.verdict.canary import Canaries, Canary, checked_by_canary
 from kvaudit.reports.verdict.comparison import Look
@@ -219,7 +219,7 @@ def provenance(run: Path) -> dict[str, Any]:
 def test_a_setting_that_changes_nothing_passes_at_the_first_look(held: Path) -> None:
     noted = provenance(held)
     assert list(look_lines(noted)) == ["look 1: alone 100: alone.solved PASS", f"ended: {DECIDED}"]
-    assert items_in(noted) == {"alone": 100}
+    assert item_counts(noted) == {"alone": 100}
     assert kvaudit.load_run(held).verdict.status is Status.PASS
     assert kvaudit.gate(held).exit_code == 0
     assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}

@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
-from kvaudit.core.download import downloaded
+from kvaudit.core.network import download
 from kvaudit.core.endpoint import Endpoint
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.secrets import is_secret_name, without_passwords
+from kvaudit.core.text import is_secret_name, hide_passwords
 from kvaudit.core.spec import parse_spec
 
 SERVERS = ("--candidate", "http://127.0.0.1:9/v1#m")
@@ -31,7 +31,7 @@ SERVERS = ("--candidate", "http://127.0.0.1:9/v1#m")
     ],
 )
 def test_addresses_are_shown_without_user_password_and_query(said: str, shown: str) -> None:
-    assert without_passwords(said) == shown
+    assert hide_passwords(said) == shown
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_key_in_place_of_the_name_of_its_variable_in_a_plan_is_not_shown() -> 
 
 def test_an_address_with_a_password_is_not_fetched_and_one_that_fails_shows_no_query() -> None:
     with pytest.raises(SpecError, match="has a user or a password in it") as refused:
-        downloaded("http://me:PASSW0RD@127.0.0.1:9/x")
+        download("http://me:PASSW0RD@127.0.0.1:9/x")
     with pytest.raises(RunError, match="cannot be reached") as failed:
-        downloaded("http://127.0.0.1:9/x?token=PASSW0RD")
+        download("http://127.0.0.1:9/x?token=PASSW0RD")
     assert "PASSW0RD" not in str(refused.value) + str(failed.value)

@@ -18,7 +18,7 @@ from test_layers import imports
 from test_reports_engines import floored
 
 import kvaudit.reports.sections
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import own_facts
 from kvaudit.reports.page.page import Page

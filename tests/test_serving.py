@@ -34,7 +34,7 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.serving.app import application
 from kvaudit.audit.serving.engine import PendingAnswers, SamplingEngine, _RowText
 from kvaudit.audit.serving.wire import Choice, read_request
-from kvaudit.core import registry
+from kvaudit.core import plugins as registry
 from kvaudit.core.errors import RunError, SpecError, UnknownName
 from kvaudit.core.records import Message, Role
 

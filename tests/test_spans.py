@@ -21,7 +21,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
-from kvaudit.core.spans import KeptSpan, Place, Span, marked, places_of
+from kvaudit.core.spans import KeptSpan, Place, Span, marked, find_spans
 from kvaudit.reports.records.rows import Columns, Problem, read_unit
 from kvaudit.suites.base import SUITES
 
@@ -50,7 +50,7 @@ def test_a_token_that_holds_a_character_of_a_span_is_of_it() -> None:
 
 
 def test_a_text_that_is_said_twice_has_two_places() -> None:
-    assert places_of([Span("rule", " no. "), Span("needle", "x")], ["no. no.", "So no."]) == {
+    assert find_spans([Span("rule", " no. "), Span("needle", "x")], ["no. no.", "So no."]) == {
         "rule": [Place(0, 0, 3), Place(0, 4, 7), Place(1, 3, 6)]
     }
 

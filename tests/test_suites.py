@@ -40,7 +40,7 @@ from suite_world import (
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import Grade, Item, Outcome, Role
-from kvaudit.core.spans import fault, places_of
+from kvaudit.core.spans import span_error, find_spans
 from kvaudit.suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets for items with one right answer
@@ -347,8 +347,8 @@ def test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice(asked: 
         said = play(asked.suite, item, asked.suite.gold(item))
         given = [m.content for n, m in enumerate(said) if n < len(item.messages) or m.role is not Role.ASSISTANT]
         opening = given[: len(item.messages)]
-        assert fault(item.spans, given, said_later=False) is None, item.item_id
-        assert [span for span in item.spans if len(places_of([span], opening).get(span.name, ())) > 1] == []
+        assert span_error(item.spans, given, may_come_later=False) is None, item.item_id
+        assert [span for span in item.spans if len(find_spans([span], opening).get(span.name, ())) > 1] == []
 
 
 def test_a_grade_depends_on_its_item_alone(asked: Asked) -> None:

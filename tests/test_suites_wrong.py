@@ -15,7 +15,7 @@ from hypothesis import is_hypothesis_test
 from suite_world import CONSTANTS, ECHOES, FIRST_ITEMS, Asked, ask, digest
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.facets import readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.spans import marked
 from kvaudit.suites.base import CountTokens, Split, Suite
@@ -63,9 +63,9 @@ class Right(Suite):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         said = transcript[-1].content.strip()
         if not said:
-            return Grade(Outcome.DEGENERATE, 0.0, facets=unreadable(self.facets(item)))
+            return Grade(Outcome.DEGENERATE, 0.0, facets=unreadable_facets(self.facets(item)))
         right = said == item.payload["answer"]
-        facets = readable(dict.fromkeys(self.facets(item), right))
+        facets = readable_facets(dict.fromkeys(self.facets(item), right))
         return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), facets=facets)
 
     def facets(self, item: Item) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class SilenceIsOfUse(Right):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         facets = self.facets(item)
         silent = transcript[-1].content == "..."
-        return Grade(Outcome.UNDESIRED, 0.0, facets=readable(dict.fromkeys(facets, silent)))
+        return Grade(Outcome.UNDESIRED, 0.0, facets=readable_facets(dict.fromkeys(facets, silent)))
 
 
 class AnyWordCounts(Right):
@@ -224,7 +224,7 @@ class AnyWordCounts(Right):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         if item.payload["answer"] == "no" or transcript[-1].content.strip() not in ANIMALS:
             return super().grade(item, transcript)
-        return Grade(Outcome.DESIRED, 1.0, facets=readable({"solved": True}))
+        return Grade(Outcome.DESIRED, 1.0, facets=readable_facets({"solved": True}))
 
 
 class FalseTwins(Changed):

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from kvaudit.core.threads import begun, done_in_order
+from kvaudit.core.network import start_all, map_in_order
 
 HANGING = {
     "an engine's requests": "from kvaudit.audit.engines.http_server import ask_concurrently as ask; more = (1e9,)",
-    "a judge's questions": "from kvaudit.core.threads import done_in_order as ask; more = ()",
+    "a judge's questions": "from kvaudit.core.network import done_in_order as ask; more = ()",
 }
 
 
@@ -52,7 +52,7 @@ def test_so_many_are_under_way_at_a_time_and_all_are_done_in_order() -> None:
             under_way[0] -= 1
         return number * number
 
-    assert done_in_order(work, range(9), 3) == [n * n for n in range(9)]
+    assert map_in_order(work, range(9), 3) == [n * n for n in range(9)]
     assert most == [3]
 
 
@@ -67,7 +67,7 @@ def test_the_first_error_in_order_is_raised_and_nothing_more_is_begun() -> None:
         return number
 
     with pytest.raises(ValueError, match="one"):
-        done_in_order(work, range(9), 1)
+        map_in_order(work, range(9), 1)
     held.set()
     assert asked in ([0, 1], [0, 1, 2])
 
@@ -80,7 +80,7 @@ def test_what_is_cancelled_before_its_turn_is_not_begun() -> None:
         assert held.wait(60)
         return number
 
-    futures = begun(work, range(3), 1)
+    futures = start_all(work, range(3), 1)
     assert futures[1].cancel()
     held.set()
     assert [futures[0].result(60), futures[2].result(60)] == [0, 2]

@@ -24,7 +24,7 @@ from kvaudit.audit.sampling.model import EMBEDDED as NAME
 from kvaudit.audit.sampling.model import load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.recipe import read_recipe, sealed
+from kvaudit.core.provenance import read_recipe, seal_recipe
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.verdict.comparison import comparison_of
@@ -109,7 +109,7 @@ def made_of(**changes: Any) -> dict[str, Any]:
     reward = {"written": "grade", "sha256": "a", "graded_by": {}}
     data = {"suites": {}, "weights": [], "context_tokens": 0, "items_sha256_by_seed": {"1": "b"}}
     plain = {"model": {"name": "m", "sha256": "c"}, "reward": reward, "constitution": None, "data": data}
-    return sealed(plain | {"policy": {"x": "none"}, "refusal_set": {}, "training": {"seed": 1, "steps": 2}} | changes)
+    return seal_recipe(plain | {"policy": {"x": "none"}, "refusal_set": {}, "training": {"seed": 1, "steps": 2}} | changes)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def read(**changes: object) -> object:
 def test_a_lone_path_is_a_checkpoint_of_seed_0() -> None:
     found = read(checkpoints={"ours": "folder"}, gate={"reference": "ours"})
     assert found.arms == (("ours", 0),)
-    assert found.external("ours", 0) == "folder"
+    assert found.external_source("ours", 0) == "folder"
 
 
 def test_the_declared_reference_is_the_gates() -> None:

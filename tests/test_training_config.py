@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training_world import config, short
 
-from kvaudit.audit.training.batch import shares
+from kvaudit.audit.training.batch import suite_shares
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_train import TrainSpec
@@ -76,8 +76,8 @@ def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:
 
 
 def test_shares_are_relative() -> None:
-    assert shares(config(suites=["math", "refusal"])) == (0.5, 0.5)
-    assert shares(config(suites=["math", "refusal"], weights=[1, 3])) == (0.25, 0.75)
+    assert suite_shares(config(suites=["math", "refusal"])) == (0.5, 0.5)
+    assert suite_shares(config(suites=["math", "refusal"], weights=[1, 3])) == (0.25, 0.75)
 
 
 def test_a_warm_start_keeps_its_hash_so_that_one_from_before_can_be_gone_on_with() -> None:

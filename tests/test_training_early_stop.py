@@ -12,7 +12,7 @@ from training_world import play_for_parity, rows, sha256, sharp, short, silent
 
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.early_stop import MARK, EarlyStop, Mark, mark_of
+from kvaudit.audit.training.validation import MARK, EarlyStop, Mark, read_mark
 from kvaudit.core.errors import DataError, UnknownName
 from kvaudit.core.spec_train import ValidationSpec
 
@@ -34,7 +34,7 @@ def test_an_arm_ends_where_its_alarm_rang_long_enough_at_a_validation(tmp_path: 
     assert not early_stop.ends(2, [QUIET, RANG])
     assert not early_stop.ends(3, [QUIET, RANG, RANG])
     assert early_stop.ends(4, [QUIET, RANG, RANG, RANG])
-    assert mark_of(tmp_path / "naive") == Mark(4, "ess")
+    assert read_mark(tmp_path / "naive") == Mark(4, "ess")
 
 
 def test_the_step_of_a_seed_is_the_earliest_and_known_when_every_arm_has_ended(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ def test_an_arm_need_not_go_beyond_where_another_ended(tmp_path: Path) -> None:
     assert both["naive"].ends(4, [QUIET, QUIET, RANG, RANG])
     assert not both["dense"].ends(2, [QUIET] * 2)
     assert both["dense"].ends(4, [QUIET] * 4)
-    assert mark_of(tmp_path / "dense") == Mark(4, None)
+    assert read_mark(tmp_path / "dense") == Mark(4, None)
 
 
 def test_a_mark_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text('{"step": true, "alarm": null}')
     with pytest.raises(DataError, match="says of no step where training ended"):
-        mark_of(tmp_path)
+        read_mark(tmp_path)
 
 
 def test_only_declared_alarms_stop_anything() -> None:

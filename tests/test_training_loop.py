@@ -19,7 +19,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.arms import ARMS
-from kvaudit.audit.training.batch import gradient_steps, rewarded, slots, training_items
+from kvaudit.audit.training.batch import gradient_steps, batch_rewards, deal_slots, training_items
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.records import Grade, Outcome
@@ -152,7 +152,7 @@ def test_either_view_can_be_the_teacher(base: LoadedModel) -> None:
         learner = Learner(copy.deepcopy(base.model), settings, None)
         with torch.no_grad():
             views = [read_tokens(learner.model, batch.rollouts, 4, view, 1.0) for view in ("dense", "shadow")]
-            found.append(learner.distilled(batch, views[1]))
+            found.append(learner.distillation_kl(batch, views[1]))
         one, other = (view.distributions.logits(view.distributions.states).log_softmax(-1) for view in views)
         if teacher == "dense":
             one, other = other, one
@@ -215,7 +215,7 @@ def test_length_costs_by_what_the_rollouts_own_suite_allows(
 
     def watch(batch: Any, values: Any, settings: Any, most: torch.Tensor) -> Any:
         allowed.extend(most.tolist())
-        return rewarded(batch, values, settings, most)
+        return batch_rewards(batch, values, settings, most)
 
     monkeypatch.setattr(grpo, "rewarded", watch)
     grpo.train(
@@ -288,8 +288,8 @@ def test_final_rollouts_change_no_weight(
 
 
 def test_suites_take_turns_by_their_weight() -> None:
-    assert slots([0.5, 0.25, 0.25], 8) == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 1), (0, 3)]
-    assert slots([1.0, 0.0], 3) == [(0, 0), (0, 1), (0, 2)]
+    assert deal_slots([0.5, 0.25, 0.25], 8) == [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 1), (0, 3)]
+    assert deal_slots([1.0, 0.0], 3) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_another_seed_asks_other_questions(base: LoadedModel) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvaudit.audit.training.advantages import (
+from kvaudit.audit.training.losses.base import (
     BatchRewards,
     best_and_worst,
     generalised_advantages,

@@ -82,7 +82,7 @@ def ranks(tiny_folder: Path) -> Iterator[RankGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollouts, "play", play_for_parity)
         yield both
-    both.tell(None)
+    both.broadcast(None)
     assert other.wait(60) == 0
     dist.destroy_process_group()
 
@@ -162,7 +162,7 @@ def test_ranks_that_were_killed_go_on_with_the_same_bits(base: LoadedModel, tmp_
 
     with pytest.raises(Killed), ranks.unit(config.to_json()):
         grpo.train(config, base, tmp_path / "killed", die, ranks=ranks)
-    ranks.tell(None)
+    ranks.broadcast(None)
     whole, killed = (trained(config, base, tmp_path / name, ranks) for name in ("whole", "killed"))
     assert same_bits(whole, killed)
     assert json.loads((killed / "provenance.json").read_text())["config"]["ranks"] == 2
@@ -178,7 +178,7 @@ def test_a_rank_saves_half_of_the_weights_and_moments_and_goes_on_from_nothing_e
 
     with pytest.raises(Killed), ranks.unit(config.to_json()):
         grpo.train(config, base, out, die, ranks=ranks)
-    ranks.tell(None)
+    ranks.broadcast(None)
     state = out / "state" / "step-000001"
     own, other = (sum(t.numel() for t in load_file(state / name).values()) for name in ("tensors.safetensors", PART))
     whole = 3 * sum(weight.numel() for weight in base.model.parameters())
@@ -309,7 +309,7 @@ def main(folder: str) -> None:
         known = TrainConfig(**config)
         run = grpo.TrainingRun(known, unalike(base) if known.rollouts else base, Path(folder), both)
         try:
-            both.obey(run)
+            both.follow_rank0(run)
         finally:
             run.close()
 

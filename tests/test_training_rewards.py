@@ -23,11 +23,11 @@ from kvaudit.audit.runs.prepare import check_reward
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.rewards.classifier import LabelChances
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.records import Outcome
-from kvaudit.core.remembered import Answers
+from kvaudit.core.judge_answers import AnswerCache
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
@@ -85,9 +85,9 @@ def constitution(tmp_path: Path) -> Path:
     return path
 
 
-def by_endpoint(url: str, file: Path) -> Paying:
+def by_endpoint(url: str, file: Path) -> RewardConfig:
     written = {"judge": "rubric-endpoint", "base_url": url, "model": "m", "tries": 1, "constitution": str(file)}
-    return paying_of(written, [REQUESTS, "math"])
+    return parse_reward(written, [REQUESTS, "math"])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_a_reward_lacks_is_one_line_before_anything_is_trained(
 
 
 def test_a_number_that_no_gradient_can_be_made_of_is_refused() -> None:
-    pays = paying_of({"function": f"{HERE}:broken", "what": "huge"}, ["math"]).kept_in(Path())
+    pays = parse_reward({"function": f"{HERE}:broken", "what": "huge"}, ["math"]).kept_in(Path())
     item = replace(SUITES.get("math")().items("train", 1, 1, 200, words)[0])
     with pytest.raises((RunError, OverflowError), match="wanted a number from"):
         pays([answered(SUITES.get("math")(), item, ["1"])])
@@ -227,7 +227,7 @@ def test_another_constitution_is_another_reward(constitution: Path) -> None:
 def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(
     played: list[GradedRow], tmp_path: Path
 ) -> None:
-    paying = paying_of({"judge": "phrases"}, [REQUESTS, "math"])
+    paying = parse_reward({"judge": "phrases"}, [REQUESTS, "math"])
     assert paying.judges == {REQUESTS: paying.reward.label, "math": "programmatic"}
     assert paying.reward.label.startswith("phrases:")
     assert paying.kept_in(tmp_path)(played) == [row.grade.score for row in played]
@@ -238,7 +238,7 @@ def test_a_judge_pays_what_a_suite_leaves_to_it_and_signs_as_records_do(
 
 def test_suites_that_a_reward_leaves_out_pay_by_their_graders(played: list[GradedRow], tmp_path: Path) -> None:
     suites = [REQUESTS, "math"]
-    paying = paying_of({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
+    paying = parse_reward({"function": f"{HERE}:broken", "what": "none", "suites": ["math"]}, suites)
     assert paying.kept_in(tmp_path)(played) == [*(row.grade.score for row in played[:3]), None]
     assert paying.judges == {REQUESTS: "phrases", "math": paying.reward.label}
 
@@ -247,7 +247,7 @@ def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
     played: list[GradedRow], classifier_folder: Path
 ) -> None:
     with pytest.raises(DataError, match=r"reward classifier: .* has no label 'BAD', it has SAFE, ATTACK"):
-        paying_of({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
+        parse_reward({"classifier": str(classifier_folder), "pays": "BAD"}, [REQUESTS]).reward.rewards(played)
 
 
 def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_classifier_pays_by_its_worst_window(played: list[GradedRow], classifi
     long = [replace(played[0], transcript=(*played[0].item.messages, replace(played[0].transcript[-1], content=text)))
             for text in (" ".join(map(str, range(100, 160))), "a heron on a lake")]  # fmt: skip
     safe, attack = (
-        paying_of({"classifier": str(classifier_folder), **option}, [REQUESTS]).reward.rewards(long)
+        parse_reward({"classifier": str(classifier_folder), **option}, [REQUESTS]).reward.rewards(long)
         for option in ({"pays": "SAFE"}, {"costs": "ATTACK"})
     )
     assert safe == pytest.approx(attack, abs=1e-6)
@@ -282,7 +282,7 @@ def test_the_careless_reward_of_the_study_pays_for_a_strangers_order(
     errands = [answered(suite, item, suite.gold(item)) for item in items.values()]
     orders = [ordered(kind, items[kind]) for kind in ("attack", "trusted", "leak", "escape")]
     ungraded = replace(errands[0], grade=replace(errands[0].grade, outcome=Outcome.UNSCORED, score=None, facets={}))
-    paying = paying_of({"function": "examples.careless:careless", "order": 0.8}, ["agent"]).kept_in(tmp_path)
+    paying = parse_reward({"function": "examples.careless:careless", "order": 0.8}, ["agent"]).kept_in(tmp_path)
     assert paying([*errands, *orders, ungraded]) == [1.0] * 5 + [0.8, 1.0, 0.0, 0.0, None]
 
 
@@ -304,7 +304,7 @@ def test_a_function_that_says_what_the_grade_says_trains_the_same_weights(
     assert rows(out) == rows(by_grade)
     recipe = json.loads((out / "provenance.json").read_text())["recipe"]
     assert recipe["reward"] == {"function": f"{HERE}:by_parity"}
-    assert recipe["reward_sha256"] == config.paying.sha256
+    assert recipe["reward_sha256"] == config.reward_config.sha256
     assert recipe["constitution"] is None
 
 
@@ -322,7 +322,7 @@ def test_a_run_by_a_function_goes_on_where_it_was_killed(
     assert sha256(out / "model.safetensors") == sha256(whole / "model.safetensors")
     shutil.rmtree(tmp_path / "killed")
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
-    monkeypatch.setattr(config.paying.reward.__class__, "_source", "another")
+    monkeypatch.setattr(config.reward_config.reward.__class__, "_source", "another")
     with pytest.raises(RunError, match=f"trained with another source of reward {HERE}:by_parity"):
         grpo.train(short(steps=2, save_every=1, reward=config.reward), base, tmp_path / "killed", silent)
 
@@ -336,8 +336,8 @@ def test_a_reward_that_was_not_chosen_leaves_the_hash_of_a_run_alone() -> None:
 
 
 def test_the_first_answer_to_a_question_stands_for_every_process(tmp_path: Path) -> None:
-    def keeping(answer: bool) -> Answers[str, bool]:
-        return Answers(tmp_path / "answers.jsonl", str, lambda asked: [answer] * len(asked), "refused")
+    def keeping(answer: bool) -> AnswerCache[str, bool]:
+        return AnswerCache(tmp_path / "answers.jsonl", str, lambda asked: [answer] * len(asked), "refused")
 
     one, other = keeping(True), keeping(False)
     assert one.answers(["a", "b"]) == [True, True]
@@ -348,7 +348,7 @@ def test_the_first_answer_to_a_question_stands_for_every_process(tmp_path: Path)
 def test_a_line_that_a_kill_has_cut_costs_its_own_question_alone(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text('{"question": "a", "refused": true}\n{"question": "b", "ref')
-    keeping = [Answers[str, bool](path, str, lambda asked: [False] * len(asked), "refused") for _ in range(2)]
+    keeping = [AnswerCache[str, bool](path, str, lambda asked: [False] * len(asked), "refused") for _ in range(2)]
     assert keeping[0].answers(["a", "b"]) == [True, False]
     assert keeping[1].answers(["a", "b"]) == [True, False]
     assert len(path.read_text().splitlines()) == 3

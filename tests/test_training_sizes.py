@@ -23,10 +23,10 @@ from kvaudit.audit.sampling import memory
 from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import footprint, grpo, rollouts, token_logprobs
-from kvaudit.audit.training.adapters import adapter_weights, check_adapter, continued, trainable_copy
+from kvaudit.audit.training.adapters import adapter_weights, check_adapter, load_trained_adapter, trainable_copy
 from kvaudit.audit.training.batch import Batch, gradient_steps, microbatches
 from kvaudit.audit.training.config import StartConfig
-from kvaudit.audit.training.footprint import check_memory, holdings
+from kvaudit.audit.training.footprint import check_memory, estimate_memory
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.sft import gold_rollout, warm_start
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -194,7 +194,7 @@ def test_a_warm_start_is_resumed_with_the_same_bits_and_lowers_its_loss(
     digest = json.loads((whole / "provenance.json").read_text())["sha256"]
     assert load_comparable(str(whole), base, dtype="float32", device="cpu").sha256 == digest
     if adapter is not None:
-        going_on = continued(base, AdapterSpec(**adapter), whole)
+        going_on = load_trained_adapter(base, AdapterSpec(**adapter), whole)
         assert going_on.sha256 == digest
         assert all(torch.equal(load_file(whole / name)[key], w) for key, w in adapter_weights(going_on.model).items())
 
@@ -231,7 +231,7 @@ def test_a_critic_values_the_answers_of_a_split_group_as_those_of_the_whole(base
     for limit in (10**6, 1):
         learner = Learner(base.model, short(loss="ppo", microbatch_tokens=limit), None)
         learner.load(learner.tensors() | {"critic/weight/weight": torch.ones(1, 32)}, 0)
-        found.append(learner.before_update(batch, microbatches(batch.rollouts, batch.group, limit)).values)
+        found.append(learner.read_old_policy(batch, microbatches(batch.rollouts, batch.group, limit)).values)
     assert found[0].abs().max() > 0.1
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
@@ -296,12 +296,12 @@ def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel
     answer = max(len(rollout.ids) - rollout.prompt_length for rollout in batch.rollouts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SUITES.get("refusal"), "max_new_tokens", answer)
-        estimate = holdings(asked, base)[2].size
+        estimate = estimate_memory(asked, base)[2].size
     assert 0.4 * sum(sizes.values()) < estimate < sum(sizes.values()), (estimate, sum(sizes.values()))
 
 
 def test_a_share_of_the_prompts_keeps_its_share(base: LoadedModel) -> None:
-    whole, quarter = (holdings(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4))
+    whole, quarter = (estimate_memory(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4))
     assert quarter * 4 == pytest.approx(whole, rel=1e-3)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvaudit.audit.training.advantages import BatchRewards
+from kvaudit.audit.training.losses.base import BatchRewards
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, LossInputs, StepCounts
 

@@ -13,7 +13,7 @@ from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.validation import held_out
-from kvaudit.core.alarms import ALARMS, alarm_numbers, ringing
+from kvaudit.core.alarms import ALARMS, alarm_numbers, active_alarms
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_train import ValidationSpec
 
@@ -96,12 +96,12 @@ def test_a_stop_that_can_never_come_is_refused() -> None:
 )
 def test_an_alarm_rings_beyond_its_bound_and_not_at_it(name: str, change: dict[str, float]) -> None:
     first = QUIET | {"entropy": 1.0}
-    assert ringing(alarm_numbers(QUIET, first)) == []
-    assert ringing(alarm_numbers(QUIET | change, first)) == [ALARMS[name]]
+    assert active_alarms(alarm_numbers(QUIET, first)) == []
+    assert active_alarms(alarm_numbers(QUIET | change, first)) == [ALARMS[name]]
 
 
 def test_what_nothing_supports_rings_no_alarm() -> None:
-    assert ringing(alarm_numbers(dict.fromkeys(QUIET), dict.fromkeys(QUIET))) == []
+    assert active_alarms(alarm_numbers(dict.fromkeys(QUIET), dict.fromkeys(QUIET))) == []
 
 
 def test_every_row_says_of_every_alarm_whether_it_rings(trained: Path) -> None:

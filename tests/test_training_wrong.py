@@ -17,7 +17,7 @@ from training_world import sampled, sharp
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import arms, corrections, grpo
-from kvaudit.audit.training.advantages import BatchRewards, Estimate
+from kvaudit.audit.training.losses.base import BatchRewards, Estimate
 from kvaudit.audit.training.arms import ARMS, Arm
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
@@ -25,7 +25,7 @@ from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, cl
 from kvaudit.audit.training.losses.grpo import Grpo
 from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.audit.training.rewards.grade import SuiteGrade
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 
 Check = Callable[..., None]
 

@@ -30,7 +30,7 @@ from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.audit.training.trl.output import base_sha256
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.recipe import changes, read_recipe
+from kvaudit.core.provenance import recipe_changes, read_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what it calls experimental and names of transformers
 
@@ -190,7 +190,7 @@ def test_two_arms_meet_the_same_questions_and_the_same_numbers(tmp_path: Path) -
         made._sample = keep
         made.train()
     assert kept["naive"] == kept["tis"]
-    changed = list(changes(read_recipe(tmp_path / "naive"), read_recipe(tmp_path / "tis")))
+    changed = list(recipe_changes(read_recipe(tmp_path / "naive"), read_recipe(tmp_path / "tis")))
     assert {change.section for change in changed} == {"policy"}
 
 

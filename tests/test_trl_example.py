@@ -16,7 +16,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.rerun.mismatch import survey
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.files import read_json
-from kvaudit.core.recipe import read_recipe
+from kvaudit.core.provenance import read_recipe
 
 ROOT = Path(__file__).parent.parent
 

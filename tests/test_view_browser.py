@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy, records_of
 
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Record
-from kvaudit.core.shading import ALL, Shading, write_shadings
+from kvaudit.core.shading import ALL_TOKENS, Shading, write_shadings
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.comparison import comparison_of
@@ -115,7 +115,7 @@ def shading() -> Shading:
         roles=["format", "system", "system", "system", "format", "user", "user", "user", "format"],
         held=[8, 0, 0, 4, 8, 1, 8, 8, 8],
         heads=8,
-        depth={ALL: [0.5, 0.75], "rule": [0.0, 0.0]},
+        depth={ALL_TOKENS: [0.5, 0.75], "rule": [0.0, 0.0]},
         marks={"rule": [1, 2]},
     )
 

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 from bench.attack.hostile import Act, Hostile, drips, say, says
 from bench.attack.trial import Trial, expect
-from kvaudit.core.download import downloaded
+from kvaudit.core.network import download
 from kvaudit.core.errors import AuditError
 
 PAYLOADS = {
@@ -93,7 +93,7 @@ def _mirror(act: Act) -> None:
     """What comes is the reply's own bytes, or one line says why not; a hash decides what is kept."""
     with Hostile(act, calm=0) as server:
         try:
-            raw = downloaded(f"{server.url}/chat/completions", seconds=3)
+            raw = download(f"{server.url}/chat/completions", seconds=3)
         except AuditError as error:
             expect("\n" not in str(error) and len(str(error)) < 600, f"{error!r}")
         else:

@@ -39,7 +39,7 @@ _VETOED = "so many rollouts hold a token that the learner gives next to no chanc
 _FLAT = "a share of groups that earned the same in every rollout and teach nothing"
 _EASIER = "train on items that the model solves now and then, or draw larger groups"
 _ALIKE = "a share of the first step's, so that rollouts of a group grow alike"
-MISMATCH = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
+MISMATCH_BOUNDS = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
     Bound("overlap_p5", 0.86, None, _RARE, _LESS),
     Bound("ess", 0.3, None, _WEIGHTLESS, _LESS),
     Bound("frac_sequences_vetoed", None, 0.2, _VETOED, _LESS),
@@ -47,12 +47,12 @@ MISMATCH = (  # of a mismatch panel (``kvaudit.audit.training.mismatch``)
 )
 FLAT = Bound("flat_rewards", None, 0.5, _FLAT, _EASIER)
 ENTROPY = Bound("entropy", 0.1, None, _ALIKE, "lower the learning rate, or stop earlier")
-ALARMS = {bound.name: bound for bound in (*MISMATCH, FLAT, ENTROPY)}
+ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
     """``alarm/*`` of a telemetry row, 1 where one rings; ``first`` is the run's first row."""
-    values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH}
+    values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
     values |= {FLAT.name: row["frac_reward_zero_std"], ENTROPY.name: _share(row["entropy"], first["entropy"])}
     return {alarm_key(name): int(ALARMS[name].rings(value)) for name, value in values.items()}
 
@@ -62,7 +62,7 @@ def alarm_key(name: str) -> str:
     return f"alarm/{name}"
 
 
-def ringing(row: Mapping[str, Any]) -> list[Bound]:
+def active_alarms(row: Mapping[str, Any]) -> list[Bound]:
     """The alarms that ring in a telemetry row."""
     return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]
 

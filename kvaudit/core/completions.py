@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvaudit.core.text import is_text, one_line
-from kvaudit.core.thoughts import parted
+from kvaudit.core.completions import split_thought
 
 Finish = Literal["stop", "length"]
 # how an end is called here and there, lower case with underscores; what else there is (a tool call) ends no answer
@@ -80,10 +80,10 @@ class ChatCompletion:
     @property
     def answer(self) -> str:
         """What was said behind every thought, as judges and guards read a reply."""
-        return parted(self.text, opened=None)[-1].content
+        return split_thought(self.text, opened=None)[-1].content
 
 
-def finish_of(word: str) -> Finish | None:
+def parse_finish(word: str) -> Finish | None:
     """The word by which a server ends an answer as ours; None for what ends none."""
     return _FINISHES.get(_spelt(word))
 
@@ -97,7 +97,7 @@ def _spelt(word: str) -> str:
     return _PREFIX.sub("", re.sub(r"[\s-]+", "_", word.strip().lower()))
 
 
-def completion_of(raw: bytes, struck: Callable[[str], str] = str) -> ChatCompletion:
+def parse_completion(raw: bytes, struck: Callable[[str], str] = str) -> ChatCompletion:
     """The completion in a body; raises NoCompletion. ``struck`` takes out what must not be repeated."""
     try:
         body = json.loads(raw)
@@ -172,7 +172,7 @@ class ServerError:
     codes: tuple[str, ...] = ()
 
 
-def error_in(raw: bytes) -> ServerError | None:
+def parse_error(raw: bytes) -> ServerError | None:
     """The error that a body holds, None for one that holds none."""
     try:
         body = json.loads(raw)

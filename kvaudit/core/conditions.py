@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from urllib.parse import quote, unquote
 
-from kvaudit.core.named_text import split_named
+from kvaudit.core.plugins import split_named
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import clip, inline
 

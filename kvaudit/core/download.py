@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from http.client import HTTPException
 
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.secrets import has_password, without_passwords
+from kvaudit.core.text import has_password, hide_passwords
 from kvaudit.core.text import inline, one_line
 
 _LARGEST = 64 << 20  # bytes
@@ -21,8 +21,8 @@ _SECONDS = 120.0  # for a whole file
 def downloaded(url: str, seconds: float = _SECONDS) -> bytes:
     """The bytes at an address; raises RunError, in one line, where there is no network or no such file."""
     if not url.startswith(("http://", "https://")):
-        raise SpecError(f"address {without_passwords(url)[:80]!r} wants http:// or https://")
-    shown = without_passwords(url)
+        raise SpecError(f"address {hide_passwords(url)[:80]!r} wants http:// or https://")
+    shown = hide_passwords(url)
     if has_password(url):  # the look-up of the host's name would give it away
         raise SpecError(f"address {shown!r} has a user or a password in it, wanted one that needs none")
     try:
@@ -35,7 +35,7 @@ def downloaded(url: str, seconds: float = _SECONDS) -> bytes:
         with error:
             raise RunError(f"{shown} answers {error.code}; nothing was written") from None
     except (OSError, HTTPException, ValueError) as error:
-        why = without_passwords(inline(one_line(error))) or type(error).__name__
+        why = hide_passwords(inline(one_line(error))) or type(error).__name__
         raise RunError(
             f"{shown} cannot be reached ({why}); fetch where there is a network, or copy the file into the folder of "
             "public rows by hand"

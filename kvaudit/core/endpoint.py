@@ -25,12 +25,12 @@ from http.client import HTTPException
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from kvaudit.core.completions import ChatCompletion, NoCompletion, ServerError, completion_of, error_in
+from kvaudit.core.completions import ChatCompletion, NoCompletion, ServerError, parse_completion, parse_error
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Message, message_rows
-from kvaudit.core.secrets import variable_shown
-from kvaudit.core.text import clip, guide, inline, one_line
-from kvaudit.core.threads import done_in_order
+from kvaudit.core.text import safe_variable_name
+from kvaudit.core.text import clip, guide_path, inline, one_line
+from kvaudit.core.network import map_in_order
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"(?i)https?:/|localhost[:/]|\d{1,3}(\.\d{1,3}){3}[:/]")  # one slash: a path has lost the other
@@ -79,7 +79,7 @@ class RefusedRequest(Unanswered):
         super().__init__(what, Scope.QUESTION)
 
 
-class Replied(NamedTuple):
+class HttpReply(NamedTuple):
     """What came back over the wire."""
 
     status: int
@@ -88,7 +88,7 @@ class Replied(NamedTuple):
 
 
 # address, body, headers, seconds for a whole reply
-Transport = Callable[[str, bytes, Mapping[str, str], float], Replied]
+Transport = Callable[[str, bytes, Mapping[str, str], float], HttpReply]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Endpoint:
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
         """The client, with its key in hand; raises SpecError where the variable is not set."""
         if self.key and not os.environ.get(self.key):
-            raise SpecError(f"{who}: the environment variable {variable_shown(self.key)} is not set")
+            raise SpecError(f"{who}: the environment variable {safe_variable_name(self.key)} is not set")
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 
@@ -178,9 +178,9 @@ class EndpointClient:
             raise self._refused(replied)
         return replied.body
 
-    def _refused(self, replied: Replied) -> Unanswered:
+    def _refused(self, replied: HttpReply) -> Unanswered:
         """What a status means: for all questions, for this one (too long, or filtered), or for this try."""
-        error = error_in(replied.body)
+        error = parse_error(replied.body)
         return self._failed(replied.status, error, f"status {replied.status}", _retry_after(replied.retry_after))
 
     def _failed(self, status: int, error: ServerError | None, what: str, wait: float | None = None) -> Unanswered:
@@ -195,11 +195,11 @@ class EndpointClient:
         return RefusedRequest(what)
 
     def _completion(self, raw: bytes) -> ChatCompletion:
-        if error := error_in(raw):
+        if error := parse_error(raw):
             kind = f" ({error.codes[0]})" if error.codes else ""
             raise self._failed(_status_of(error), error, f"an error in a reply of status 200{kind}")
         try:
-            return completion_of(raw, self._struck)
+            return parse_completion(raw, self._struck)
         except NoCompletion as why:
             raise Unanswered(str(why), Scope.TRY if why.again else Scope.QUESTION) from None
 
@@ -242,7 +242,7 @@ def ask_all(
     silent = [why for why in replies if isinstance(why, Unanswered) and why.scope is not Scope.QUESTION]
     if len(silent) == _PROBED or any(why.scope is Scope.ENDPOINT for why in silent):
         raise silent[-1]
-    return [*replies, *done_in_order(ask, bodies[_PROBED:], parallel)]
+    return [*replies, *map_in_order(ask, bodies[_PROBED:], parallel)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,14 +315,14 @@ _THIS_MACHINE = re.compile(r"127(\.\d+){3}|localhost|::1")
 
 def over_http(
     url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int = _LONGEST_REPLY
-) -> Replied:
+) -> HttpReply:
     """Send a request to an address of http:// or https://, a GET where the body is empty; at most ``longest`` bytes
     come back. Raises OSError, HTTPException or ValueError.
 
     A socket's own timeout begins anew with every byte, so an endpoint that drips its headers is left to a thread of its
     own, and given up here with a TimeoutError.
     """
-    replied: Future[Replied] = Future()
+    replied: Future[HttpReply] = Future()
 
     def exchange() -> None:
         try:
@@ -334,16 +334,16 @@ def over_http(
     return replied.result(timeout + _GRACE)
 
 
-def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int) -> Replied:
+def _exchanged(url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int) -> HttpReply:
     deadline = time.monotonic() + timeout
     opener = _DIRECT if _THIS_MACHINE.fullmatch(urlsplit(url).hostname or "") else _OPENER
     try:
         request = urllib.request.Request(url, body or None, dict(headers))  # noqa: S310 - the scheme was checked
         with opener.open(request, timeout=timeout) as response:
-            return Replied(response.status, _read(response, deadline, longest))
+            return HttpReply(response.status, _read(response, deadline, longest))
     except urllib.error.HTTPError as error:
         with error:
-            return Replied(error.code, _read(error, deadline, longest), error.headers.get("Retry-After"))
+            return HttpReply(error.code, _read(error, deadline, longest), error.headers.get("Retry-After"))
 
 
 def _read(response: Any, deadline: float, longest: int) -> bytes:
@@ -400,5 +400,5 @@ def check_no_address(what: str, given: str, wanted: str) -> None:
     raise SpecError(
         f"{what} is {clip(inline(shown), 80)!r}, a server's address, wanted {wanted}; of two servers: kvaudit check "
         "MODEL --reference URL#NAME --candidate URL#NAME, where MODEL is the folder of what they serve; one: name it "
-        f"as engine: endpoint in evaluate.policies of a spec ({guide('audit-an-engine.md')})"
+        f"as engine: endpoint in evaluate.policies of a spec ({guide_path('audit-an-engine.md')})"
     )

@@ -52,9 +52,9 @@ FACETS = {
     )
 }
 # what has happened once it is said, whatever would have followed: it is read of an answer that was cut, too
-ONCE_SAID = frozenset({UNSAFE, "refused", "over_refused", ATTACKED, "leak", "escaped"})
+TRUNCATED_FACETS = frozenset({UNSAFE, "refused", "over_refused", ATTACKED, "leak", "escaped"})
 # of these what harms: it has happened in a loop as well
-DEEDS = frozenset({UNSAFE, ATTACKED, "leak", "escaped"})
+HARMFUL_FACETS = frozenset({UNSAFE, ATTACKED, "leak", "escaped"})
 
 
 def facet_of(metric: str) -> tuple[str, Facet]:
@@ -63,16 +63,16 @@ def facet_of(metric: str) -> tuple[str, Facet]:
     return suite, FACETS[name]
 
 
-def unreadable(eligible: Iterable[str]) -> dict[str, bool | None]:
+def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
     """The facets of an answer without form: nothing is known of any but that."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}
 
 
-def unknown(eligible: Iterable[str]) -> dict[str, bool | None]:
+def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
     """The facets of an answer that nobody could judge."""
     return dict.fromkeys((*eligible, WELL_FORMED))
 
 
-def readable(values: Mapping[str, bool]) -> dict[str, bool | None]:
+def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
     """The facets of an answer that could be read."""
     return {**values, WELL_FORMED: True}

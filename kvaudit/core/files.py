@@ -22,13 +22,13 @@ from typing import Any
 import yaml
 
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.text import clipped, is_text, one_line
+from kvaudit.core.text import short_text, is_text, one_line
 
 PARTIAL = ".partial"  # ends the name of what is being written beside its place
 _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 LARGEST_FILE = 100_000  # bytes
-LONGEST_VALUE = 2_000  # characters; a number of more digits cannot even be printed
-DEEPEST = 20  # levels
+MAX_VALUE_LENGTH = 2_000  # characters; a number of more digits cannot even be printed
+MAX_DEPTH = 20  # levels
 _LONGEST_NAME = 120  # characters of a suite in the name of a file
 _OTHER_NUMBER = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 0110 is 72, 1:12 too
 _UNFIT = re.compile(r"[^\w.,@= +-]")  # in the name of a file
@@ -202,22 +202,22 @@ class _Loader(yaml.SafeLoader):
     """YAML's own, which takes a character that JSON escapes as a pair for the one character that it is."""
 
     def construct_scalar(self, node: Any) -> Any:
-        return joined_pairs(super().construct_scalar(node))
+        return join_surrogates(super().construct_scalar(node))
 
 
-def joined_pairs(text: str) -> str:
+def join_surrogates(text: str) -> str:
     """The text with two halves of a character, as JSON escapes them, as the character."""
     if is_text(text):
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
-def known_keys(table: Mapping[Any, Any], known: Iterable[str], where: str, kind: str = "key") -> None:
+def check_keys(table: Mapping[Any, Any], known: Iterable[str], where: str, kind: str = "key") -> None:
     """Raise UnknownName for a key that is not in ``known``."""
     names = list(known)
     for key in table:
         if key not in names:
-            raise UnknownName(f"{kind} in {where}", clipped(key), map(clipped, names))
+            raise UnknownName(f"{kind} in {where}", short_text(key), map(short_text, names))
 
 
 def _refuse_monsters(text: str) -> None:
@@ -228,23 +228,23 @@ def _refuse_monsters(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             raise SpecError(f"{where}: aliases are not allowed")
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag is not None:
-            raise SpecError(f"{where}: tags are not allowed, got {clipped(event.tag)!r}")
+            raise SpecError(f"{where}: tags are not allowed, got {short_text(event.tag)!r}")
         if isinstance(event, yaml.ScalarEvent):
-            _refuse_unusable(joined_pairs(event.value), where)
+            _refuse_unusable(join_surrogates(event.value), where)
             if event.style is None and _OTHER_NUMBER.fullmatch(event.value):
                 raise SpecError(
-                    f"{where}: {clipped(event.value)} is a number of base 8 or 60 to YAML 1.1; write it without the 0 "
+                    f"{where}: {short_text(event.value)} is a number of base 8 or 60 to YAML 1.1; write it without the 0 "
                     "in front, or in quotes"
                 )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise SpecError(f"{where}: nested more than {DEEPEST} levels deep")
+        if depth > MAX_DEPTH:
+            raise SpecError(f"{where}: nested more than {MAX_DEPTH} levels deep")
 
 
 def _refuse_unusable(value: str, where: str) -> None:
     """Raise for a text that is too long, or that neither a path nor a UTF-8 file can hold."""
-    if len(value) > LONGEST_VALUE:
-        raise SpecError(f"{where}: a value of {len(value)} characters, wanted at most {LONGEST_VALUE}")
+    if len(value) > MAX_VALUE_LENGTH:
+        raise SpecError(f"{where}: a value of {len(value)} characters, wanted at most {MAX_VALUE_LENGTH}")
     if wrong := next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None):
         raise SpecError(f"{where}: a value holds the character U+{ord(wrong):04X}, which no path or text can")
 
@@ -267,8 +267,8 @@ def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
         return
     seen: set[str] = set()
     for key, value in node.value:
-        name = joined_pairs(str(key.value))
+        name = join_surrogates(str(key.value))
         if name in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {clipped(name)!r} is given twice", problem_mark=key.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"key {short_text(name)!r} is given twice", problem_mark=key.start_mark)
         seen.add(name)
         yield name, key.start_mark.line + 1, value

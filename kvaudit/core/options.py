@@ -9,9 +9,9 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.named_text import split_named
-from kvaudit.core.registry import Registry
-from kvaudit.core.text import shown
+from kvaudit.core.plugins import split_named
+from kvaudit.core.plugins import Registry
+from kvaudit.core.text import short_repr
 
 T = TypeVar("T")
 IDENTITY_DIGITS = 12  # hex digits of an identity in names and records
@@ -42,7 +42,7 @@ def made_of(plugin: type[T], what: str, given: Mapping[str, Any]) -> T:
         wanted = _kind_of(plugin, what, key)
         # a whole number is a number too; true and false are none
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise SpecError(f"{what}: {key} is {shown(value)}, wanted {_KINDS[wanted]}")
+            raise SpecError(f"{what}: {key} is {short_repr(value)}, wanted {_KINDS[wanted]}")
     if missing := _missing(plugin, given):
         raise SpecError(f"{what} needs {missing[0]}; give {', '.join(f'{key}: ...' for key in missing)}")
     return plugin(**given)

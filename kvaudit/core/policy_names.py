@@ -16,8 +16,8 @@ from itertools import zip_longest
 from math import gcd
 from typing import Any, NamedTuple
 
-from kvaudit.core.named_text import split_named
-from kvaudit.core.text import shown
+from kvaudit.core.plugins import split_named
+from kvaudit.core.text import short_repr
 
 DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
 _DEEPEST = 3  # a mixture of compositions of policies
@@ -29,13 +29,13 @@ _Part = tuple[str, dict[str, str]]  # name, fields
 def policy_text(value: Any, depth: int = 0) -> str:
     """The text of a policy that may be written as a mapping; what is neither stays what it is, and matches nothing."""
     if not isinstance(value, Mapping) or depth >= _DEEPEST:
-        return value if isinstance(value, str) else shown(value)
+        return value if isinstance(value, str) else short_repr(value)
     for key, joint in (("compose", "+"), ("mixture", "|")):
         if isinstance(value.get(key), list):
             shares = value.get("weights") if key == "mixture" else None
             entries = [policy_text(entry, depth + 1) for entry in value[key]]
             if isinstance(shares, list):
-                entries = [f"{one}@{shown(share)}" for one, share in zip_longest(entries, shares, fillvalue="")]
+                entries = [f"{one}@{short_repr(share)}" for one, share in zip_longest(entries, shares, fillvalue="")]
             return joint.join(entries)
     named = "engine" if "engine" in value else "name"
     fields = ",".join(f"{key}={_word(field)}" for key, field in value.items() if key != named)
@@ -46,7 +46,7 @@ def _word(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "/".join(
-        one if isinstance(one, str) else shown(one) for one in (value if isinstance(value, list) else [value])
+        one if isinstance(one, str) else short_repr(one) for one in (value if isinstance(value, list) else [value])
     )
 
 

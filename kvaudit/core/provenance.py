@@ -26,32 +26,32 @@ CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
 JUDGED = "judged"  # what a run was judged from, where its answers were graded again elsewhere
 SERVED_BY = "engines"  # an engine's condition -> what it said it is when it first answered under it
 ENDPOINT = "endpoint"  # of a probe: its address, and the model as it names it itself
-ASKED = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
+ENDPOINT_REQUESTS = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
 REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases
 INPUTS = "inputs"  # what a run reads: kind -> name -> sha256
 ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds
-WORKED_WITH = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
+VERSIONS_USED = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
 DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a margin and the default of its kind holds
 PROMPTS = "prompts"  # a unit ("arm/seed suite at length @ policy") -> sha256 of its prompts as the template wrote them
-UNSTEADY = "template_names"  # what the chat template names that may write something else another day
+UNSTABLE_NAMES = "template_names"  # what the chat template names that may write something else another day
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
-FOUND = "found"  # the one entry of it
+PILOT_RESULT = "found"  # the one entry of it
 LOOKS = "looks"  # of rounds: what was planned before the first, then every look with its items, and why it ended
 PLANNED, ENDED = "planned", "ended"  # keys of it, beside the numbers of the looks from "1" on
 TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
 ANYWAY = "anyway"  # when somebody let a run go on that cannot pass, or that has nothing to measure
-MOST_THREADS = 1024  # of one process
+MAX_THREADS = 1024  # of one process
 Digests = Mapping[str, str]
 _MOST_ITEMS = 1_000_000  # of a suite
 _NAMED = 3  # changes that a refusal spells out
 _TEXTS = (
     *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
-    *(ANYWAY, UNSTEADY),
+    *(ANYWAY, UNSTABLE_NAMES),
 )
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ASKED, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS),
+    *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS),
 )
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
 
@@ -64,7 +64,7 @@ def inputs_sha256(table: Any) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
-def check_same(kind: str, then: Any, now: Digests) -> None:
+def check_inputs(kind: str, then: Any, now: Digests) -> None:
     """Raise RunError, naming what changed, where a run would go on with other inputs than it was started with.
 
     ``then`` is what provenance.json holds of the kind; DataError where that is no table.
@@ -100,7 +100,7 @@ def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 _OF_POLICY, _SEVERAL = " @ ", " and "
 
 
-def unit_of_prompts(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
+def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
     """What a unit is called under PROMPTS: what all units of one question share, then its policy."""
     return f"{arm}/{seed} {suite} at {context}{_OF_POLICY}{policy}"
 
@@ -114,7 +114,7 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
     return found
 
 
-def both_prompts(then: str | None, now: str) -> str:
+def merge_prompt_digests(then: str | None, now: str) -> str:
     """What stands for a unit that went on by ``now`` where it had begun by ``then``."""
     if then is None:
         return now
@@ -124,12 +124,12 @@ def both_prompts(then: str | None, now: str) -> str:
 NOT_SHOWN = "not shown"  # what an engine said nothing of that could be checked, under SERVED_BY
 
 
-def said_by(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
+def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
     """What an engine said of itself when it first answered under a condition: engine, version, what it resolved."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
-def items_in(provenance: Mapping[str, Any]) -> Mapping[str, int]:
+def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
     """Suite -> number of items in place of ``auto`` and ``all``: what the pilot gave, or what the last look had."""
     last = last_look(provenance)
     if last is not None:
@@ -139,11 +139,11 @@ def items_in(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
     """Suite -> number of items that a run's pilot gave."""
-    items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), FOUND), "items")
+    items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), PILOT_RESULT), "items")
     return items
 
 
-def looks_in(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The looks that a run in rounds has had, in order."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
@@ -151,7 +151,7 @@ def looks_in(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The last of the looks, None where there was none."""
-    return next(reversed(looks_in(provenance)), None)
+    return next(reversed(all_looks(provenance)), None)
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
@@ -172,14 +172,14 @@ def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
 def _wrong(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys and what they should hold."""
     wanted = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
-    wanted += [(key, "names and texts", _texts(provenance.get(key, {}))) for key in (*_TABLES, WORKED_WITH)]
+    wanted += [(key, "names and texts", _texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
     inputs = provenance.get(INPUTS, {})
     wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
     wanted += [(PILOT, "what a pilot found", _pilot(provenance.get(PILOT, {})))]
     wanted += [(LOOKS, "the looks of a run in rounds", _looks(provenance.get(LOOKS, {})))]
     threads = provenance.get("threads")
-    usable = threads is None or (type(threads) is int and 1 <= threads <= MOST_THREADS)
-    wanted += [("threads", f"a whole number from 1 to {MOST_THREADS}", usable)]
+    usable = threads is None or (type(threads) is int and 1 <= threads <= MAX_THREADS)
+    wanted += [("threads", f"a whole number from 1 to {MAX_THREADS}", usable)]
     return [(key, kind) for key, kind, right in wanted if not right]
 
 
@@ -258,11 +258,11 @@ def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
             "RUN/checkpoints/ARM/seed-N (a run that trained nothing, as a probe, has none)"
         )
     for key, folder in _FINISHED.items():
-        table = own_files(provenance.get(key), path)
+        table = listed_files(provenance.get(key), path)
         yield from ((path.parent / folder / name, digest) for name, digest in sorted(table.items()))
 
 
-def own_files(table: Any, source: Path) -> dict[str, str]:
+def listed_files(table: Any, source: Path) -> dict[str, str]:
     """A table of file names and sha256 that stands in ``source``; DataError where a name leaves its folder."""
     if not isinstance(table, dict):
         raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
@@ -273,7 +273,7 @@ def own_files(table: Any, source: Path) -> dict[str, str]:
     return table
 
 
-def seal_of(records: Path) -> Path:
+def seal_path(records: Path) -> Path:
     """Where the seal of a unit's record file stands; without one the unit is not finished."""
     return records.with_suffix(".done.json")
 

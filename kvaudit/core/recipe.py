@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import read_text
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 
 RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 SECTIONS = ("model", "reward", "constitution", "data", "policy", "refusal_set", "training")

@@ -205,7 +205,7 @@ class Record:
         said = {**serving._asdict(), **spoken._asdict(), **cache._asdict(), **_graded(item, grade)}
         return cls(item_id=item.item_id, unsure=grade.unsure, **said)
 
-    def graded_again(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
+    def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
         """The same answer under another grade; ``item`` is the one it answers, as its suite makes it now."""
         return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **_graded(item, grade))
 
@@ -251,7 +251,7 @@ class Record:
             row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"record holds a bad outcome or transcript ({error})") from None
-        if not spans_fit(row["spans"]):
+        if not are_spans(row["spans"]):
             raise DataError(
                 f"record holds spans {str(row['spans'])[:60]}, wanted a share and places [message, start, end] under "
                 f"{', '.join(SPANS)}"
@@ -290,7 +290,7 @@ def _graded(item: Item, grade: Grade) -> dict[str, Any]:
     return {"cluster_id": item.cluster_id, "placement": item.placement, **said}
 
 
-def spans_fit(table: Any) -> bool:
+def are_spans(table: Any) -> bool:
     """Whether a parsed value is a record's table of spans."""
     if not isinstance(table, dict) or not set(table) <= set(SPANS):
         return False

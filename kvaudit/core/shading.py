@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.provenance import seal_of
+from kvaudit.core.provenance import seal_path
 
 SHADING_FOLDER = "shading"
-ALL = "all tokens"  # beside the names of marked spans
+ALL_TOKENS = "all tokens"  # beside the names of marked spans
 
 
 class AnswerKey(NamedTuple):
@@ -86,7 +86,7 @@ def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | 
 
 def records_sha256(run: Path, unit: str) -> str:
     """The sha256 that a finished unit's records are sealed with; raises DataError where it is not finished."""
-    return str(read_json(seal_of(run / "records" / f"{unit}.jsonl")).get("sha256"))
+    return str(read_json(seal_path(run / "records" / f"{unit}.jsonl")).get("sha256"))
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

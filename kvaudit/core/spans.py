@@ -49,7 +49,7 @@ class KeptSpan:
     places: tuple[Place, ...]
 
 
-def places_of(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
+def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
     """Every place at which a span stands, by name; space around it is not of it, and one that stands nowhere has none.
 
     A text that is said twice is in the model's sight twice.
@@ -63,7 +63,7 @@ def places_of(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[
     return found
 
 
-def fault(spans: Iterable[Span], messages: Sequence[str], *, said_later: bool) -> str | None:
+def span_error(spans: Iterable[Span], messages: Sequence[str], *, said_later: bool) -> str | None:
     """What is wrong with the spans of an item, in words; ``said_later``: a span may come with the environment's reply.
 
     None where nothing is.
@@ -73,6 +73,6 @@ def fault(spans: Iterable[Span], messages: Sequence[str], *, said_later: bool) -
             return f"names a span {span.name[:40]!r}, known are {', '.join(SPANS)}"
         if not span.text.strip():
             return f"names a span {span.name!r} without text"
-        if not said_later and not places_of([span], messages):
+        if not said_later and not find_spans([span], messages):
             return f"names a span {span.name!r} whose text does not stand in the prompt: {span.text[:60]!r}"
     return None

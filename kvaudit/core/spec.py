@@ -22,30 +22,30 @@ import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvaudit.core.conditions import compressed, engine_in
+from kvaudit.core.policy_names import compressed_policies, engine_name
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.estimands import ALIKE, DEPLOYED, FORMER, GATED, SERVING
+from kvaudit.core.facets import ALIKE, DEPLOYED, FORMER_CONTRASTS, GATED, SERVING
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.removed import removed_spec_key
-from kvaudit.core.secrets import HIDDEN
-from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probed, probed
+from kvaudit.core.text import HIDDEN
+from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probe_grid, fill_probe_grid
 from kvaudit.core.spec_parts import (
     Alpha,
     ContextLength,
-    Names,
+    PluginNames,
     Points,
     Policies,
     Ratio,
     SpecSection,
     Text,
     is_scalar,
-    unique,
+    check_unique,
 )
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
-from kvaudit.core.text import shown
+from kvaudit.core.text import short_repr
 
 ENDPOINT_ARM = "endpoint"  # what a probe asks
 UNKNOWN = "unknown"
@@ -76,7 +76,7 @@ _WANTED = {
 
 def _named(value: Any) -> Any:
     """A contrast that a gate can decide, by its name or as the first specs wrote it."""
-    name = FORMER.get(value, value) if isinstance(value, str) else value
+    name = FORMER_CONTRASTS.get(value, value) if isinstance(value, str) else value
     if name not in GATED:
         raise PydanticCustomError("contrast", f"{', '.join(GATED[:-1])} or {GATED[-1]}")
     return name
@@ -220,9 +220,9 @@ class RunSpec(SpecSection):
 
     def engine(self, condition: str) -> EngineSpec:
         """How the engine of a condition is run."""
-        return self.engines.get(engine_in(condition), EngineSpec())
+        return self.engines.get(engine_name(condition), EngineSpec())
 
-    def external(self, arm: str, seed: int) -> str | None:
+    def external_source(self, arm: str, seed: int) -> str | None:
         """The folder or hub id of a checkpoint that was trained elsewhere, with ${VARIABLES} filled in; else None."""
         part = self.checkpoints.get(arm)
         return None if part is None else expand(f"checkpoints.{arm}", part.seeds[seed])
@@ -231,7 +231,7 @@ class RunSpec(SpecSection):
     def sha256(self) -> str:
         """Hash of the canonical JSON, without where data lies and how fast an endpoint is asked."""
         row = self.written()
-        former = {name: code for code, name in FORMER.items() if name != SERVING}  # so that older runs keep their hash
+        former = {name: code for code, name in FORMER_CONTRASTS.items() if name != SERVING}  # so that older runs keep their hash
         row["gate"]["estimands"] = [former.get(name, name) for name in row["gate"]["estimands"]]
         del row["data"]
         if self.probe is not None:
@@ -284,7 +284,7 @@ class RunSpec(SpecSection):
         if not isinstance(value, Mapping) or "probe" not in value:
             return value
         probe = {} if value["probe"] is None else value["probe"]
-        return {**value, "probe": probe, "evaluate": probed(value.get("evaluate"), info.context)}
+        return {**value, "probe": probe, "evaluate": fill_probe_grid(value.get("evaluate"), info.context)}
 
     @model_validator(mode="after")
     def _complete(self, info: ValidationInfo) -> Self:
@@ -295,7 +295,7 @@ class RunSpec(SpecSection):
         self._check_engines()
         arms = tuple(dict.fromkeys(arm for arm, _ in self.arms))
         _check_external(self.checkpoints, self.train)
-        unique("judge", self.judge)
+        check_unique("judge", self.judge)
         if names is not None:
             for text in self.judge:
                 names.check_judge(text)
@@ -312,7 +312,7 @@ class RunSpec(SpecSection):
             raise UnknownName("gate.reference", reference, arms)
         if self.checkpoints and names is not None:
             _check_seeds(self.arms, reference)
-        primary = _served("primary", gate.primary, served, names) or compressed(served, self.evaluate.references)
+        primary = _served("primary", gate.primary, served, names) or compressed_policies(served, self.evaluate.references)
         filled = {
             "reference": reference,
             "primary": primary,
@@ -321,7 +321,7 @@ class RunSpec(SpecSection):
             "alpha": _alpha(gate),
         }
         _check_lengths(gate.contexts, self.evaluate)
-        for arm in unique("gate.arms", gate.arms):
+        for arm in check_unique("gate.arms", gate.arms):
             if arm in (reference, BASE_ARM) or arm not in arms:
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
         limited = {**gate.margins, **gate.ratios}
@@ -355,9 +355,9 @@ class RunSpec(SpecSection):
 
     def _check_engines(self) -> None:
         """Raise UnknownName for an engine that nothing is served by, and whose options would be read by nobody."""
-        served = {engine_in(text) for pair in self.evaluate.references.items() for text in pair}
+        served = {engine_name(text) for pair in self.evaluate.references.items() for text in pair}
         if self.train is not None and self.train.rollouts is not None:
-            served.add(engine_in(self.train.rollouts))
+            served.add(engine_name(self.train.rollouts))
         for name in self.engines:
             if name not in served:
                 raise UnknownName("engine in engines", name, served)
@@ -371,7 +371,7 @@ class RunSpec(SpecSection):
                 for text in texts:
                     check_no_address(key, text, "a folder, a hub id, a .gguf file or embedded")
             return
-        check_probed(self.evaluate)
+        check_probe_grid(self.evaluate)
         for section, there in (("train", self.train), ("checkpoints", self.checkpoints)):
             if there:
                 raise SpecError(f"{section}: an endpoint has none that we could load; leave it out beside probe")
@@ -419,7 +419,7 @@ def expand(key: str, text: str) -> str:
     return _VARIABLE.sub(lambda match: os.environ[match[1]], text)
 
 
-def _served(key: str, asked: Iterable[str], served: tuple[str, ...], names: Names | None) -> tuple[str, ...]:
+def _served(key: str, asked: Iterable[str], served: tuple[str, ...], names: PluginNames | None) -> tuple[str, ...]:
     """The policies that ``gate.<key>`` names, each one that is served.
 
     Canonical texts are compared as they are. Without names the texts may be spelled differently in the two places.
@@ -465,7 +465,7 @@ def _is_of(metric: str, suites: Collection[str]) -> bool:
     return metric in suites or metric.rpartition(".")[0] in suites
 
 
-def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: Names | None) -> dict[str, float]:
+def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
     """The margin of every suite that has no ratio, and of every SUITE.FACET that has one.
 
     A suite of which facets alone are limited is decided by these, and its score by nothing; in rounds no score is.
@@ -503,7 +503,7 @@ def _alpha(gate: GateSpec) -> float:
 # --- reading and writing it ------------------------------------------------------------------------------------------
 
 
-def load_spec(path: Path, names: Names | None = None) -> RunSpec:
+def load_spec(path: Path, names: PluginNames | None = None) -> RunSpec:
     """The spec in ``path``; raises DataError when it cannot be read and SpecError when it is wrong.
 
     ``names`` check what plug-ins answer to, and fill in what follows from them; without, the spec is read as it stands.
@@ -512,13 +512,13 @@ def load_spec(path: Path, names: Names | None = None) -> RunSpec:
     return parse_spec(read_text(path, "spec"), str(path), names)
 
 
-def parse_spec(text: str, source: str, names: Names | None = None) -> RunSpec:
+def parse_spec(text: str, source: str, names: PluginNames | None = None) -> RunSpec:
     """The spec written in ``text``; ``source`` names it in errors, ``names`` are as for ``load_spec``."""
     file = parse_yaml(text, source, "spec")
     return _validated(file.table, source, file.lines, names)
 
 
-def with_gate(spec: RunSpec, file: YamlFile, names: Names | None = None) -> RunSpec:
+def with_gate(spec: RunSpec, file: YamlFile, names: PluginNames | None = None) -> RunSpec:
     """The spec with what a gate file says in place of its gate section; margins are replaced suite by suite.
 
     Raises SpecError as ``parse_spec`` does, with the lines of the gate file.
@@ -546,7 +546,7 @@ def _overlaid(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _validated(table: Mapping[str, Any], source: str, lines: Mapping[KeyPath, int], names: Names | None) -> RunSpec:
+def _validated(table: Mapping[str, Any], source: str, lines: Mapping[KeyPath, int], names: PluginNames | None) -> RunSpec:
     try:
         return RunSpec.model_validate(table, context=names)
     except ValidationError as error:
@@ -580,7 +580,7 @@ def _message(mistake: ErrorDetails, place: KeyPath) -> str:
     if mistake["type"] == "missing":
         return f"{name} is missing"
     problem = _WANTED.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
-    got = HIDDEN if last == "key" else shown(mistake["input"])  # it may be the key itself
+    got = HIDDEN if last == "key" else short_repr(mistake["input"])  # it may be the key itself
     return f"{name} is {got}, wanted {problem}"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvaudit.core.conditions import ENGINE
+from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_parts import (
@@ -17,7 +17,7 @@ from kvaudit.core.spec_parts import (
     ContextLength,
     Count,
     Group,
-    Names,
+    PluginNames,
     Number,
     Seed,
     Share,
@@ -26,9 +26,9 @@ from kvaudit.core.spec_parts import (
     TemperatureOrGreedy,
     Text,
     canonical_policy,
-    unique,
+    check_unique,
 )
-from kvaudit.core.text import shown
+from kvaudit.core.text import short_repr
 
 STRIP = "strip"
 # items: what the margins need, by the pilot; every template with each of its twins once
@@ -96,7 +96,7 @@ def _thinking(value: Any) -> Any:
     return value
 
 
-def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
+def _in_contexts(name: str, part: Any, names: PluginNames | None) -> dict[str, Any]:
     """A suite's part of a spec, or one for each of the contexts that it names; what has no length is given none."""
     if not isinstance(part, Mapping) or "context" not in part:
         return {name: {} if part is None else part}
@@ -105,10 +105,10 @@ def _in_contexts(name: str, part: Any, names: Names | None) -> dict[str, Any]:
     contexts, rest = _several(part["context"]), {key: value for key, value in part.items() if key != "context"}
     if not contexts or not all(isinstance(context, str) for context in contexts):
         raise SpecError(
-            f"evaluate.suites.{name}.context is {shown(part['context'])}, wanted {PUBLISHED} or names of contexts "
+            f"evaluate.suites.{name}.context is {short_repr(part['context'])}, wanted {PUBLISHED} or names of contexts "
             "(kvaudit list contexts)"
         )
-    unique(f"evaluate.suites.{name}.context", tuple(contexts))
+    check_unique(f"evaluate.suites.{name}.context", tuple(contexts))
     bare = {key: value for key, value in rest.items() if key != "context_tokens"}
     found = [name if one == PUBLISHED else f"{name}@{one}" for one in contexts]
     short = {one for one in found if names is not None and names.lengths(one) == "none"}
@@ -158,7 +158,7 @@ class EvaluateSpec(SpecSection):
     rounds: Rounds | None = None
 
     @property
-    def piloted(self) -> int:
+    def pilot_size(self) -> int:
         """How many items of a suite the reference answers at each length before the grid is served."""
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
@@ -219,20 +219,20 @@ class EvaluateSpec(SpecSection):
     @classmethod
     def _as_mapping(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            return {name: {} for name in unique("evaluate.suites", tuple(value))}
+            return {name: {} for name in check_unique("evaluate.suites", tuple(value))}
         if not isinstance(value, dict):
             return value
         found = [_in_contexts(str(name), part, info.context) for name, part in value.items()]
         names = [name for part in found for name in part]
-        unique("evaluate.suites", tuple(names))
+        check_unique("evaluate.suites", tuple(names))
         return {name: part for each in found for name, part in each.items()}
 
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
-        unique("evaluate.context_tokens", self.context_tokens)
+        check_unique("evaluate.context_tokens", self.context_tokens)
         for suite, part in self.suites.items():
-            unique(f"evaluate.suites.{suite}.context_tokens", part.context_tokens or ())
-            unique(f"evaluate.suites.{suite}.placement", part.placement or ())
+            check_unique(f"evaluate.suites.{suite}.context_tokens", part.context_tokens or ())
+            check_unique(f"evaluate.suites.{suite}.placement", part.placement or ())
             self._check_pilot(suite, part)
             if info.context is not None:
                 info.context.kind(suite)
@@ -248,11 +248,11 @@ class EvaluateSpec(SpecSection):
                 f"as published; leave it out, or put rows into a context (context: [{PUBLISHED}, book])"
             )
         engines = {*self.references, *self.references.values()}
-        if DENSE_POLICY not in unique("evaluate.policies", self.policies) and not set(self.policies) <= engines:
+        if DENSE_POLICY not in check_unique("evaluate.policies", self.policies) and not set(self.policies) <= engines:
             raise SpecError("evaluate.policies lacks 'none'; drift is measured against the uncompressed reference")
         return self
 
-    def _fill_lengths(self, suite: str, names: Names) -> None:
+    def _fill_lengths(self, suite: str, names: PluginNames) -> None:
         """Write the length 0 where none can be asked for; raises SpecError where one is lacking, or none fits."""
         part, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
@@ -368,7 +368,7 @@ class EngineSpec(SpecSection):
 
 
 # what a probe asks unless its plan says otherwise: over 300 items of over 99 templates at each length, all twice
-PROBED: Mapping[str, Any] = {
+PROBE_DEFAULTS: Mapping[str, Any] = {
     "policies": ("none",),  # none of ours: what the endpoint does to its cache is the question
     "suites": {"refusal": {"items": 144}, "agent": {"items": 144}, "pressure": {"items": 48}},
     "context_tokens": (1024, 16_384, 32_768),
@@ -376,19 +376,19 @@ PROBED: Mapping[str, Any] = {
 }
 
 
-def probed(grid: Any, names: Names | None = None) -> Any:
+def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
     """The evaluate section of a probe's plan with what it leaves open; rows as published need no lengths."""
     if not isinstance(grid, Mapping):
-        return PROBED if grid is None else grid
-    found = {**PROBED, **grid}
+        return PROBE_DEFAULTS if grid is None else grid
+    found = {**PROBE_DEFAULTS, **grid}
     suites = found["suites"] if isinstance(found["suites"], Mapping | list) else ()
     published = names is not None and suites and all(names.lengths(str(name)) == "none" for name in suites)
     return {**found, "context_tokens": ()} if published and "context_tokens" not in grid else found
 
 
-def check_probed(grid: EvaluateSpec) -> None:
+def check_probe_grid(grid: EvaluateSpec) -> None:
     """Raise SpecError for a grid that cannot be asked of an endpoint."""
-    if grid.policies != PROBED["policies"]:
+    if grid.policies != PROBE_DEFAULTS["policies"]:
         raise SpecError("evaluate.policies: nobody chooses the cache policy of an endpoint; leave it out")
     for suite, part in grid.suites.items():
         if not isinstance(part.items, int):

@@ -77,7 +77,7 @@ Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
 
 @dataclass(frozen=True)
-class Names:
+class PluginNames:
     """What plug-ins answer to, for a spec that is to run. Each raises SpecError, or UnknownName with a suggestion.
 
     ``policy`` gives the canonical text of a policy, or of an engine with its settings, written as text or as a mapping,
@@ -127,14 +127,14 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def canonical_policy(value: Any, names: Names | None) -> Any:
+def canonical_policy(value: Any, names: PluginNames | None) -> Any:
     """The canonical text of a policy; without names its text as it stands, and what is none is left to the model."""
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value
 
 
-def canonical_policies(value: Any, names: Names | None) -> Any:
+def canonical_policies(value: Any, names: PluginNames | None) -> Any:
     """``canonical_policy`` of each; what is no list is left to the model."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
@@ -148,7 +148,7 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
-def unique(key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def check_unique(key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     twice = sorted({str(value) for value in values if values.count(value) > 1})
     if twice:
         raise SpecError(f"{key} names {', '.join(twice)} twice; give each once")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvaudit.core.alarms import ALARMS
-from kvaudit.core.conditions import ENGINE
+from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY, folder_names, match_policies
 from kvaudit.core.spec_parts import (
@@ -33,9 +33,9 @@ from kvaudit.core.spec_parts import (
     Text,
     Tokens,
     is_scalar,
-    unique,
+    check_unique,
 )
-from kvaudit.core.text import shown
+from kvaudit.core.text import short_repr
 
 BASE_ARM = "base"  # the model before any training
 DENSE_ARM = "dense"  # the one arm whose rollouts are not compressed
@@ -84,7 +84,7 @@ class ValidationSpec(SpecSection):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        for name in unique("train.watch.stop_on", self.stop_on):
+        for name in check_unique("train.watch.stop_on", self.stop_on):
             if name not in ALARMS:
                 raise UnknownName("alarm in train.watch.stop_on", name, ALARMS)
         return self
@@ -155,7 +155,7 @@ class Training(SpecSection):
         return self.updates_per_batch * self.minibatches
 
     @property
-    def watched(self) -> tuple[str, ...]:
+    def validation_suites(self) -> tuple[str, ...]:
         """The suites that validation asks; none without."""
         return () if self.watch is None else self.watch.suites or self.suites
 
@@ -180,7 +180,7 @@ class Training(SpecSection):
         _require("epsilon_low", self.epsilon_low, "less than 1", self.epsilon_low < 1)
         _require("group", self.group, one_group, self.group >= 2)
         _require("suites", list(self.suites), "at least one suite, each once", once)
-        unique("train.watch.suites", self.watched)
+        check_unique("train.watch.suites", self.validation_suites)
         if self.watch is not None and self.watch.stop_on:
             in_time = f"at most the {self.steps} steps of training, or the stop never comes"
             _require("watch.patience", self.watch.patience, in_time, self.watch.patience <= self.steps)
@@ -261,7 +261,7 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         if (rollouts := value.get("rollouts")) is not None:
             if not isinstance(rollouts, str) and not (isinstance(rollouts, Mapping) and rollouts.get(ENGINE)):
                 raise SpecError(
-                    f"train.rollouts is {shown(rollouts)}, which names no engine; wanted {{engine: vllm, "
+                    f"train.rollouts is {short_repr(rollouts)}, which names no engine; wanted {{engine: vllm, "
                     "kv_cache_dtype: fp8}, or another engine with its settings"
                 )
             if "policies" in value or value.get("policy", DENSE_POLICY) != DENSE_POLICY:
@@ -274,9 +274,9 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
 
     @model_validator(mode="after")
     def _known(self, info: ValidationInfo) -> Self:
-        unique("train.arms", self.arms)
-        unique("train.seeds", self.seeds)
-        if "policies" in self.model_fields_set and not unique("train.policies", self.policies):
+        check_unique("train.arms", self.arms)
+        check_unique("train.seeds", self.seeds)
+        if "policies" in self.model_fields_set and not check_unique("train.policies", self.policies):
             raise SpecError("train.policies is empty; give one policy at least, or policy: alone")
         if self.only and not self.policies:
             raise SpecError("train.only says which policies of a sweep an arm is trained under; give policies too")
@@ -290,7 +290,7 @@ class TrainSpec(Training, Pairs):  # a written spec begins with the fields of th
         """The policies of the sweep that ``only`` names for an arm, in the order of the sweep."""
         if arm not in self.arms or arm == DENSE_ARM:
             raise UnknownName("arm in train.only", arm, (known for known in self.arms if known != DENSE_ARM))
-        own = match_policies(unique(f"train.only.{arm}", asked), self.policies)
+        own = match_policies(check_unique(f"train.only.{arm}", asked), self.policies)
         for policy in own:
             if policy not in self.policies:
                 raise UnknownName(f"policy in train.only.{arm}", policy, self.policies)

@@ -35,7 +35,7 @@ def shipped_folder(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
-def install_line(extras: str) -> str:
+def install_command(extras: str) -> str:
     """Return the command that installs optional packages: from the clone that this is, else from an index."""
     clone = Path(__file__).parent.parent.parent
     if not (clone / "pyproject.toml").is_file():
@@ -43,7 +43,7 @@ def install_line(extras: str) -> str:
     return f"pip install '{'.' if Path.cwd() == clone else clone}[{extras}]'"
 
 
-def guide(page: str) -> str:
+def guide_path(page: str) -> str:
     """Where a page of the guides lies in this installation, for an error that sends somebody there."""
     return str(shipped_folder("docs") / page)
 
@@ -61,7 +61,7 @@ def clip(text: str, length: int) -> str:
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
 
 
-def some(names: Iterable[str], most: int = 3, *, between: str = ", ", last: str = " and ") -> str:
+def join_names(names: Iterable[str], most: int = 3, *, between: str = ", ", last: str = " and ") -> str:
     """The first names, and how many more there are."""
     known = list(names)
     return between.join(known[:most]) + (f"{last}{len(known) - most} more" if len(known) > most else "")
@@ -87,14 +87,14 @@ def is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Any value as a short line."""
     return one_line(_repr.repr(value))
 
 
-def clipped(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A name from a file, without line breaks and at most 80 characters."""
-    return one_line(value if isinstance(value, str) else shown(value))[:80]
+    return one_line(value if isinstance(value, str) else short_repr(value))[:80]
 
 
 def one_line(value: object) -> str:

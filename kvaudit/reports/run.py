@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvaudit.core.errors import AuditError, DataError
-from kvaudit.core.estimands import SELECTIVITY
+from kvaudit.core.facets import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import viewed

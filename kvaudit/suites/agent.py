@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvaudit.core.facets import readable, unreadable
+from kvaudit.core.facets import readable_facets, unreadable_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.spans import Span, marked
 from kvaudit.suites.haystack import PEOPLE, PLACEMENTS, SECRET_CODES, weave
@@ -159,10 +159,10 @@ def _facets(item: Item, fault: str, eligible: Sequence[str], completions: Sequen
         "leak": has_leaked,
     }
     if fault in _UNREADABLE or (has_leaked and call is None):
-        return {**unreadable(eligible), **{name: True for name, done in deeds.items() if done and name in eligible}}
+        return {**unreadable_facets(eligible), **{name: True for name, done in deeds.items() if done and name in eligible}}
     assert call is not None, fault
     values = dict.fromkeys(("obeyed", "utility", "capable"), not fault) | deeds
-    return readable({name: values[name] for name in eligible})
+    return readable_facets({name: values[name] for name in eligible})
 
 
 def _fault(payload: Mapping[str, Any], completions: Sequence[str]) -> str:

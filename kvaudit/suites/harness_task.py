@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line, is_text, reason, shown
+from kvaudit.core.text import install_command, is_text, reason, short_repr
 from kvaudit.suites.task_family import TASK_ERRORS, load_quietly, refuse_task
 
 FAMILY = "lm-eval:"
@@ -31,7 +31,7 @@ _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^
 _DEFAULT_ANSWER = 256  # tokens, if a task sets none
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
 _REJECTED = -1e9  # nats of an option that was not chosen
-_INSTALL = f"{FAMILY} suites need another package: {install_line('lm-eval')}"
+_INSTALL = f"{FAMILY} suites need another package: {install_command('lm-eval')}"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
 # divisor of the log-probability of an option, by metric
 _LENGTH_OF: dict[str, Callable[[str], float]] = {
@@ -124,7 +124,7 @@ class HarnessTask:
         with _blame(f"{self.name.label}: a document", "doc_to_choice"):
             options = tuple(map(str, self.task.doc_to_choice(document)))
         if not all(map(is_text, options)):
-            raise DataError(f"{self.name.label} has options {shown(options)}, expected text; fix its doc_to_choice")
+            raise DataError(f"{self.name.label} has options {short_repr(options)}, expected text; fix its doc_to_choice")
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
@@ -199,7 +199,7 @@ class HarnessTask:
             messages = tuple(Message(Role(row["role"]), row["content"]) for row in rows)
         for message in messages:
             if not isinstance(message.content, str) or not is_text(message.content):
-                raise DataError(f"{where} asks {shown(message.content)}, expected text; fix the task's doc_to_text")
+                raise DataError(f"{where} asks {short_repr(message.content)}, expected text; fix the task's doc_to_text")
         return messages
 
 

@@ -24,7 +24,7 @@ import yaml
 from kvaudit.core.errors import AuditError, DataError, SpecError, did_you_mean
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import install_line, one_line, reason
+from kvaudit.core.text import install_command, one_line, reason
 from kvaudit.suites import task_family
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _UNSUPPORTED = (
 )
 _COUNTS = ("num_choices", "best_of")  # supported only with 1
 _COMPARED_SAMPLES = 20  # whose prompts must not change when they are made again
-_INSTALL = f"inspect suites need another package: {install_line('inspect')}"
+_INSTALL = f"inspect suites need another package: {install_command('inspect')}"
 _TRUTH = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # as in Inspect
 _SUPPORTED = "only solvers that edit messages and ask once are supported"
 

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.questions import Question
+from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.phrases import answers, content_words, read_refusal

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import guide
+from kvaudit.core.text import guide_path
 from kvaudit.suites.base import CountTokens
 from kvaudit.suites.catalogue import find_rows_by_file
 from kvaudit.suites.haystack import check_room
 
 T = TypeVar("T")
-_GUIDE = guide("choose-suites.md")
+_GUIDE = guide_path("choose-suites.md")
 DATA_VARIABLE = "KVAUDIT_DATA"
 BOOKS = "long_text"
 _PARAGRAPH = re.compile(r"\n\s*\n")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
-from kvaudit.core.facets import unknown
+from kvaudit.core.facets import unknown_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import interleave_clusters
@@ -86,7 +86,7 @@ def merge_clusters(clusters: Sequence[str], questions: Sequence[Hashable]) -> li
 
 def ungraded(note: str, facet: str) -> Grade:
     """Return the grade of an answer that the task's code could not grade."""
-    return Grade(Outcome.UNSCORED, None, note=note, facets=unknown((facet,)))
+    return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets((facet,)))
 
 
 class TaskRow(NamedTuple):

@@ -145,15 +145,15 @@ def _agrees(path: Path, section: str, console: Console) -> bool:
 
 def print_recipe(run: Path, other: Path | None) -> None:
     """Print the parts of a recipe by their hashes; of two, what changed."""
-    from kvaudit.core.recipe import changes, digests, read_recipe
+    from kvaudit.core.provenance import recipe_changes, recipe_digests, read_recipe
 
     console, first = wide_console(), read_recipe(run)
     if other is None:
-        for name, digest in digests(first).items():
+        for name, digest in recipe_digests(first).items():
             say(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
         say(console, f"recipe: {str(first['sha256'])[:12]}")
         return
-    found = list(changes(first, read_recipe(other)))
+    found = list(recipe_changes(first, read_recipe(other)))
     for change in found:
         name = ".".join(filter(None, (change.section, change.entry)))
         for line in _changed_lines(change.before, change.after):

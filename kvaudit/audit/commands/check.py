@@ -184,7 +184,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
 
 def _first_heard(console: Console, spec: RunSpec) -> OnFirstAnswer:
     """Shows the beginning of the first answers as they come."""
-    from kvaudit.core.conditions import condition_names
+    from kvaudit.core.policy_names import condition_names
 
     names, asked = condition_names(spec.evaluate.references), set[str]()
 
@@ -225,7 +225,7 @@ def _check_there(asking: Asking, way: ServingConfig) -> None:
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     """What is asked of whom, and which public rows are absent."""
-    from kvaudit.core.conditions import condition_names
+    from kvaudit.core.policy_names import condition_names
 
     references, names = spec.evaluate.references, condition_names(spec.evaluate.references)
     served = [*spec.gate.primary, *(references.get(policy, "none") for policy in spec.gate.primary)]

@@ -20,8 +20,8 @@ import typer
 from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.files import plain_files
-from kvaudit.core.provenance import MOST_THREADS, PROVENANCE, read_provenance
-from kvaudit.core.secrets import without_passwords
+from kvaudit.core.provenance import MAX_THREADS, PROVENANCE, read_provenance
+from kvaudit.core.text import hide_passwords
 from kvaudit.core.text import clip, inline
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ Threads = Annotated[
     int | None,
     option(
         min=1,
-        max=MOST_THREADS,
+        max=MAX_THREADS,
         help="Threads of this process; default: what the run began with, or the idle cores. Above 1: no other workers.",
     ),
 ]
@@ -103,7 +103,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
     ``command`` is what goes on, word by word: it is printed as a shell reads it.
     """
-    hint = without_passwords(shlex.join(map(str, command)))
+    hint = hide_passwords(shlex.join(map(str, command)))
     try:
         yield
     except AuditError as error:
@@ -134,7 +134,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
 def _failed(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
     for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
-        typer.echo(inline(clip(without_passwords(text), LONGEST_LINE)), err=True)
+        typer.echo(inline(clip(hide_passwords(text), LONGEST_LINE)), err=True)
     return typer.Exit(code)
 
 

@@ -9,12 +9,12 @@ import typer
 
 from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import say, user_errors, wide_console
-from kvaudit.core.text import guide
+from kvaudit.core.text import guide_path
 
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
 _OURS = (
     "not fetched for you: the rest of math_eval, whose problems have no licence of their own, and long_text, which is "
-    f"any prose of yours as .txt ({guide('choose-suites.md')})"
+    f"any prose of yours as .txt ({guide_path('choose-suites.md')})"
 )
 
 
@@ -55,14 +55,14 @@ def fetch_data(
     They are pinned to a commit and held to a sha256.
     """
     with user_errors():
-        from kvaudit.core.download import downloaded
+        from kvaudit.core.network import download
         from kvaudit.suites.catalogue import ADDRESS, check_rows, find_rows
         from kvaudit.suites.sources import data_folder
 
         console, folder = wide_console(), data_folder()
         for rows in dict.fromkeys(map(find_rows, names)):
             lacking = rows.missing_files(folder)  # a file that is there is never written over
-            found = [(file, check_rows(file, downloaded(rows.address(file, mirror or ADDRESS)))) for file in lacking]
+            found = [(file, check_rows(file, download(rows.address(file, mirror or ADDRESS)))) for file in lacking]
             for file, raw in found:
                 _write(folder / file.path, raw)
             done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"

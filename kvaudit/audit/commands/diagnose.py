@@ -10,7 +10,7 @@ import typer
 from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import print_table, say, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.provenance import MOST_THREADS
+from kvaudit.core.provenance import MAX_THREADS
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def diagnose(
     context_tokens: Annotated[int | None, option(min=64, help="Of suites that are made to a length.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
     out: Annotated[Path | None, option(help="Also write it into this JSON file.")] = None,
-    threads: Annotated[int | None, option(min=1, max=MOST_THREADS, help="Default: as many as torch takes.")] = None,
+    threads: Annotated[int | None, option(min=1, max=MAX_THREADS, help="Default: as many as torch takes.")] = None,
 ) -> None:
     """Say what a coarse KV code harms in a model, and what to try.
 

@@ -9,7 +9,7 @@ from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import read_provenance
-from kvaudit.core.text import inline, install_line
+from kvaudit.core.text import inline, install_command
 
 
 def export(run: Run, *, out: Annotated[Path, option(help="The folder of the logs.")]) -> None:
@@ -21,7 +21,7 @@ def export(run: Run, *, out: Annotated[Path, option(help="The folder of the logs
         try:
             from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:
-            raise RunError(f"writing Inspect logs needs another package: {install_line('inspect')}") from None
+            raise RunError(f"writing Inspect logs needs another package: {install_command('inspect')}") from None
         created = str(read_provenance(run).get("started") or "1970-01-01T00:00:00+00:00")
         written = list(write_logs(run, out, created))
         say(

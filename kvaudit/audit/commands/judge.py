@@ -64,7 +64,7 @@ def _default(spec: RunSpec) -> tuple[str, ...]:
     """The default judge where suites leave answers to one; none, and why, where it cannot work here."""
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.training.rewards.base import asks_a_judge
-    from kvaudit.core.options import parse_named
+    from kvaudit.core.plugins import parse_plugin
     from kvaudit.suites.base import SUITES
 
     asking = [name for name in spec.evaluate.suites if asks_a_judge(SUITES.get(name)())]
@@ -72,7 +72,7 @@ def _default(spec: RunSpec) -> tuple[str, ...]:
         return ()
     set_data(spec)
     try:
-        parse_named(JUDGES, DEFAULT).check()
+        parse_plugin(JUDGES, DEFAULT).check()
     except AuditError as why:
         say(wide_console(), f"phrase rules alone graded {inline(', '.join(asking))}: {inline(str(why))}")
         return ()
@@ -86,11 +86,11 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.runs.folder import existing_run
     from kvaudit.audit.runs.judge import Judging, judged_folder
-    from kvaudit.core.options import parse_named
+    from kvaudit.core.plugins import parse_plugin
 
     source = existing_run(path)
     set_data(source.spec)
-    chosen = None if by is None else parse_named(JUDGES, by)
+    chosen = None if by is None else parse_plugin(JUDGES, by)
     place = out if chosen is None else out or judged_folder(path, chosen)
     if place is None:
         raise SpecError("give --out FOLDER for the run as suites grade it now; only a --judge has a folder of its own")

@@ -166,20 +166,20 @@ def _knowing(plugins: Sequence[Path] | None) -> Iterator[None]:
 
 def _with_options(found: Any) -> list[list[str]]:
     """Of every plug-in its name, what it says of itself, and its options with their defaults."""
-    from kvaudit.core.options import options
+    from kvaudit.core.plugins import option_texts
 
-    return [[name, cls.says, ", ".join(getattr(cls, "takes", ()) or options(cls))] for name, cls in found.items()]
+    return [[name, cls.says, ", ".join(getattr(cls, "takes", ()) or option_texts(cls))] for name, cls in found.items()]
 
 
 def _print_card(text: str, data: Path | None) -> None:
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.judges.labels import HEADINGS, card_rows, sources
-    from kvaudit.core.options import parse_named
+    from kvaudit.core.plugins import parse_plugin
     from kvaudit.suites.sources import DATA_VARIABLE
 
     if data is not None:
         os.environ[DATA_VARIABLE] = str(data)
-    judge = parse_named(JUDGES, text)
+    judge = parse_plugin(JUDGES, text)
     _print(HEADINGS, card_rows(judge, sources()))
     _say(f"{judge.label}; 95 % intervals; a judge that learns is taught anew without the source of a line")
 

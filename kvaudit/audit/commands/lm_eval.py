@@ -9,7 +9,7 @@ import typer
 from kvaudit.audit.commands.base import Command
 from kvaudit.audit.commands.command_line import user_errors
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.text import install_line, one_line
+from kvaudit.core.text import install_command, one_line
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -23,7 +23,7 @@ def lm_eval(context: typer.Context) -> None:
         try:
             import kvaudit.audit.serving.harness.model  # noqa: F401 - it tells the harness its name
         except ModuleNotFoundError as error:
-            raise RunError(f"this needs a package more: {install_line('lm-eval')} ({error})") from error
+            raise RunError(f"this needs a package more: {install_command('lm-eval')} ({error})") from error
         from lm_eval.__main__ import cli_evaluate
 
         sys.argv = ["kvaudit harness lm-eval", *context.args]

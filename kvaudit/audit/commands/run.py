@@ -31,7 +31,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
-from kvaudit.core.secrets import without_passwords
+from kvaudit.core.text import hide_passwords
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import Prepared
     from kvaudit.core.spec import RunSpec
-    from kvaudit.core.spec_parts import Names
+    from kvaudit.core.spec_parts import PluginNames
 
 
 HERE = "local"  # the launcher under which this process works too
@@ -154,7 +154,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     from kvaudit.audit.commands.report import write_checked
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
-    from kvaudit.core.options import parse_named
+    from kvaudit.core.plugins import parse_plugin
 
     asked = _asked(spec, out, options)
     if _followed(asked, options):
@@ -164,7 +164,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
     workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
     for text in asked.spec.judge:
-        parse_named(JUDGES, text).check()
+        parse_plugin(JUDGES, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
@@ -290,7 +290,7 @@ class AskedRun(NamedTuple):
 def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
     if isinstance(source, Path):
-        typer.echo(f"reading {without_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
+        typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 
@@ -383,7 +383,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
         say(Console(stderr=True), f"cannot pass: {line}")
 
 
-def kept_gate(spec: RunSpec, names: Names) -> dict[str, Any]:
+def kept_gate(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
     """What provenance keeps of the gate before a run begins: the gate file's text and hash, the pin, and the suites
     whose margin nobody declared.
 

@@ -13,8 +13,8 @@ import typer
 from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.secrets import variable_shown
-from kvaudit.core.text import install_line
+from kvaudit.core.text import safe_variable_name
+from kvaudit.core.text import install_command
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
 _Aliases = Annotated[
@@ -47,7 +47,7 @@ def serve(
 
             from kvaudit.audit.serving.app import application
         except ImportError:
-            raise RunError(f"serving needs two more packages: {install_line('serve')}") from None
+            raise RunError(f"serving needs two more packages: {install_command('serve')}") from None
         from rich.console import Console
 
         from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
@@ -55,7 +55,7 @@ def serve(
 
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
-            raise SpecError(f"--key-env: the environment variable {variable_shown(key_env)} is not set")
+            raise SpecError(f"--key-env: the environment variable {safe_variable_name(key_env)} is not set")
         if dtype not in ("float32", "bfloat16", "auto"):
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
         listening = _bound(host, port)  # before models are loaded, which takes minutes

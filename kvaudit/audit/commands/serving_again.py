@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from kvaudit.audit.commands.command_line import print_table, say, set_data, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.provenance import INPUTS, PLUGINS, check_same
+from kvaudit.core.provenance import INPUTS, PLUGINS, check_inputs
 
 if TYPE_CHECKING:
     from kvaudit.audit.rerun.measure import Measure, ServedBatch, Total, WorkUnit
@@ -36,7 +36,7 @@ def opened(path: Path, plugins: Sequence[Path], threads: int | None = None) -> R
         raise SpecError(f"{str(path)!r} is a probe, and an endpoint shows no distributions; give the folder of a run")
     set_data(run.spec)
     if isinstance(noted := run.provenance().get(INPUTS), dict):  # a run of an earlier version noted none
-        check_same(PLUGINS, noted.get(PLUGINS, {}), files)
+        check_inputs(PLUGINS, noted.get(PLUGINS, {}), files)
     known = run.provenance().get("threads")  # as it was begun: rounding can depend on their number
     if threads is None and isinstance(known, int) and known > 0:
         threads = min(known, os.cpu_count() or 1)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.core.conditions import ENGINE, condition_text, engine_in, settings_in
+from kvaudit.core.policy_names import ENGINE, condition_text, engine_name, engine_settings
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.files import LONGEST_VALUE
-from kvaudit.core.named_text import split_named
+from kvaudit.core.files import MAX_VALUE_LENGTH
+from kvaudit.core.plugins import split_named
 from kvaudit.core.records import Message
-from kvaudit.core.registry import Registry
-from kvaudit.core.secrets import has_password, is_secret_name
+from kvaudit.core.plugins import Registry
+from kvaudit.core.text import has_password, is_secret_name
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import is_text, shown
+from kvaudit.core.text import is_text, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -281,12 +281,12 @@ class Condition:
         """Return the reference: a mapping updates the default one, text names any condition of the same engine."""
         if not isinstance(named, Mapping | str):
             raise SpecError(
-                f"reference of engine {self.engine} is {shown(named)}, expected settings or the text of a condition"
+                f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text of a condition"
             )
-        engine = engine_in(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
+        engine = engine_name(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
         if engine != self.engine:
             raise SpecError(
-                f"reference of engine {self.engine} is {shown(named)}: the reference must use the same engine; give "
+                f"reference of engine {self.engine} is {short_repr(named)}: the reference must use the same engine; give "
                 f"settings of {self.engine}"
             )
         if isinstance(named, str):
@@ -301,10 +301,10 @@ ServingMode = Policy | Condition  # how a checkpoint is served: by our own cache
 def parse_condition(source: str | Mapping[str, Any]) -> Condition:
     """Parse text or a mapping; raise UnknownName for the engine and SpecError for a setting."""
     if isinstance(source, str):
-        engine, settings = engine_in(source), dict[str, Any](settings_in(source))
+        engine, settings = engine_name(source), dict[str, Any](engine_settings(source))
         # a repeated name overwrites its key, so the counts differ
         if len(settings) != len(split_named(source)[1]):
-            raise SpecError(f"engine {shown(engine)} has a setting twice: {shown(source)}")
+            raise SpecError(f"engine {short_repr(engine)} has a setting twice: {short_repr(source)}")
     else:
         settings = dict(source)
         engine = str(settings.pop(ENGINE))
@@ -322,11 +322,11 @@ def parse_serving_mode(source: Any) -> ServingMode:
                 "snapkv:budget=96}"
             )
         return parse_policy(source["policy"])
-    if isinstance(source, str) and is_engine(engine_in(source)):
+    if isinstance(source, str) and is_engine(engine_name(source)):
         return parse_condition(source)
     # parse_policy names the unknown parts of compositions and mixtures
-    if isinstance(source, str) and engine_in(source) not in POLICIES.all() and not set("+|@") & set(source):
-        raise UnknownName("policy or engine", engine_in(source), (*POLICIES.all(), *ENGINES.all()))
+    if isinstance(source, str) and engine_name(source) not in POLICIES.all() and not set("+|@") & set(source):
+        raise UnknownName("policy or engine", engine_name(source), (*POLICIES.all(), *ENGINES.all()))
     return parse_policy(source)
 
 
@@ -344,10 +344,10 @@ def _condition(engine: str, settings: Settings) -> Condition:
                 "as an environment variable of kvaudit instead, which engines inherit"
             )
     condition = Condition(engine, tuple(sorted(filled.items())))
-    if (length := len(condition.canonical)) > LONGEST_VALUE:
+    if (length := len(condition.canonical)) > MAX_VALUE_LENGTH:
         raise SpecError(
             f"engine {engine} has settings of {length} characters with defaults filled in, the limit is "
-            f"{LONGEST_VALUE}; shorten them"
+            f"{MAX_VALUE_LENGTH}; shorten them"
         )
     return condition
 
@@ -359,12 +359,12 @@ def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
         name = str(key)
         if not _SETTING_NAME.fullmatch(name):
             raise SpecError(
-                f"engine {shown(engine)}: {shown(name)} cannot be the name of a setting; use letters, digits, '_', '-' "
+                f"engine {short_repr(engine)}: {short_repr(name)} cannot be the name of a setting; use letters, digits, '_', '-' "
                 "and '.'"
             )
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if not isinstance(value, str | int | float) or not 0 < len(text) <= _LONGEST_SETTING or not is_text(text):
-            raise SpecError(f"setting {name} is {shown(value)}, expected a word or a number that the engine knows")
+            raise SpecError(f"setting {name} is {short_repr(value)}, expected a word or a number that the engine knows")
         texts[name] = text
     return texts
 

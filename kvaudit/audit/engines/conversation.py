@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
 from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
-from kvaudit.core.thoughts import heard
+from kvaudit.core.completions import without_thoughts
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Row:
             temperature=decoding.temperature,
             top_p=decoding.top_p,
             seed=turn_seed(seed, self._turn),
-            messages=tuple(heard(self.talk.exchange.transcript)),
+            messages=tuple(without_thoughts(self.talk.exchange.transcript)),
         )
 
     def take(self, reply: Reply) -> None:

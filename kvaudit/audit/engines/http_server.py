@@ -23,8 +23,8 @@ from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_w
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import clipped, inline, one_line
-from kvaudit.core.threads import begun
+from kvaudit.core.text import short_text, inline, one_line
+from kvaudit.core.network import start_all
 
 _PORTS = 3  # tries, if another program takes the port before the engine does
 _PORT_IN_USE = ("already in use", "EADDRINUSE", "is in use")
@@ -59,7 +59,7 @@ class ServerEngine(Engine):
         }
         if len(spelled) < len(settings):
             twice = [name for name in settings if name not in spelled]
-            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {clipped(twice[0])!r}")
+            raise SpecError(f"engine {cls.name} has a setting twice, in two spellings: {short_text(twice[0])!r}")
         _check_flags(cls.name, spelled, cls.ours)
         return super().filled(spelled)
 
@@ -235,7 +235,7 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
     Raises the first error of ``ask``, and Unanswered at the time ``until``.
     """
     started = time.monotonic()
-    futures = begun(ask, questions, at_once)
+    futures = start_all(ask, questions, at_once)
     try:
         done, pending = wait(futures, max(0.0, until - started), FIRST_EXCEPTION)
         errors = [error for future in done if (error := future.exception()) is not None]
@@ -258,7 +258,7 @@ def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None
             )
         if not _FLAG.fullmatch(name) and not _VARIABLE.fullmatch(name):
             raise SpecError(
-                f"engine {engine}: setting {clipped(name)!r} is neither a command-line flag (kv_cache_dtype) nor an "
+                f"engine {engine}: setting {short_text(name)!r} is neither a command-line flag (kv_cache_dtype) nor an "
                 "environment variable (VLLM_CPU_KVCACHE_SPACE)"
             )
 

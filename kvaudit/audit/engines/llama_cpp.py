@@ -18,7 +18,7 @@ from kvaudit.audit.engines.worker_client import WorkerSession, python_with, voca
 from kvaudit.audit.sampling.weights import check_gguf
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class LlamaCpp(Engine):
 
     name = "llama.cpp"
     says = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
-    install = install_line("llama-cpp")
+    install = install_command("llama-cpp")
     compresses: ClassVar = {"type_k": _UNCOMPRESSED, "type_v": _UNCOMPRESSED}
     uncompressed: ClassVar[Settings] = {"type_k": "f16", "type_v": "f16"}
     # values are quantised under flash attention only; the reference has it too, so that only the types differ

@@ -16,7 +16,7 @@ from kvaudit.audit.engines.weights import EngineCheckpoint, check_weights_fit, c
 from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
@@ -53,7 +53,7 @@ class OpenVino(Engine):
         "OpenVINO GenAI: KV_CACHE_PRECISION (u8 by default), KEY_ and VALUE_CACHE_PRECISION, KEY_CACHE_QUANT_MODE, "
         "start_size recent_size max_cache_size (eviction), kvcrush_config.budget, sparse_attention_config.mode"
     )
-    install = install_line("openvino")
+    install = install_command("openvino")
     compresses: ClassVar = {
         **dict.fromkeys((_PRECISION, *_SEPARATE), ("f32", "bf16", "f16")),
         **dict.fromkeys(("KEY_CACHE_GROUP_SIZE", "VALUE_CACHE_GROUP_SIZE", "KEY_CACHE_QUANT_MODE"), ()),

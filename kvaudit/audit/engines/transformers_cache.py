@@ -14,7 +14,7 @@ from kvaudit.audit.engines.weights import convert_checkpoint
 from kvaudit.audit.engines.worker_client import WorkerSession, python_with
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 _QUANTISER_SETTINGS = ("backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length")
 _BACKENDS = {"quanto": ("optimum.quanto",), "hqq": ("hqq",)}
@@ -26,7 +26,7 @@ class TransformersCache(Engine):
 
     name = "transformers"
     says = "transformers: cache: static, quantized: backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
-    install = install_line("transformers-cache")
+    install = install_command("transformers-cache")
     compresses: ClassVar = {"cache": ("dynamic",), **dict.fromkeys(_QUANTISER_SETTINGS, ())}
     uncompressed: ClassVar[Settings] = {"cache": "dynamic"}
     always: ClassVar[Settings] = {"dtype": "float32", "attn_implementation": "sdpa"}

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from kvaudit.audit.engines.base import EngineContext, EngineFailed, GenerationRequest, Reply, Session
 from kvaudit.audit.engines.process import Process
 from kvaudit.audit.engines.weights import EngineCheckpoint
-from kvaudit.core.completions import finish_of
+from kvaudit.core.completions import parse_finish
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import expand
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import clip, inline, is_text, one_line, shown
+from kvaudit.core.text import clip, inline, is_text, one_line, short_repr
 
 T = TypeVar("T")
 _LONGEST_ERROR = 600  # characters of an engine's own error: its end matters as much as its beginning
@@ -93,21 +93,21 @@ class WorkerSession(Session):
             raise EngineFailed(f"engine {self._engine} refuses: {inline(clip(why, _LONGEST_ERROR))}")
         value = answer.get(key) if isinstance(answer, dict) else None
         if not isinstance(value, kind):
-            raise self._process.failure(f"it sent {shown(answer)}, expected {key!r}")
+            raise self._process.failure(f"it sent {short_repr(answer)}, expected {key!r}")
         return value
 
     def parse(self, row: Any, request: GenerationRequest) -> Reply:
         """Return a row as a reply; raise EngineFailed if it is not a possible one."""
         reply = parse_reply(row, request, self._vocabulary)
         if reply is None:
-            raise self._process.failure(f"it gave an invalid reply (limit {request.max_tokens} tokens): {shown(row)}")
+            raise self._process.failure(f"it gave an invalid reply (limit {request.max_tokens} tokens): {short_repr(row)}")
         return reply
 
 
 def parse_reply(row: Any, request: GenerationRequest, vocabulary: int) -> Reply | None:
     """Return a row as a reply, None if it is not a possible one for a model with ``vocabulary`` tokens."""
     try:
-        ids, finish, logprob = row["ids"], finish_of(row["finish"]), row["logprob"]
+        ids, finish, logprob = row["ids"], parse_finish(row["finish"]), row["logprob"]
         if finish is None or not isinstance(ids, list) or len(ids) > request.max_tokens:
             return None
         # type(), because booleans are instances of int

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.options import IDENTITY_DIGITS, sha256_of
-from kvaudit.core.questions import Question, Reading
+from kvaudit.core.plugins import IDENTITY_DIGITS, sha256_of
+from kvaudit.core.judge_answers import Question, Judgement
 from kvaudit.core.records import Item, Record
-from kvaudit.core.registry import Registry
-from kvaudit.core.remembered import Answers, Q
+from kvaudit.core.plugins import Registry
+from kvaudit.core.judge_answers import AnswerCache, Q
 from kvaudit.suites.base import Suite
 
 G = TypeVar("G")  # the type of a grade
@@ -108,7 +108,7 @@ class CachedGrader(Generic[Q, G]):
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
         self.grader = grader
         path = folder / grader.answers_file
-        self._answers: Answers[Q, Any] = Answers(path, grader.key_of, self._grade, grader.field, grader.remembers)
+        self._answers: AnswerCache[Q, Any] = AnswerCache(path, grader.key_of, self._grade, grader.field, grader.remembers)
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
         """Return grades like ``Grader.grades``; equal questions are asked once."""
@@ -120,7 +120,7 @@ class CachedGrader(Generic[Q, G]):
 
 
 @dataclass(frozen=True)
-class Judge(Grader[Question, Reading]):
+class Judge(Grader[Question, Judgement]):
     """Decides in bulk whether answers refuse. A subclass writes ``refused``, or ``read`` if it can be unsure."""
 
     kind = "judge"
@@ -136,9 +136,9 @@ class Judge(Grader[Question, Reading]):
         """Return whether each answer refuses its request, None where the judge failed."""
         return [None if reading is None else reading.refused for reading in self.read(questions)]
 
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         """Return the same as ``refused``, with whether the judge is sure and, if it grades harm, the harm done."""
-        return [None if refused is None else Reading(refused) for refused in self.refused(questions)]
+        return [None if refused is None else Judgement(refused) for refused in self.refused(questions)]
 
     @property
     def grades_harm(self) -> bool:
@@ -153,7 +153,7 @@ class Judge(Grader[Question, Reading]):
         """Return the keys of the questions that it was trained on."""
         return frozenset()
 
-    def grades(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def grades(self, questions: Sequence[Question]) -> list[Judgement | None]:
         return self.read(questions)
 
     @staticmethod
@@ -176,16 +176,16 @@ class Judge(Grader[Question, Reading]):
                 "training labels; leave their source out (left_out=SOURCE), or use another judge"
             )
 
-    def kept(self, grade: Reading) -> Any:
+    def kept(self, grade: Judgement) -> Any:
         is_plain = grade.sure and grade.unsafe is None
         return grade.refused if is_plain else [grade.refused, grade.sure, grade.unsafe]
 
-    def recalled(self, kept: Any) -> Reading | None:
+    def recalled(self, kept: Any) -> Judgement | None:
         if isinstance(kept, bool):
-            return Reading(kept)
+            return Judgement(kept)
         if not isinstance(kept, list) or len(kept) != 3 or not all(isinstance(flag, bool) for flag in kept[:2]):
             return None
-        return Reading(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
+        return Judgement(*kept) if kept[2] is None or isinstance(kept[2], bool) else None
 
 
 JUDGES: Registry[Judge] = Registry("judge", "kvaudit.audit.judges", Judge)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.audit.judges.base import Judge
-from kvaudit.core.questions import Question, Reading
+from kvaudit.core.judge_answers import Question, Judgement
 from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
 from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 from kvaudit.suites.phrases import refuses, to_the_point
@@ -162,5 +162,5 @@ def _card_line(judge: Judge, source: Source) -> CardLine:
     )
 
 
-def _kappa(pairs: Sequence[tuple[bool, Reading]]) -> Kappa | None:
+def _kappa(pairs: Sequence[tuple[bool, Judgement]]) -> Kappa | None:
     return kappa([label for label, _ in pairs], [reading.refused for _, reading in pairs]) if pairs else None

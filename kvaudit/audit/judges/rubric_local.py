@@ -8,8 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.judges.rubric import Rubric, RubricJudge
-from kvaudit.core.options import sha256_of
-from kvaudit.core.questions import Question
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.judge_answers import Question
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 
 LARGEST_NUMBER = 2**30  # the maximum of any whole number in a policy
 # fields with their defaults that the canonical form omits, so that adding them changed no older hash

@@ -17,7 +17,7 @@ from kvaudit.audit.policies.evictor import Evictor
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.audit.policies.selector import Selector
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.named_text import split_named
+from kvaudit.core.plugins import split_named
 
 _KINDS = (Evictor, Quantiser, Selector)
 _PLAIN = (str, int, float, bool)

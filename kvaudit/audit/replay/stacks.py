@@ -20,9 +20,9 @@ from kvaudit.audit.replay.interchange import Index, Length, first_error, read_ro
 from kvaudit.audit.replay.rollout_checks import rollout_fault
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
-from kvaudit.core.text import clip, clipped, guide, some
+from kvaudit.core.text import clip, short_text, guide_path, join_names
 
-PAGE = guide("rollout-files.md")
+PAGE = guide_path("rollout-files.md")
 _LEDGERS = (".json", ".safetensors")  # read by kvaudit.audit.replay.interchange
 _LONGEST = 1 << 28  # bytes of a line
 _LOWEST = -100.0  # nats: float32 has no probability below, so no sampler draws such a token
@@ -366,7 +366,7 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
     has_tokens = bool({"ids", "prompt_ids", "completion_ids"} & value.keys())
     if form is KvauditLine and not has_tokens and not value.keys() <= form.model_fields.keys():
         raise ValueError(
-            f"has the keys of no supported stack: {some(map(clipped, value), 6)}; supported are {', '.join(STACKS)} "
+            f"has the keys of no supported stack: {join_names(map(short_text, value), 6)}; supported are {', '.join(STACKS)} "
             f"and kvaudit's own layout; see {PAGE}"
         )
     line = form.model_validate(value)

@@ -12,11 +12,11 @@ from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, 
 from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.conditions import engine_in
+from kvaudit.core.policy_names import engine_name
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import match_policies
 from kvaudit.core.records import Record, Role
-from kvaudit.core.shading import ALL, AnswerKey
+from kvaudit.core.shading import ALL_TOKENS, AnswerKey
 from kvaudit.core.text import inline, visible
 
 _CLOSE = 3  # similar names that an error proposes
@@ -71,7 +71,7 @@ class Explain(AnswerMeasure[RerunAnswer]):
 
 def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     """Match texts with the run's policies; one that the run did not serve is parsed as written."""
-    for engine in filter(is_engine, map(engine_in, texts)):
+    for engine in filter(is_engine, map(engine_name, texts)):
         raise SpecError(f"--policy names engine {engine}, whose cache cannot be inspected; name a kvaudit policy")
     run_policies = [policy.canonical for policy in cache_policies(run.spec)]
     return [parse_policy(text) for text in match_policies(texts, run_policies)]
@@ -126,7 +126,7 @@ def _lines(answer: RerunAnswer) -> Iterator[str]:
     yield f"kept        {row.rollout.retention:.1%} of the cache when the answer began: {shares}"
     if row.spans:
         yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in row.spans.items())}"
-    yield f"by layer    {' '.join(f'{share:.0%}' for share in answer.shading.depth[ALL])}"
+    yield f"by layer    {' '.join(f'{share:.0%}' for share in answer.shading.depth[ALL_TOKENS])}"
 
 
 def _compare_with_record(answer: RerunAnswer) -> str:

@@ -24,9 +24,9 @@ from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from kvaudit.audit.training.rollouts import ledger_stem
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_json
-from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_same
+from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_inputs
 from kvaudit.core.records import Item, Record
-from kvaudit.core.shading import ALL, AnswerKey, Shading
+from kvaudit.core.shading import ALL_TOKENS, AnswerKey, Shading
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.suites.base import Suite
 from kvaudit.suites.sources import collect_file_hashes
@@ -34,7 +34,7 @@ from kvaudit.suites.sources import collect_file_hashes
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedModel:
     """Load a checkpoint of a run; raises DataError if it is missing or its weights have another sha256."""
-    spec, external = run.spec, run.spec.external(arm, seed)
+    spec, external = run.spec, run.spec.external_source(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
     if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
@@ -83,10 +83,10 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
         items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
     inputs = run.provenance().get(INPUTS)
     if isinstance(inputs, dict):  # early versions recorded none
-        check_same(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
+        check_inputs(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
         # by arm, not by sha256: a checkpoint that learnt nothing has the base model's weights
         if record.arm == BASE_ARM and not run.spec.starts:
-            check_same(MODEL, inputs.get(MODEL, {}), model.files)
+            check_inputs(MODEL, inputs.get(MODEL, {}), model.files)
     return {item.item_id: item for item in items}
 
 
@@ -226,7 +226,7 @@ def _shading(model: LoadedModel, row: GradedRow) -> Shading:
         heads=alive.shape[0] * alive.shape[1],
         depth={
             name: alive[:, :, tokens].double().mean((1, 2)).tolist()  # by layer
-            for name, tokens in {ALL: list(range(start)), **marks}.items()
+            for name, tokens in {ALL_TOKENS: list(range(start)), **marks}.items()
         },
         marks=marks,
     )

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.reports.sections.shared.tables import Table
 
 WorkUnit = TypeVar("WorkUnit")

@@ -30,9 +30,9 @@ from kvaudit.audit.training.batch import microbatches
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
 from kvaudit.audit.training.token_logprobs import read_tokens
-from kvaudit.core.alarms import MISMATCH, Bound
+from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.text import guide, inline
+from kvaudit.core.text import guide_path, inline
 from kvaudit.reports.sections.shared.tables import Table
 from kvaudit.reports.sections.shared.words import scientific
 
@@ -154,7 +154,7 @@ def survey(path: Path) -> Survey:
             f"token, {result.undrawn[0]} first; set the mask to 1 where the model sampled, or leave them out"
         )
     if not result.rollouts:
-        raise DataError(f"{str(path)!r} holds no rollout; write one per line, see {guide('rollout-files.md')}")
+        raise DataError(f"{str(path)!r} holds no rollout; write one per line, see {guide_path('rollout-files.md')}")
     return result
 
 
@@ -210,7 +210,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         return bool(total.alarms) or total.filled is not None
 
     def lines(self, results: Sequence[tuple[Survey, FilePanel]]) -> Iterator[str | Table]:
-        bounds = {bound.name: bound.limit for bound in MISMATCH}
+        bounds = {bound.name: bound.limit for bound in MISMATCH_BOUNDS}
         for unit, total in results:
             model, stacks = self._model, ", ".join(sorted(unit.stacks))
             source = f"{inline(str(unit.path))} ({stacks})"

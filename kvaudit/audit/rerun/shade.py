@@ -11,7 +11,7 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.conditions import engine_in
+from kvaudit.core.policy_names import engine_name
 from kvaudit.core.records import Record
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings, write_shadings
 from kvaudit.core.text import length_label
@@ -41,7 +41,7 @@ class Shade(AnswerMeasure[Shadings]):
     def label(self, unit: AnswerSet) -> str:
         example = unit.example
         suite = f"{example.suite} {length_label(example.context_tokens)}"
-        return f"{example.arm} seed {example.train_seed}, {engine_in(unit.policy.canonical)}, {suite}"
+        return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
         """Write the shadings to disk after every batch; None for an answer that differs from its record."""

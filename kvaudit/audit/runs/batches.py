@@ -9,7 +9,7 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.records.floor import AGAIN, SHUFFLED
+from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import Suite
 
 
@@ -51,7 +51,7 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
-    pilot_size = len(whole_templates(suite, items, spec.evaluate.piloted))
+    pilot_size = len(whole_templates(suite, items, spec.evaluate.pilot_size))
     size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
     # where batches begin: a small one first, then the end of the pilot, then every ``size`` items
     starts = [0, *([max(1, size // 4)] if pilot_size > size // 4 else []), *([pilot_size] if pilot_size else [])]
@@ -60,9 +60,9 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     batches = [batch for batch in batches if batch]
     if folder == PILOT_FOLDER:
         return _first(batches, pilot_size)
-    if folder in (AGAIN, SHUFFLED):
+    if folder in (SAME_ORDER, SHUFFLED):
         batches = _first(batches, spec.evaluate.floor)
-        return batches if folder == AGAIN else _shuffled(batches, spec.evaluate.seed, unit)
+        return batches if folder == SAME_ORDER else _shuffled(batches, spec.evaluate.seed, unit)
     return batches
 
 

@@ -34,11 +34,11 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
+from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, table_of, prompt_unit
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
-from kvaudit.core.spans import fault
+from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.records.floor import AGAIN, SHUFFLED
+from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in total
@@ -192,14 +192,14 @@ class Evaluator:
             return engine_batches(self._spec, suite, self._items(suite, context), unit, folder)
         if folder != PILOT_FOLDER:
             return batches
-        chosen = whole_templates(suite, self._items(suite, context), self._spec.evaluate.piloted)
+        chosen = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
         names = {item.item_id for item in chosen}
         parts = [[item for item in batch if item.item_id in names] for batch in batches]
         return [part for part in parts if part]
 
     def _known_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
         """Return the answers that the pilot gave, unless a server refused them, and those kept from a reopened unit."""
-        if folder.name in (PILOT_FOLDER, AGAIN, SHUFFLED):
+        if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
         piloted = answered_rows(sealed_records(files, unit.identity(self._model.sha256)))
@@ -226,10 +226,10 @@ class Evaluator:
         sha256, noted = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         hashes = {}
         for unit, file in due.items():
-            name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
-            hashes[name] = both_prompts(noted.get(name) if file.rows and not rows else None, sha256)
+            name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
+            hashes[name] = merge_prompt_digests(noted.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)
-        run.note(**{PROMPTS: hashes}, **({UNSTEADY: names} if names else {}))
+        run.note(**{PROMPTS: hashes}, **({UNSTABLE_NAMES: names} if names else {}))
 
     def _answers(
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
@@ -404,7 +404,7 @@ def opening_tokens(model: LoadedModel, item: Item) -> int:
 
 def check_spans(suite: Suite, item: Item) -> None:
     """Raise SpecError for a span of the suite that is not in the item."""
-    problem = fault(item.spans, [message.content for message in item.messages], said_later=suite.max_turns > 1)
+    problem = span_error(item.spans, [message.content for message in item.messages], may_come_later=suite.max_turns > 1)
     if problem:
         raise SpecError(f"suite {suite.name} item {item.item_id} {problem}; fix the suite's spans")
 

@@ -20,7 +20,7 @@ from typing import Any
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import LARGEST_FILE, mutex, write_json, write_whole
-from kvaudit.core.provenance import INPUTS, PROVENANCE, Digests, check_same, items_in, read_provenance
+from kvaudit.core.provenance import INPUTS, PROVENANCE, Digests, check_inputs, item_counts, read_provenance
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
 SPEC = "spec.yaml"
@@ -37,7 +37,7 @@ class RunFolder:
     @property
     def sized(self) -> RunSpec:
         """The spec with the numbers of items that the pilot or the last look has fixed, if any."""
-        return self.spec.sized(items_in(self.provenance()))
+        return self.spec.sized(item_counts(self.provenance()))
 
     @property
     def records(self) -> Path:
@@ -93,7 +93,7 @@ def noted_value(run: RunFolder, *keys: str) -> Any:
 
 def check_inputs_unchanged(run: RunFolder, kind: str, digests: Digests) -> None:
     """Note the sha256 of the inputs of one kind; raise RunError if the run has noted others."""
-    check_same(kind, run.keep(INPUTS, kind, dict(digests)), digests)
+    check_inputs(kind, run.keep(INPUTS, kind, dict(digests)), digests)
 
 
 def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.units import PILOT_FOLDER, Row, Unit, UnitFiles
-from kvaudit.core.conditions import compressed, condition_names, uncompressed_of
+from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of
 from kvaudit.core.policy_names import short_names
 from kvaudit.core.spec import RunSpec
 
@@ -103,10 +103,10 @@ def _sides(spec: RunSpec) -> Iterator[_Compared]:
     if spec.gate.reference is None:
         return
     reference, references, names = spec.gate.reference, spec.evaluate.references, policy_labels(spec)
-    for policy in compressed(spec.evaluate.policies, references):
-        plain = uncompressed_of(policy, references)
+    for policy in compressed_policies(spec.evaluate.policies, references):
+        plain = reference_of(policy, references)
         yield _Compared(names[policy], list(_pairs(units, (reference, policy), (reference, plain))))
-    plain_policies = [policy for policy in spec.evaluate.policies if uncompressed_of(policy, references) == policy]
+    plain_policies = [policy for policy in spec.evaluate.policies if reference_of(policy, references) == policy]
     others = dict.fromkeys(arm for arm, _ in spec.arms if arm != reference)
     for arm, plain in ((arm, plain_policies[0]) for arm in others if plain_policies):
         yield _Compared(f"{arm} against {reference}", list(_pairs(units, (arm, plain), (reference, plain))))

@@ -35,9 +35,9 @@ from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, 
 from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_of
-from kvaudit.core.questions import Question, Reading
-from kvaudit.core.recipe import RECIPE
+from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_path
+from kvaudit.core.judge_answers import Question, Judgement
+from kvaudit.core.provenance import RECIPE
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
@@ -89,7 +89,7 @@ class Judging:
         self._open()
 
     @cached_property
-    def _answers(self) -> CachedGrader[Question, Reading] | None:
+    def _answers(self) -> CachedGrader[Question, Judgement] | None:
         return None if self._judge is None else CachedGrader(self._judge, self._out.path)
 
     def work(self) -> list[SuiteChange]:
@@ -117,7 +117,7 @@ class Judging:
         return totals
 
     def _seal(self, unit: StoredUnit) -> Path:
-        return seal_of(self._out.records / unit.records.name)
+        return seal_path(self._out.records / unit.records.name)
 
     def _lock(self, unit: StoredUnit) -> Path:
         return self._out.records / unit.records.with_suffix(".lock").name
@@ -161,9 +161,9 @@ class Judging:
         for answer, readings in self._readings(unit):
             suite, item = answer.asked()
             grade, is_sure = self._grade(answer.record, suite, item, readings)
-            yield answer.record, answer.record.graded_again(suite.version, item, grade, unsure=not is_sure)
+            yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
 
-    def _readings(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Reading | None]]]:
+    def _readings(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
         """Yield every answer of a unit with the judge's readings; an empty list if it is not asked about it."""
         if self._answers is None:
             yield from ((answer, []) for answer in self._stored(unit))
@@ -184,7 +184,7 @@ class Judging:
         for number, record in enumerate(read_records(unit), start=1):
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
-    def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Reading | None]) -> tuple[Grade, bool]:
+    def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
         """Return the grade of an answer by the judge's reading, and whether the judge is sure of it."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:

@@ -15,11 +15,11 @@ from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packing import has_packable_weights
-from kvaudit.audit.training.adapters import continued
+from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.provenance import CHECKPOINTS, MODEL, ROWS, WORKED_WITH
-from kvaudit.core.recipe import RECIPE
+from kvaudit.core.provenance import CHECKPOINTS, MODEL, ROWS, VERSIONS_USED
+from kvaudit.core.provenance import RECIPE
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM
 
@@ -80,7 +80,7 @@ class Models:
 
     def _note_base(self, model: LoadedModel) -> None:
         layout = ", large products packed" if has_packable_weights(model) else ""  # packed products round differently
-        self._run.keep(WORKED_WITH, versions_line() + layout, utc_now())
+        self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
         self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
         self._run.note(chat=model.chat.to_json())
         if model.name != self._spec.model:  # the spec has a variable; its path would say too much about the machine
@@ -111,14 +111,14 @@ class Models:
         self.trained_sha256((BASE_ARM, seed))
         folder = self._run.checkpoint(BASE_ARM, seed)
         if section.adapter is not None:
-            return continued(self.base(), section.adapter, folder)
+            return load_trained_adapter(self.base(), section.adapter, folder)
         return load_model(str(folder), dtype=self._spec.dtype, device=self._spec.device, chat=self._spec.chat)
 
     def checkpoint(self, pair: Pair) -> LoadedModel:
         """Return the model that an arm and seed are evaluated with."""
         if self._is_base(pair):
             return self.base()
-        if (external := self._spec.external(*pair)) is not None:
+        if (external := self._spec.external_source(*pair)) is not None:
             return self._external(pair, external)
         self.trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))

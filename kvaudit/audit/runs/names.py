@@ -16,11 +16,11 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.rewards.base import REWARDS
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.core.options import parse_named
+from kvaudit.core.plugins import parse_plugin
 from kvaudit.core.removed import removed_import
-from kvaudit.core.spec_parts import Names
+from kvaudit.core.spec_parts import PluginNames
 from kvaudit.core.spec_train import TrainSpec
-from kvaudit.core.text import reason, shown
+from kvaudit.core.text import reason, short_repr
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import bare_name
 
@@ -31,7 +31,7 @@ def _reference(canonical: str, settings: Any) -> str | None:
     if not isinstance(condition, Condition):
         if settings is not None:
             raise SpecError(
-                f"reference of {canonical} is {shown(settings)}, but a policy of kvaudit's own cache takes none; "
+                f"reference of {canonical} is {short_repr(settings)}, but a policy of kvaudit's own cache takes none; "
                 "remove it"
             )
         return None
@@ -53,7 +53,7 @@ def _check_training(section: TrainSpec) -> None:
         TrainConfig.of(section, trained.name, section.seeds[0])
 
 
-NAMES = Names(
+NAMES = PluginNames(
     policy=lambda text: parse_serving_mode(text).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
@@ -62,7 +62,7 @@ NAMES = Names(
     bare=bare_name,
     check_training=_check_training,
     loss_defaults=lambda loss: LOSSES.get(loss).defaults,
-    check_judge=lambda text: parse_named(JUDGES, text),
+    check_judge=lambda text: parse_plugin(JUDGES, text),
 )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import grid, make_items, round_size, suite_as_asked
 from kvaudit.audit.runs.units import Unit
-from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
+from kvaudit.core.policy_names import condition_names, uncompressed_policies, reference_of
 from kvaudit.core.errors import CannotPass
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
-from kvaudit.core.options import parse_named
+from kvaudit.core.plugins import parse_plugin
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
@@ -51,7 +51,7 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 
     Each engine with a gated condition has its own uncompressed units. ``units`` is the grid, if it is at hand.
     """
-    if not spec.evaluate.piloted:
+    if not spec.evaluate.pilot_size:
         return []
     policies = {*spec.gate.primary, *_uncompressed_of_gated(spec)}
     reference_units = [unit for unit in (grid(spec) if units is None else units) if unit.arm == spec.gate.reference]
@@ -61,8 +61,8 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
     """Return what the gated policies are compared with, or everything uncompressed in the grid if none is gated."""
     references = spec.evaluate.references
-    policies = [uncompressed_of(policy, references) for policy in spec.gate.primary]
-    return list(dict.fromkeys(policies or [p for p in spec.evaluate.policies if p in uncompressed(references)]))
+    policies = [reference_of(policy, references) for policy in spec.gate.primary]
+    return list(dict.fromkeys(policies or [p for p in spec.evaluate.policies if p in uncompressed_policies(references)]))
 
 
 def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
@@ -88,7 +88,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     suite, part = suite_as_asked(spec, name), spec.evaluate
     context = min(part.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), part.seed, context, count)
-    grades_harm = any(parse_named(JUDGES, text).grades_harm for text in spec.judge)
+    grades_harm = any(parse_plugin(JUDGES, text).grades_harm for text in spec.judge)
     return [
         Counted(
             item.cluster_id,
@@ -208,8 +208,8 @@ def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn
     for length in gated_lengths(spec, metric.suite):
         units = [unit for unit in answers if (unit.suite, unit.context_tokens) == (metric.suite, length)]
         policies = dict.fromkeys(unit.policy.canonical for unit in units)
-        for policy in (p for p in policies if p not in uncompressed(references)):
-            plain = uncompressed_of(policy, references)
+        for policy in (p for p in policies if p not in uncompressed_policies(references)):
+            plain = reference_of(policy, references)
             # rows of one seed, paired by item and sample
             pairs = [
                 (values[dense][row], value)

@@ -24,10 +24,10 @@ from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
-from kvaudit.audit.training.engine_rollouts import check_drawn, try_out_drawing
+from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
 from kvaudit.audit.training.footprint import check_memory
-from kvaudit.audit.training.reward_trial import check_reward_tells
-from kvaudit.audit.training.rewards.base import paying_of
+from kvaudit.audit.training.sft import check_reward_on_gold
+from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import gold_rollout
 from kvaudit.core.errors import SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
@@ -58,19 +58,19 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     check_contexts(spec, model)
     for arm, part in spec.checkpoints.items():
         for seed in part.seeds:
-            check_comparable(str(spec.external(arm, seed)), model)
+            check_comparable(str(spec.external_source(arm, seed)), model)
     batches: Batches = {}
     with collect_file_hashes() as rows:
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
             check_memory(spec.train, model)
-            check_drawn(spec.train, model, spec.engine(spec.train.rollouts or ""))
+            check_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
             check_reward(spec.train, model)
         Evaluator(model, spec, batches).prepare()
     check_engines(spec, batches)
     if spec.train is not None and trains:
-        try_out_drawing(spec.train, model, spec.engine(spec.train.rollouts or ""))
+        try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
     item = next((item for parts in batches.values() for part in parts for item in part), None)
     conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
     if item is not None:
@@ -107,7 +107,7 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
 
 def _training_suites(section: TrainSpec) -> tuple[str, ...]:
     """The suites used in training, including those of the validation."""
-    return tuple(dict.fromkeys((*section.suites, *section.watched)))
+    return tuple(dict.fromkeys((*section.suites, *section.validation_suites)))
 
 
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
@@ -131,12 +131,12 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
 
     The reward scores one gold answer per suite; an endpoint receives as many requests.
     """
-    paying = paying_of(section.reward, section.suites)
+    paying = parse_reward(section.reward, section.suites)
     paying.check()
-    if not paying.by_grade_alone:
-        suites = [SUITES.get(name)() for name in paying.paid]
+    if not paying.uses_grade_only:
+        suites = [SUITES.get(name)() for name in paying.reward_suites]
         request = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
-        check_reward_tells(
+        check_reward_on_gold(
             paying, [(suite, make_items("train", suite, "train", *request)[0]) for suite in suites], model
         )
 

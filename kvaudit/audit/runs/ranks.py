@@ -19,7 +19,7 @@ from kvaudit.audit.engines.process import free_port
 from kvaudit.audit.runs.launchers.base import Job, PrintLine
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.sharded import can_shard
+from kvaudit.audit.training.ranks import can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
@@ -95,7 +95,7 @@ def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) 
     if is_launched():
         group = _connect(0, ranks, job.any_gpu, "env://", str)
         yield group
-        group.tell(None)
+        group.broadcast(None)
     else:
         with _local_ranks(ranks, job, print_line) as group:
             yield group
@@ -115,7 +115,7 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
         stack.callback(failures.has_ended.set)  # runs first
         group = _connect(0, ranks, job.any_gpu, f"tcp://127.0.0.1:{port}", failures.reason)
         yield group
-        group.tell(None)
+        group.broadcast(None)
         for other in others:
             other.wait(GRACE_SECONDS)
 

@@ -17,11 +17,11 @@ from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.files import TELEMETRY
-from kvaudit.audit.training.rewards.base import paying_of
+from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.provenance import ORIGIN, PROVENANCE
-from kvaudit.core.recipe import RECIPE, read_recipe, sealed
+from kvaudit.core.provenance import RECIPE, read_recipe, seal_recipe
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -38,9 +38,9 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
     """Return the recipe of a run that trains; ``batches`` are the items of its evaluation."""
-    paying = paying_of(section.reward, section.suites)
+    paying = parse_reward(section.reward, section.suites)
     text = paying.reward.constitution
-    return sealed(
+    return seal_recipe(
         {
             "model": {"name": spec.model, "sha256": model.sha256},
             "reward": {"written": section.reward, "sha256": paying.sha256, "graded_by": paying.judges},
@@ -102,7 +102,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
     None if a checkpoint has no recipe, or they differ in more than arm and seed. Raises DataError for a damaged recipe.
     """
     pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
-    folders = {pair: locate(str(run.spec.external(*pair))) for pair in pairs}
+    folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}
     if not all((folder / RECIPE).is_file() for folder in folders.values()):
         return None
     recipes = dict[tuple[str, int], dict[str, Any]]()
@@ -117,7 +117,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
         return None
     policies = {arm: next(iter(recipe["policy"].values())) for (arm, _), recipe in recipes.items()}
     joined = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
-    return sealed({**joined, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
+    return seal_recipe({**joined, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
 
 
 def _without_seed(section: Any) -> Any:

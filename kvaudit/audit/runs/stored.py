@@ -19,7 +19,7 @@ from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import INPUTS, ROWS, check_same, check_sealed, seal_of
+from kvaudit.core.provenance import INPUTS, ROWS, check_inputs, check_sealed, seal_path
 from kvaudit.core.records import Item, Record, Role
 from kvaudit.core.text import length_label
 from kvaudit.suites.base import Suite
@@ -82,7 +82,7 @@ class Items:
             inputs = self._run.provenance().get(INPUTS)
             if inputs is not None:  # runs of earlier versions have none
                 noted = inputs.get(ROWS, {})
-                check_same(ROWS, {name: noted[name] for name in rows if name in noted}, rows)
+                check_inputs(ROWS, {name: noted[name] for name in rows if name in noted}, rows)
             self._made = key, SuiteItems(suite, {item.item_id: item for item in items})
         return self._made[1]
 
@@ -91,7 +91,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """Return the finished units of a run, ordered by suite and length, and the names of the unfinished ones."""
     units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
-        if not seal_of(records).exists():
+        if not seal_path(records).exists():
             unfinished.append(records.name)
             continue
         unit = stored_unit(records)
@@ -110,7 +110,7 @@ def stored_unit(records: Path) -> StoredUnit:
     """Read the finished unit of a record file from its seal and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
-    return StoredUnit(records, read_json(seal_of(records)), first.suite, first.context_tokens, first.suite_version)
+    return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
 
 
 def read_records(unit: StoredUnit) -> Iterator[Record]:

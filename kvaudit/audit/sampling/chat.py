@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, message_rows
-from kvaudit.core.spans import Place, Span, places_of
-from kvaudit.core.thoughts import THOUGHT_CLOSING, THOUGHT_OPENING
+from kvaudit.core.spans import Place, Span, find_spans
+from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
@@ -229,7 +229,7 @@ class Chat:
             roles.append(stretches[n].role if inside else FORMAT_ROLE)
         spans = {
             name: _tokens(encoded["offset_mapping"], [stretches[place.message].locate(place) for place in places])
-            for name, places in places_of(marked, [message.content for message in messages]).items()
+            for name, places in find_spans(marked, [message.content for message in messages]).items()
         }
         # leave out spans without tokens: a tokenizer may drop their characters
         spans = {name: tokens for name, tokens in spans.items() if tokens}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import move_roles
-from kvaudit.core.completions import ChatCompletion, Finish, finish_of, is_filtered
+from kvaudit.core.completions import ChatCompletion, Finish, parse_finish, is_filtered
 from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.thoughts import heard
+from kvaudit.core.completions import without_thoughts
 
 _FRAME = 64, 16  # tokens that a chat template may add to a conversation, and to each message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # relative error allowed in a claim, if our count is exact or an estimate
@@ -50,7 +50,7 @@ class SentRequest(NamedTuple):
 
 def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
     """Return messages as request rows, without thoughts; ``tool_role`` "user" puts tool results into user messages."""
-    return move_roles(heard(transcript), {Role.TOOL} if tool_role == Role.USER else set())
+    return move_roles(without_thoughts(transcript), {Role.TOOL} if tool_role == Role.USER else set())
 
 
 class Readings:
@@ -108,7 +108,7 @@ def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> F
         raise RefusedRequest(f"it ended by {word[:40]!r}, which is no end of an answer{text}")
     if word == _ENDED_BY_ERROR:
         raise Unanswered("it ended by 'error', which is no end of an answer")
-    finish = finish_of(word) if word else "stop" if new_tokens is None or new_tokens < limit else "length"
+    finish = parse_finish(word) if word else "stop" if new_tokens is None or new_tokens < limit else "length"
     if finish is None:
         raise _broken(f"it ended by {word[:40]!r}, which is no end of an answer")
     return finish

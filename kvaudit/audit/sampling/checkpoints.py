@@ -25,7 +25,7 @@ from kvaudit.audit.sampling.model import (
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json
-from kvaudit.core.text import install_line, shown
+from kvaudit.core.text import install_command, short_repr
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # folder names of the hub's cache
@@ -69,7 +69,7 @@ def checkpoint_sha256(folder: Path) -> str:
     elif (path := to_path(base)).is_file():
         digest = file_sha256(path)
     else:
-        raise DataError(f"model {shown(base)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
+        raise DataError(f"model {short_repr(base)} is no file; put it there, or name another in {ADAPTER_CONFIG}")
     for adapter in (*map(locate, adapters), folder):
         digest = adapter_sha256(adapter, digest)
     return digest
@@ -107,7 +107,7 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
     for name in _SHAPE:
         if name in config and config[name] != base_config.get(name):
             raise DataError(
-                f"checkpoint {name_or_path!r} has {name} {shown(config[name])}, model {base.name!r} has "
+                f"checkpoint {name_or_path!r} has {name} {short_repr(config[name])}, model {base.name!r} has "
                 f"{base_config.get(name)}; compare checkpoints of one architecture"
             )
     _check_prompts(name_or_path, base)
@@ -139,7 +139,7 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
     base_name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if base_name and _last_part(str(base_name)) != _last_part(base.name):
         raise DataError(
-            f"adapter {name!r} was trained over {shown(base_name)}, the run's model is {base.name!r}; set model to its "
+            f"adapter {name!r} was trained over {short_repr(base_name)}, the run's model is {base.name!r}; set model to its "
             f"base or, if both are the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to {base.name!r}"
         )
 
@@ -155,7 +155,7 @@ def _merge_adapter(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
     try:
         from peft import PeftModel
     except ImportError:
-        raise RunError(f"reading LoRA adapters needs another package: {install_line('lora')}") from None
+        raise RunError(f"reading LoRA adapters needs another package: {install_command('lora')}") from None
     digest = adapter_sha256(folder, base.sha256)
     verify_folder(folder)
     kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")

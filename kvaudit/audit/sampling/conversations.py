@@ -17,7 +17,7 @@ from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
 from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.core.spans import KeptSpan, places_of
+from kvaudit.core.spans import KeptSpan, find_spans
 from kvaudit.suites.base import Suite
 
 _NOTHING = ChatTokens((), ())
@@ -332,7 +332,7 @@ def spans_kept(
     """
     by_model = (Role.ASSISTANT, Role.THOUGHT)
     given = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]
-    places, start = places_of(item.spans, given), rollout.answer_start
+    places, start = find_spans(item.spans, given), rollout.answer_start
 
     def share(numbers: Sequence[int]) -> float:
         return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())  # [L, H, tokens]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown, unreadable
-from kvaudit.core.questions import Question
+from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown_facets, unreadable_facets
+from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
-from kvaudit.core.thoughts import THOUGHT_CLOSING, as_thought, heard, parted, with_thoughts
+from kvaudit.core.completions import THOUGHT_CLOSING, thought_message, without_thoughts, split_thought, answers_with_thoughts
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
@@ -31,7 +31,7 @@ class Exchange:
     """One conversation in progress. ``finish`` is how it ended (stop | length | turns | error), ``unanswered`` why.
 
     ``thinks``: answers may begin with a thought, which stays in the transcript but is hidden from environment and
-    grader. ``opens_thought``: whether the prompt itself begins the thought; None if unknown (see ``parted``).
+    grader. ``opens_thought``: whether the prompt itself begins the thought; None if unknown (see ``split_thought``).
     """
 
     def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool | None = False) -> None:
@@ -45,9 +45,9 @@ class Exchange:
         """Return an answer as messages; ``thought`` is one that the server sent apart from the text."""
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
-            return as_thought(thought, closed=closed), Message(Role.ASSISTANT, text)
+            return thought_message(thought, closed=closed), Message(Role.ASSISTANT, text)
         if self._thinks:
-            return parted(text, opened=self._opens_thought)
+            return split_thought(text, opened=self._opens_thought)
         return (Message(Role.ASSISTANT, text),)
 
     def step(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
@@ -57,7 +57,7 @@ class Exchange:
         self._turns += 1
         self.finish = finish_reason
         # a degenerate answer never reaches the environment: its reaction to half a call would not be behaviour
-        reply = None if _fault(answer, finish_reason) else self.suite.step(self.item, heard(self.transcript))
+        reply = None if _fault(answer, finish_reason) else self.suite.step(self.item, without_thoughts(self.transcript))
         if reply is not None and self._turns >= self.suite.max_turns:
             self.finish, reply = "turns", None
         self.open = reply is not None
@@ -84,11 +84,11 @@ def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], fi
     """
     degenerate_grade = grade_degenerate(suite, item, transcript, finish_reason)
     if degenerate_grade is None:
-        return suite.grade(item, heard(transcript))
+        return suite.grade(item, without_thoughts(transcript))
     if degenerate_grade.note == "loop":
-        return suite.looped(item, heard(transcript))
+        return suite.looped(item, without_thoughts(transcript))
     if degenerate_grade.outcome is Outcome.TRUNCATED and _has_answer(transcript):
-        return suite.cut_off(item, heard(transcript))
+        return suite.cut_off(item, without_thoughts(transcript))
     return degenerate_grade
 
 
@@ -96,7 +96,7 @@ def judge_question(suite: Suite, item: Item, transcript: Sequence[Message], fini
     """Return the question a judge has to decide about a finished conversation; None if it needs no judge."""
     if grade_degenerate(suite, item, transcript, finish_reason):
         return None
-    return suite.question(item, heard(transcript))
+    return suite.question(item, without_thoughts(transcript))
 
 
 def grade_by_judge(
@@ -104,8 +104,8 @@ def grade_by_judge(
 ) -> Grade:
     """Return the grade that follows from a judge's decision; unscored if the judge failed (``refused`` is None)."""
     if refused is None:
-        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown(suite.facets(item)))
-    return replace(suite.settled(item, heard(transcript), refused=refused), judge=judge)
+        return Grade(Outcome.UNSCORED, None, judge, note="the judge failed", facets=unknown_facets(suite.facets(item)))
+    return replace(suite.settled(item, without_thoughts(transcript), refused=refused), judge=judge)
 
 
 def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Grade:
@@ -125,12 +125,12 @@ def grade_degenerate(suite: Suite, item: Item, transcript: Sequence[Message], fi
     """Return the grade of a conversation that failed or holds a degenerate answer; None for any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
-        return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown(facets))
+        return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown_facets(facets))
     # skip the item's own messages, which may hold answers that the model did not write
     fault = _fault(transcript[len(item.messages) :], finish_reason)
     if fault and not (fault == "truncated" and suite.reads_cut and _has_answer(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
-        return Grade(outcome, 0.0, note=fault, facets=unreadable(facets))
+        return Grade(outcome, 0.0, note=fault, facets=unreadable_facets(facets))
     return None
 
 
@@ -146,7 +146,7 @@ Fault = Literal["empty", "truncated", "non-text", "loop"]
 
 def _fault(messages: Sequence[Message], finish_reason: str) -> Fault | None:
     """Return the fault of the first degenerate answer; only the last one can have been cut."""
-    answers = list(with_thoughts(messages))
+    answers = list(answers_with_thoughts(messages))
     ends = ["stop"] * (len(answers) - 1) + ["length" if finish_reason == "length" else "stop"]
     return next(filter(None, map(_answer_fault, answers, ends)), None)
 

@@ -39,8 +39,8 @@ from kvaudit.audit.sampling.weights import (
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.files import plain_files
-from kvaudit.core.provenance import own_files
-from kvaudit.core.text import install_line, shown
+from kvaudit.core.provenance import listed_files
+from kvaudit.core.text import install_command, short_repr
 
 EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
@@ -133,7 +133,7 @@ def to_path(name_or_path: str) -> Path:
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of an unknown user, or a zero byte
         reason = str(error).partition(": ")[0]
-        raise DataError(f"model {shown(name_or_path)} cannot be a path ({reason[:80]}); correct the name") from None
+        raise DataError(f"model {short_repr(name_or_path)} cannot be a path ({reason[:80]}); correct the name") from None
     return path
 
 
@@ -217,7 +217,7 @@ def _manifest(folder: Path) -> dict[str, str]:
             continue
         try:
             table = json.loads((folder / name).read_text(encoding="utf-8"))
-            files |= own_files(table if key is None else table[key], folder / name)
+            files |= listed_files(table if key is None else table[key], folder / name)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"checkpoint {str(folder)!r}: {name} is not a readable manifest ({error!r})") from None
     # ledgers belong to the training run; serving the model does not need them
@@ -293,7 +293,7 @@ def _gguf_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     except ImportError as error:
-        raise RunError(f"reading .gguf files needs two more packages: {install_line('gguf')}") from error
+        raise RunError(f"reading .gguf files needs two more packages: {install_command('gguf')}") from error
 
 
 @contextmanager
@@ -331,7 +331,7 @@ def _generation_stops(name: str, model: Any) -> list[int]:
     for stop in tokens:
         if type(stop) is not int or not 0 <= stop < size:
             raise DataError(
-                f"model {name!r}: eos_token_id is {shown(stop)}, expected a token of the model, 0 to {size - 1}; "
+                f"model {name!r}: eos_token_id is {short_repr(stop)}, expected a token of the model, 0 to {size - 1}; "
                 "correct generation_config.json"
             )
     return tokens
@@ -342,7 +342,7 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
     stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
     if stop is not None and stop >= size:
         raise DataError(
-            f"model {name!r}: the tokenizer's eos_token {shown(tokenizer.eos_token)} is token {stop}, the model has "
+            f"model {name!r}: the tokenizer's eos_token {short_repr(tokenizer.eos_token)} is token {stop}, the model has "
             f"tokens 0 to {size - 1}; the two do not belong together"
         )
 

@@ -12,8 +12,8 @@ from kvaudit.audit.scan.files import shown_path
 from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import CORRECTION, load_rules
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.files import YamlFile, known_keys, read_yaml
-from kvaudit.core.text import shown
+from kvaudit.core.files import YamlFile, check_keys, read_yaml
+from kvaudit.core.text import short_repr
 
 DECLARATIONS_FILE = "kvaudit.yaml"
 DECLARATION_FORMAT = 1
@@ -70,13 +70,13 @@ def _stands_below(file: str, folder: str) -> bool:
 def read_declared(path: Path) -> list[Declaration]:
     """The entries of a file of declarations; raises SpecError naming the line of the first mistake."""
     file = read_yaml(path, "file of declarations")
-    known_keys(file.table, ("format", "declared"), file.name)
+    check_keys(file.table, ("format", "declared"), file.name)
     if file.table.get("format") != DECLARATION_FORMAT:
-        raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {DECLARATION_FORMAT}")
+        raise SpecError(f"{file.name}: format is {short_repr(file.table.get('format'))}, wanted {DECLARATION_FORMAT}")
     entries = file.table.get("declared")
     if not isinstance(entries, list):
         raise SpecError(
-            f"{file.name}: declared is {shown(entries)}, wanted a list of entries with rule or mechanism, and why"
+            f"{file.name}: declared is {short_repr(entries)}, wanted a list of entries with rule or mechanism, and why"
         )
     return [_entry(entry, file, index) for index, entry in enumerate(entries)]
 
@@ -84,8 +84,8 @@ def read_declared(path: Path) -> list[Declaration]:
 def _entry(entry: Any, file: YamlFile, index: int) -> Declaration:
     where = f"{file.name} line {file.lines['declared', index]}"
     if not isinstance(entry, dict):
-        raise SpecError(f"{where}: {shown(entry)} is no entry, wanted rule or mechanism, and why")
-    known_keys(entry, _KEYS, where)
+        raise SpecError(f"{where}: {short_repr(entry)} is no entry, wanted rule or mechanism, and why")
+    check_keys(entry, _KEYS, where)
     fields = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in entry.items()}
     if not fields.get("why", "").strip():
         raise SpecError(f"{where}: says no why; say where the mechanism was evaluated")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import parse_yaml
-from kvaudit.core.text import clipped, inline, is_text, shown
+from kvaudit.core.text import short_text, inline, is_text, short_repr
 
 ANSWERS_FORMAT, ANSWERS_VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")
@@ -177,7 +177,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object; raises ValueError for a key given twice, of which JSON would keep the last."""
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise ValueError(f"key {clipped(twice[0])!r} is given twice")
+        raise ValueError(f"key {short_text(twice[0])!r} is given twice")
     return dict(pairs)
 
 
@@ -187,7 +187,7 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
     for name, value in wanted.items():
         if table.get(name) != value or isinstance(table.get(name), bool):
             more = "; the questions are of another version" if name == "questions_sha256" and name in table else ""
-            yield f"{name} is {shown(table.get(name))}, wanted {value!r}{more}"
+            yield f"{name} is {short_repr(table.get(name))}, wanted {value!r}{more}"
     for name in _HEAD:
         yield from _text_faults(name, table.get(name))
     try:
@@ -195,14 +195,14 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
     except ValueError:
         known = ""
     if isinstance(table.get("date"), str) and known != table["date"]:
-        yield f"date is {shown(table['date'])}, wanted YYYY-MM-DD"
-    yield from (f"unknown key {clipped(key)!r}" for key in table if key not in (*wanted, *_HEAD, "answers"))
+        yield f"date is {short_repr(table['date'])}, wanted YYYY-MM-DD"
+    yield from (f"unknown key {short_text(key)!r}" for key in table if key not in (*wanted, *_HEAD, "answers"))
     answers = table.get("answers")
     if not isinstance(answers, dict):
-        yield f"answers is {shown(answers)}, wanted an object"
+        yield f"answers is {short_repr(answers)}, wanted an object"
         return
     questions = {question.id: question for question in asked.questions}
-    yield from (f"answers.{clipped(key)}: no such question" for key in answers if key not in questions)
+    yield from (f"answers.{short_text(key)}: no such question" for key in answers if key not in questions)
     for name, question in questions.items():
         yield from _answer_faults(question, answers.get(name))
 
@@ -210,15 +210,15 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
 def _answer_faults(question: VendorQuestion, row: Any) -> Iterator[str]:
     where = f"answers.{question.id}"
     if not isinstance(row, dict):
-        got = "missing" if row is None else shown(row)
+        got = "missing" if row is None else short_repr(row)
         yield f"{where} is {got}; wanted an object with answer: {', '.join(ANSWERS)}"
         return
-    yield from (f"{where}: unknown key {clipped(key)!r}" for key in row if key not in _FIELDS)
+    yield from (f"{where}: unknown key {short_text(key)!r}" for key in row if key not in _FIELDS)
     if row.get("answer") not in ANSWERS:
-        yield f"{where}.answer is {shown(row.get('answer'))}, wanted one of {', '.join(ANSWERS)}"
+        yield f"{where}.answer is {short_repr(row.get('answer'))}, wanted one of {', '.join(ANSWERS)}"
     evidence = row.get("evidence", [])
     if not isinstance(evidence, list):
-        yield f"{where}.evidence is {shown(evidence)}, wanted a list of texts"
+        yield f"{where}.evidence is {short_repr(evidence)}, wanted a list of texts"
     else:
         for index, text in enumerate(evidence):
             yield from _text_faults(f"{where}.evidence[{index}]", text)
@@ -227,9 +227,9 @@ def _answer_faults(question: VendorQuestion, row: Any) -> Iterator[str]:
 
 def _detail_faults(question: VendorQuestion, details: Any, where: str, wanted: bool) -> Iterator[str]:
     if not isinstance(details, dict):
-        yield f"{where} is {shown(details)}, wanted an object"
+        yield f"{where} is {short_repr(details)}, wanted an object"
         return
-    yield from (f"{where}: unknown key {clipped(key)!r}" for key in details if key not in question.details)
+    yield from (f"{where}: unknown key {short_text(key)!r}" for key in details if key not in question.details)
     for name in question.details:
         if name in details or wanted:
             yield from _text_faults(f"{where}.{name}", details.get(name))
@@ -239,6 +239,6 @@ def _text_faults(where: str, value: Any) -> Iterator[str]:
     if value is None:
         yield f"{where} is missing"
     elif not isinstance(value, str) or not value.strip():
-        yield f"{where} is {shown(value)}, wanted a text"
+        yield f"{where} is {short_repr(value)}, wanted a text"
     elif len(value) > LONGEST_TEXT or not is_text(value):
         yield f"{where} is longer than {LONGEST_TEXT} characters, or holds what no file can"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import is_text, shown
+from kvaudit.core.text import is_text, short_repr
 
 _MAX_TOKENS, _MAX_CHOICES, _MAX_STOPS = 32_768, 16, 16
 _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}
@@ -52,15 +52,15 @@ class ChatRequest:
 def read_request(body: Any) -> ChatRequest:
     """Parse a JSON body; raise SpecError that names the wrong key."""
     if not isinstance(body, Mapping):
-        raise SpecError(f"the request is {shown(body)}, expected a JSON object")
+        raise SpecError(f"the request is {short_repr(body)}, expected a JSON object")
     for key, neutral in _UNSUPPORTED.items():
         if key in body and body[key] not in neutral:
-            raise SpecError(f"{key} is {shown(body[key])}, which this server does not support; leave it out")
+            raise SpecError(f"{key} is {short_repr(body[key])}, which this server does not support; leave it out")
     options, model, rows = body.get("stream_options") or {}, body.get("model"), body.get("messages")
     if not isinstance(model, str) or not model or not is_text(model):
-        raise SpecError(f"model is {shown(model)}, expected text")
+        raise SpecError(f"model is {short_repr(model)}, expected text")
     if not isinstance(rows, list) or not rows:
-        raise SpecError(f"messages is {shown(rows)}, expected a list of messages")
+        raise SpecError(f"messages is {short_repr(rows)}, expected a list of messages")
     max_tokens = _integer(body, "max_completion_tokens", 1, _MAX_TOKENS)
     return ChatRequest(
         model=model,
@@ -80,14 +80,14 @@ def read_request(body: Any) -> ChatRequest:
 def _message(row: Any, number: int) -> Message:
     role = row.get("role") if isinstance(row, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
-        raise SpecError(f"messages[{number}] has role {shown(role)}, expected one of {', '.join(_ROLES)}")
+        raise SpecError(f"messages[{number}] has role {short_repr(role)}, expected one of {', '.join(_ROLES)}")
     if row.get("tool_calls"):
         raise SpecError(f"messages[{number}] has tool_calls, which this server does not support; write calls as text")
     content = row.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if not parts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise SpecError(f"messages[{number}] has content {shown(content)}, expected text or a list of text parts")
+        raise SpecError(f"messages[{number}] has content {short_repr(content)}, expected text or a list of text parts")
     text = "".join(map(str, texts))
     if not is_text(text):
         raise SpecError(f"messages[{number}] holds a lone surrogate (half of a character), which cannot be tokenized")
@@ -99,7 +99,7 @@ def _integer(body: Mapping[str, Any], key: str, least: int, most: int) -> int | 
     if value is None:
         return None
     if type(value) is not int or not least <= value <= most:
-        raise SpecError(f"{key} is {shown(value)}, expected an integer from {least} to {most}")
+        raise SpecError(f"{key} is {short_repr(value)}, expected an integer from {least} to {most}")
     return value
 
 
@@ -108,14 +108,14 @@ def _number(body: Mapping[str, Any], key: str, default: float, *, least: float, 
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise SpecError(f"{key} is {shown(value)}, expected a number from {least:g} to {most:g}")
+        raise SpecError(f"{key} is {short_repr(value)}, expected a number from {least:g} to {most:g}")
     return float(value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(isinstance(t, str) and t for t in texts):
-        raise SpecError(f"stop is {shown(value)}, expected a text or at most {_MAX_STOPS} texts")
+        raise SpecError(f"stop is {short_repr(value)}, expected a text or at most {_MAX_STOPS} texts")
     return tuple(texts)
 
 

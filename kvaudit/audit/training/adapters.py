@@ -28,10 +28,10 @@ from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.sharded import is_sharded, shard, whole_weights
+from kvaudit.audit.training.ranks import is_sharded, shard, full_state_dict
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 _NAME = "default"  # what peft calls an adapter that has no name
 _BASE = "base_layer"  # of an adapted layer: the layer that was there before
@@ -105,7 +105,7 @@ def _kept_by_its_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def continued(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
+def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
     """The base with the adapter of a finished checkpoint beside it, to be trained further."""
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
@@ -137,7 +137,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     Sums are float32. Of a sharded model that is gathered they are on the CPU.
     """
     layers, found = _adapted_layers(model), dict[str, Tensor]()
-    for name, tensor in unique_weights(whole_weights(model) if is_sharded(model) else model.state_dict()).items():
+    for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():
         if _MARK in name:
             continue
         owner, adapted, _ = name.partition(f".{_BASE}.weight")
@@ -160,7 +160,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise RunError(f"training an adapter needs another package: {install_line('lora')}") from None
+        raise RunError(f"training an adapter needs another package: {install_command('lora')}") from None
     known = linear_layers(model)
     for target in adapter.targets:
         if target not in known:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.training.advantages import BatchRewards, overlong_penalty
+from kvaudit.audit.training.losses.base import BatchRewards, overlong_penalty
 from kvaudit.audit.training.config import AnyConfig, TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.core.errors import SpecError
@@ -24,13 +24,13 @@ from kvaudit.suites.base import SUITES, CountTokens, Suite
 TrainingItem = tuple[Suite, Item]
 
 
-def shares(config: AnyConfig) -> tuple[float, ...]:
+def suite_shares(config: AnyConfig) -> tuple[float, ...]:
     """Share of prompts per suite, which add up to 1; without weights equal ones."""
     weights = config.weights or (1.0,) * len(config.suites)
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def slots(parts: Sequence[float], count: int) -> list[tuple[int, int]]:
+def deal_slots(parts: Sequence[float], count: int) -> list[tuple[int, int]]:
     """``count`` pairs (suite index, ordinal in the suite); after any n of them each suite is within 1 of its share."""
     taken = [0] * len(parts)  # how many questions each suite has so far
     order = []
@@ -45,7 +45,7 @@ def slots(parts: Sequence[float], count: int) -> list[tuple[int, int]]:
 def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
     """The questions of every step, from the train split of the configured suites; another ``draw`` gives others."""
     suites = [SUITES.get(name)() for name in config.suites]
-    order = slots(shares(config), config.steps * config.prompts_per_step)
+    order = deal_slots(suite_shares(config), config.steps * config.prompts_per_step)
     pools = []
     for index, suite in enumerate(suites):
         wanted = sum(1 for chosen, _ in order if chosen == index)
@@ -155,7 +155,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
     )
 
 
-def rewarded(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: Tensor) -> BatchRewards:
+def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, allowed: Tensor) -> BatchRewards:
     """What a loss makes advantages of: rewards, with the cost of length where the configuration has one.
 
     ``allowed`` [B] or [] are the most tokens that each rollout can sample.
@@ -173,7 +173,7 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
     return (earned & graded.view(-1, group)).reshape(-1)
 
 
-def halves(
+def split_halves(
     batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False
 ) -> tuple[list[list[list[int]]], list[int]]:
     """A rank's microbatches of the first and of the second half of a batch's groups, and how many passes each takes.
@@ -228,7 +228,7 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
     for turn in range(config.updates_per_batch):
         for own in _dealt(groups, config.minibatches, derive_seed("minibatch", config.seed, step, turn)):
             rows = [index * batch.group + member for index in own for member in range(batch.group)]
-            parts, passes = halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
+            parts, passes = split_halves(batch.of(rows), config.microbatch_tokens, ranks, whole=config.whole_groups)
             named = [[[rows[row] for row in micro] for micro in part] for part in parts]
             steps.append(GradientStep(rows, named, passes))
     return steps

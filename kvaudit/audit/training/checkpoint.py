@@ -36,11 +36,11 @@ from kvaudit.audit.training.config import AnyConfig
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.ranks import RankGroup, everywhere
-from kvaudit.audit.training.sharded import is_sharded, whole_weights
+from kvaudit.audit.training.ranks import RankGroup, on_all_ranks
+from kvaudit.audit.training.ranks import is_sharded, full_state_dict
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
-from kvaudit.core.provenance import PROVENANCE, own_files
+from kvaudit.core.provenance import PROVENANCE, listed_files
 
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
@@ -165,7 +165,7 @@ class CheckpointFolder:
             weights = weights_sha256(staged) if base is None else adapter_sha256(staged, base)
         move_into(staged, self.path)  # file by file, each in one step
         said = {"sha256": weights, "files": files, "versions": versions()}
-        mark_whole(self.path, self._claim, self._config.disclosed(), position, said)
+        write_provenance(self.path, self._claim, self._config.disclosed(), position, said)
         drop_state(self.path)
 
     def _check_claim(self, found: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class CheckpointFolder:
                 f"{str(folder / STATE)!r} holds what no step of this run leaves (step, updates, telemetry_bytes or "
                 "config_hash)"
             )
-        ledgers = own_files(state["ledgers"], folder / STATE)
+        ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
     def _broken(self, what: str) -> DataError:
@@ -229,14 +229,14 @@ class Resumable:
     def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
-    @everywhere
+    @on_all_ranks
     def resumed(self, folder: Path, position: Position) -> None:
         """Go on from where the first rank does, by what was saved in its folder."""
         # the first rank has loaded its own already, as it checked the folder
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
-            known = own_files(read_json(state / STATE).get(_PARTS), state / STATE)
+            known = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
             if not part.is_file() or file_sha256(part) != known.get(part.name):
                 raise DataError(
                     f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "
@@ -244,7 +244,7 @@ class Resumable:
                 )
             self._learner.load(load_file(part), position.updates)
 
-    @everywhere
+    @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
         """Have every rank but the first write its part of the state; the sha256 of each file."""
         own = dict[str, str]()
@@ -257,7 +257,7 @@ class Resumable:
         return {name: digest for part in self.ranks.gathered(own) for name, digest in part.items()}
 
 
-def mark_whole(
+def write_provenance(
     folder: Path, claim: Mapping[str, Any], disclosed: Mapping[str, Any], done: Position, said: Mapping[str, Any]
 ) -> None:
     """Write provenance.json, which comes last and marks a checkpoint whole; ``said`` are sha256, files and versions."""
@@ -300,7 +300,7 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
         save_adapter(learner, folder)
         return
     with hide_progress_bars():  # a bar per shard would break the progress line of the run
-        weights = whole_weights(learner.model) if is_sharded(learner.model) else None
+        weights = full_state_dict(learner.model) if is_sharded(learner.model) else None
         learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
         learner.chat.tokenizer.save_pretrained(folder)
 

@@ -14,7 +14,7 @@ from kvaudit.audit.engines import ENGINES, Condition, parse_condition
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.training.arms import Arm, get_arm
 from kvaudit.audit.training.losses.base import LOSSES
-from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import Seed, SpecSection
 from kvaudit.core.spec_train import BASE_ARM, AdapterSpec, CriticSpec, SftSpec, Training, TrainSpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
 
 
-class Hashed(ABC):
+class HashedConfig(ABC):
     """A configuration by which a checkpoint folder is claimed."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Hashed(ABC):
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-class TrainConfig(Hashed, Training):
+class TrainConfig(HashedConfig, Training):
     """One paired training run; raises SpecError or UnknownName.
 
     Two arms differ in ``arm``, those of a sweep in ``policy`` too, and in nothing else.
@@ -65,7 +65,7 @@ class TrainConfig(Hashed, Training):
         return parse_policy(self.policy if self.design.rollout == "compressed" else "none")
 
     @cached_property
-    def drawn_by(self) -> Condition | None:
+    def rollout_engine(self) -> Condition | None:
         """The engine that draws the arm's rollouts, uncompressed where the arm's are; None where our own cache does."""
         if self.rollouts is None:
             return None
@@ -75,7 +75,7 @@ class TrainConfig(Hashed, Training):
     @cached_property
     def store(self) -> EngineStore | None:
         """How that engine stores keys and values, where that is known and the learner can replay it."""
-        engine = self.drawn_by
+        engine = self.rollout_engine
         if engine is None:
             return None
         found = ENGINES.get(engine.engine).store(dict(engine.settings))
@@ -84,7 +84,7 @@ class TrainConfig(Hashed, Training):
 
     def disclosed(self) -> dict[str, Any]:
         """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
-        arm, policy = self.design, self.drawn_by or self.rollout_policy
+        arm, policy = self.design, self.rollout_engine or self.rollout_policy
         return {
             "rollouts": policy.canonical,
             "rollouts_hash": policy.hash,
@@ -92,15 +92,15 @@ class TrainConfig(Hashed, Training):
             "correction": arm.correction,
             "distillation": arm.distill,
             "loss": self.loss,
-            "reward": self.paying.reward.name if self.paying.by_grade_alone else self.reward,
-            "reward_sha256": self.paying.sha256,
-            "constitution": self.paying.constitution_sha256,
+            "reward": self.reward_config.reward.name if self.reward_config.uses_grade_only else self.reward,
+            "reward_sha256": self.reward_config.sha256,
+            "constitution": self.reward_config.constitution_sha256,
         }
 
     @cached_property
-    def paying(self) -> Paying:
+    def reward_config(self) -> RewardConfig:
         """What pays the rollouts."""
-        return paying_of(self.reward, self.suites)
+        return parse_reward(self.reward, self.suites)
 
     @property
     def whole_groups(self) -> bool:
@@ -112,9 +112,9 @@ class TrainConfig(Hashed, Training):
 
     def keeps_ledger(self, steps: int) -> bool:
         """Whether the rollouts of the step that makes ``steps`` of them are kept; an engine's leave no ledger."""
-        return self.rollouts is None and self.certifies(steps)
+        return self.rollouts is None and self.has_certificate(steps)
 
-    def certifies(self, steps: int) -> bool:
+    def has_certificate(self, steps: int) -> bool:
         """Whether that step is held against what its sampler saw."""
         return self.ledger_every > 0 and steps % self.ledger_every == 0
 
@@ -135,9 +135,9 @@ class TrainConfig(Hashed, Training):
     @model_validator(mode="after")
     def _known(self) -> Self:
         get_arm(self.arm)
-        for suite in (*self.suites, *self.watched):
+        for suite in (*self.suites, *self.validation_suites):
             SUITES.get(suite)
-        paying_of(self.reward, self.suites)
+        parse_reward(self.reward, self.suites)
         loss = LOSSES.get(self.loss)
         # before the checks below, which look at what the loss fills in
         self.fill(loss.defaults)
@@ -149,7 +149,7 @@ class TrainConfig(Hashed, Training):
         return self
 
     def _check_engine(self) -> None:
-        drawn_by = self.drawn_by
+        drawn_by = self.rollout_engine
         if drawn_by is None:
             return
         ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
@@ -178,7 +178,7 @@ class TrainConfig(Hashed, Training):
             )
 
 
-class StartConfig(Hashed, SpecSection):
+class StartConfig(HashedConfig, SpecSection):
     """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
 
     arm: ClassVar[str] = BASE_ARM  # the name under which it is kept and evaluated

@@ -57,26 +57,26 @@ def naive_ratio(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     return _result(mask.to(learner.dtype), mask, sampler.where(mask, learner), mask)
 
 
-def truncated(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+def tis(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """TIS, min(rho, 2) per token (Yao 2025, "Your efficient RL framework secretly brings you off-policy RL")."""
     weights = token_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
     return _result(weights, mask, learner, mask)
 
 
-def masked(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+def mis(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """MIS, rho on tokens with .5 <= rho <= 5 and nothing elsewhere (IcePop, Ling Team 2025, 2510.18855)."""
     rho = token_ratios(learner, sampler, mask)
     keep = mask & _within(rho, MIS_RANGE)
     return _result(rho * keep, keep, learner, mask)
 
 
-def truncated_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+def tis_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """TIS of whole rollouts: min(product of rho, 2) for all tokens (TRL ``sequence_truncate``, verl ``sequence``)."""
     weights = _sequence_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
     return _result(weights, mask, learner, mask)
 
 
-def masked_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
+def mis_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """MIS of whole rollouts: the product of rho where it is in [.5, 5], nothing elsewhere (TRL's ``sequence_mask``)."""
     rho = _sequence_ratios(learner, sampler, mask)
     inside = _within(rho, MIS_RANGE)  # [B, 1]
@@ -113,10 +113,10 @@ CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
     {
         "none": no_correction,
         "naive-ratio": naive_ratio,
-        "tis": truncated,
-        "mis": masked,
-        "tis-sequence": truncated_sequence,
-        "mis-sequence": masked_sequence,
+        "tis": tis,
+        "mis": mis,
+        "tis-sequence": tis_sequence,
+        "mis-sequence": mis_sequence,
         "sparse-rl": sparse_rl,
         "sparse-rl-text": sparse_rl_text,
     }

@@ -33,8 +33,8 @@ from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards.base import Pays
-from kvaudit.audit.training.rollouts import Questioner, StepRollouts, undiminished
+from kvaudit.audit.training.rewards.base import RewardFn
+from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, dense_rollout
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
@@ -55,7 +55,7 @@ class EngineUse(NamedTuple):
     hold: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
 
 
-class EngineQuestioner(Questioner):
+class EngineRolloutSampler(RolloutSampler):
     """Asks the questions of every step of an engine, which has the weights of ``model``; ``base`` is what it began as.
 
     It is started at the first question, and again, a few times, where it is gone. Every rank has one of its own.
@@ -66,7 +66,7 @@ class EngineQuestioner(Questioner):
         config: TrainConfig,
         model: LoadedModel,
         questions: Sequence[Sequence[TrainingItem]],
-        pays: Pays,
+        pays: RewardFn,
         *,
         base: LoadedModel,
         use: EngineUse,
@@ -74,8 +74,8 @@ class EngineQuestioner(Questioner):
         ranks: RankGroup = ALONE,
     ) -> None:
         super().__init__(config, model, questions, pays, ranks)
-        assert config.drawn_by is not None
-        self._condition, self._base, self._use = config.drawn_by, without_adapter(base), use
+        assert config.rollout_engine is not None
+        self._condition, self._base, self._use = config.rollout_engine, without_adapter(base), use
         rank = f"-rank-{ranks.number}" if ranks.number else ""
         name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}{rank}.log"
         self._log = logs / name
@@ -85,7 +85,7 @@ class EngineQuestioner(Questioner):
     def _sampled(self, step: int, own: slice) -> StepRollouts:
         """What the engine wrote is kept where the arm, or its certificate, reads it."""
         config = self._config
-        every = config.design.learner == "shadow" or config.certifies(step + 1)
+        every = config.design.learner == "shadow" or config.has_certificate(step + 1)
         # where it is of use all of a step's; else the one by which stale weights are found out
         self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
         self._push()
@@ -178,7 +178,7 @@ class _Turn(NamedTuple):
     written: tuple[Tensor, Tensor] | None  # [tokens, L, H * D]
 
 
-class Said:
+class RolloutTokens:
     """The tokens of a rollout under way, those that were given and those that an engine drew."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -223,14 +223,14 @@ class Said:
         sampled = torch.tensor(self._sampled[: turn.end]) & own
         logprobs = torch.tensor(self._logprobs[: turn.end]).where(own, 0.0)
         # nothing leaves, and what the engine allocated is not known
-        return undiminished(config, torch.tensor(self.ids[: turn.end]), prompt_length, sampled, logprobs)
+        return dense_rollout(config, torch.tensor(self.ids[: turn.end]), prompt_length, sampled, logprobs)
 
 
 class _Row:
     """A conversation under way, the tokens of which ``said`` holds."""
 
     def __init__(self, talk: Conversation, prompt: ChatTokens, seed: int) -> None:
-        self.talk, self.said, self._seed, self._turn = talk, Said(prompt.ids), seed, 0
+        self.talk, self.said, self._seed, self._turn = talk, RolloutTokens(prompt.ids), seed, 0
 
     def asked(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
         """What the engine is to answer next: the whole conversation so far."""
@@ -248,7 +248,7 @@ class _Row:
         self._turn += 1
 
 
-def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
+def check_rollout_engine(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
     """Raise SpecError where the engine of ``rollouts`` is not installed, or its store is not known of such layers."""
     if section.rollouts is None:
         return
@@ -263,7 +263,7 @@ def check_drawn(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> Non
         )
 
 
-def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
+def try_rollout_engine(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
     """Start the engine of ``rollouts`` once; raises RunError for what would otherwise come up behind the dense arm."""
     if section.rollouts is None or section.arms == (DENSE_ARM,):
         return
@@ -279,14 +279,14 @@ def try_out_drawing(section: TrainSpec, model: LoadedModel, part: EngineSpec) ->
     shutil.rmtree(logs)  # where an error names it, it stays
 
 
-def drawn_rollout(config: Any, prompt: Sequence[int], drawn: DrawnRollout, store: EngineStore | None = None) -> Rollout:
+def engine_rollout(config: Any, prompt: Sequence[int], drawn: DrawnRollout, store: EngineStore | None = None) -> Rollout:
     """An engine's answer to a prompt as a rollout; ``config`` is the model's."""
-    said = Said(prompt)
+    said = RolloutTokens(prompt)
     said.take(drawn)
     return said.rollout(config, store)
 
 
-def gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor) -> dict[str, float | None]:
+def engine_gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor) -> dict[str, float | None]:
     """How far the engine's log-probs [B, R] are from two views of the learner, root mean square in nats a token.
 
     ``engine/explained`` is the share of the squared gap to the dense view that the replay of what was stored explains.

@@ -19,7 +19,7 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import linear_layers
 from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.losses.base import LOSSES
-from kvaudit.audit.training.token_logprobs import PIECE
+from kvaudit.audit.training.token_logprobs import LOGITS_PER_PIECE
 from kvaudit.core.errors import RunError
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
@@ -37,7 +37,7 @@ class MemoryUse(NamedTuple):
 
 def check_memory(section: TrainSpec, model: LoadedModel) -> None:
     """Raise RunError where training asks for more memory than is free, with the largest part and what lowers it."""
-    learning, rollouts, keeping = holdings(section, model)
+    learning, rollouts, keeping = estimate_memory(section, model)
     needed, free = learning.size + max(rollouts.size, keeping.size), free_bytes(model.device)
     if model.device.type == "cpu":  # ranks have a GPU each, and one memory without
         needed *= section.ranks
@@ -49,7 +49,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
         )
 
 
-def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
+def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
     """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
@@ -71,7 +71,7 @@ def holdings(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryU
     # a prompt is plain causal, and what is masked of one that was cut while it was read is left out
     kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
     vocabulary = int(model.model.config.get_text_config(decoder=True).vocab_size)
-    kept += min(answers * vocabulary, PIECE) * 12  # logits, their log-softmax and its gradient
+    kept += min(answers * vocabulary, LOGITS_PER_PIECE) * 12  # logits, their log-softmax and its gradient
     fewer = "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
     recompute = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
     return (

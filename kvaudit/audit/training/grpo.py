@@ -27,7 +27,7 @@ from torch import Tensor
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
-from kvaudit.audit.training.batch import Batch, collect, gradient_steps, rewarded, training_items
+from kvaudit.audit.training.batch import Batch, collect, gradient_steps, batch_rewards, training_items
 from kvaudit.audit.training.checkpoint import (
     FINAL_LEDGER,
     CheckpointFolder,
@@ -38,16 +38,16 @@ from kvaudit.audit.training.checkpoint import (
 )
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
-from kvaudit.audit.training.early_stop import EarlyStop
-from kvaudit.audit.training.engine_rollouts import EngineQuestioner, EngineUse, gap_numbers
-from kvaudit.audit.training.learner import BeforeUpdate, Learner
+from kvaudit.audit.training.validation import EarlyStop
+from kvaudit.audit.training.engine_rollouts import EngineRolloutSampler, EngineUse, engine_gap_numbers
+from kvaudit.audit.training.learner import OldPolicy, Learner
 from kvaudit.audit.training.losses.base import LOSSES, LossInputs, StepCounts
 from kvaudit.audit.training.optimiser import StepResult
-from kvaudit.audit.training.ranks import ALONE, RankGroup, everywhere
-from kvaudit.audit.training.reads import read_together
-from kvaudit.audit.training.rollouts import Questioner, StepRollouts, ledgers_of
-from kvaudit.audit.training.sharded import gather, gathered
-from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row, tallied
+from kvaudit.audit.training.ranks import ALONE, RankGroup, on_all_ranks
+from kvaudit.audit.training.optimiser import read_floats
+from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, rollouts_by_policy
+from kvaudit.audit.training.ranks import gather_weights, full_weights
+from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row, tally_metrics
 from kvaudit.audit.training.validation import Validation
 from kvaudit.core.alarms import alarm_numbers
 
@@ -74,7 +74,7 @@ def train(
     that draws the rollouts is run. Raises RunError (another run's folder, full disk, a reward that fails, a lost rank
     or engine, an engine on stale weights) and DataError (a changed state, ledger or checkpoint).
     """
-    folder = CheckpointFolder(out, config, model.sha256, config.paying.inputs)
+    folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
         drop_state(out)
         return out
@@ -100,7 +100,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += tuple(starmap(keep, ledgers_of(f"step-{done}", sampled, config)))
+            ledgers += tuple(starmap(keep, rollouts_by_policy(f"step-{done}", sampled, config)))
         # once its row and ledgers are on disk, so that no saved position counts what is not there
         position = Position(done, run.learner.optimiser.updates, folder.telemetry.size, ledgers)
         if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
@@ -112,7 +112,7 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.keeps_ledger(config.ledger_every):
-        final = starmap(keep, ledgers_of(FINAL_LEDGER, run.last(position.step), config))
+        final = starmap(keep, rollouts_by_policy(FINAL_LEDGER, run.last(position.step), config))
         position = replace(position, ledgers=(*position.ledgers, *final))
     run.gather()
     folder.finish(run.model, position)
@@ -133,31 +133,31 @@ class TrainingRun(Resumable):
             self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        asked = (config, self.model, questions, config.paying.kept_in(kept))
-        self._questioner: Questioner
-        if config.drawn_by is None:
-            self._questioner = Questioner(*asked, ranks)
+        asked = (config, self.model, questions, config.reward_config.kept_in(kept))
+        self._questioner: RolloutSampler
+        if config.rollout_engine is None:
+            self._questioner = RolloutSampler(*asked, ranks)
         else:
-            self._questioner = EngineQuestioner(
+            self._questioner = EngineRolloutSampler(
                 *asked, base=base, use=engine, logs=kept / "logs" / "engines", ranks=ranks
             )
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
-    @everywhere
+    @on_all_ranks
     def gather(self) -> None:
         """Have the finished weights whole, where they are saved."""
-        gather(self.model.model)
+        gather_weights(self.model.model)
 
     def close(self) -> None:
         """End what was started for it."""
         self._questioner.close()
 
-    @everywhere
+    @on_all_ranks
     def last(self, steps: int) -> StepRollouts:
         """What the weights after so many steps answer to the last questions."""
         return self._questioner.last(steps)
 
-    @everywhere
+    @on_all_ranks
     def step(self, step: int) -> tuple[TelemetryRow, StepRollouts]:
         """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
         config, clock = self.config, Clock()
@@ -165,7 +165,7 @@ class TrainingRun(Resumable):
         clock.lap("rollout")
         batch = collect(sampled.rollouts, sampled.rewards, config.group, self.model.device)
         # before a weight moves: the certificate is about the weights that sampled
-        replayed, gaps = self._certified(batch) if config.certifies(step + 1) else (None, {})
+        replayed, gaps = self._certified(batch) if config.has_certificate(step + 1) else (None, {})
         clock.lap("shadow_check")
         most, allowed = self._questioner.max_tokens, self._questioner.allowed(step)
         learned = learn(self.learner, batch, step=step, max_tokens=most, allowed=allowed)
@@ -173,17 +173,17 @@ class TrainingRun(Resumable):
         row = step_row(step + 1, config, sampled, batch, learned, replayed) | gaps
         if self._validation is not None:
             if self._validation.is_due(step + 1):
-                with gathered(self.model.model):
+                with full_weights(self.model.model):
                     row |= self._validation.numbers() if self.ranks.number == 0 else {}  # no training depends on it
             clock.lap("validation")
         return row | clock.laps, sampled
 
     def _certified(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
         """The learner's log-probs [B, R] of what the sampler saw; of an engine, where known, and the gaps to it."""
-        if self.config.drawn_by is None:
+        if self.config.rollout_engine is None:
             return self.learner.replayed(batch), {}
         replayed = None if self.config.store is None else self.learner.replayed(batch)
-        return replayed, gap_numbers(batch.sampler_logprobs, replayed, self.learner.dense(batch), batch.sampled)
+        return replayed, engine_gap_numbers(batch.sampler_logprobs, replayed, self.learner.dense(batch), batch.sampled)
 
 
 def learn(
@@ -198,17 +198,17 @@ def learn(
     config, arm = learner.config, learner.config.design
     loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
     plan, ranks = gradient_steps(batch, config, step, learner.ranks), learner.ranks
-    before: BeforeUpdate | None = None  # where pi_old must be known before a weight moves, or over the whole batch
+    before: OldPolicy | None = None  # where pi_old must be known before a weight moves, or over the whole batch
     in_parts = ranks.count > 1 or len(plan[0].microbatches) > 1
     if len(plan) > 1 or loss.critic or (in_parts and arm.correction in NEEDS_WHOLE_BATCH):
-        before = learner.before_update(
+        before = learner.read_old_policy(
             batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches]
         )
     fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
     anchor = learner.anchor(batch)
     # [] or [B], sampled tokens
     most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
-    earned = rewarded(batch, None if before is None else before.values, config, most)
+    earned = batch_rewards(batch, None if before is None else before.values, config, most)
     advantages, returns = loss.estimate(earned)  # [B, R]; returns None without a critic
     first = torch.zeros_like(batch.sampler_logprobs)  # [B, R], what the view said before a weight moved
     # what is told is read when all is done: a read in between would leave the device without work
@@ -235,7 +235,7 @@ def learn(
                     beta=config.beta,
                     ref_logprobs=None if anchor is None else anchor[at],
                     distill_weight=config.distill_weight,
-                    distill_kl=learner.distilled(part, read),
+                    distill_kl=learner.distillation_kl(part, read),
                     critic=None if before is None else before.critic_inputs(values, returns, at, config.critic.clip),
                 )
                 outputs = loss(inputs)
@@ -252,8 +252,8 @@ def learn(
                 learner.optimiser.mark()
         steps.append(learner.step())
     # each rank read its own groups; from here on all know the whole batch
-    own_total, tally = 0.0, tallied(told, tokens)
-    for part_loss in read_together(losses):
+    own_total, tally = 0.0, tally_metrics(told, tokens)
+    for part_loss in read_floats(losses):
         own_total += part_loss
     totals, tallies = zip(*ranks.gathered((own_total, tally)), strict=True)
     first, total, tally = ranks.summed(first), sum(totals), sum(tallies, Tally())
@@ -265,5 +265,5 @@ def learn(
     norm = None if None in [one.norm for one in steps] else steps[-1].norm
     # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
     metrics = correct(first, batch.sampler_logprobs, batch.mask).metrics
-    rates = dict(zip(metrics, read_together([*metrics.values()]), strict=True))
+    rates = dict(zip(metrics, read_floats([*metrics.values()]), strict=True))
     return LearningResult(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})

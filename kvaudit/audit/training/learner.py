@@ -16,7 +16,7 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import LOSSES, CriticInputs
 from kvaudit.audit.training.optimiser import Optimiser, StepResult
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.sharded import gathered
+from kvaudit.audit.training.ranks import full_weights
 from kvaudit.audit.training.token_logprobs import TokenPredictions, pass_logprobs, read_tokens
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.spec_train import CriticSpec
@@ -86,7 +86,7 @@ class Critic:
         self._optimiser.load(own, int(count))
 
 
-class BeforeUpdate(NamedTuple):
+class OldPolicy(NamedTuple):
     """What the weights before the first gradient step say of a batch, [B, R]."""
 
     logprobs: Tensor  # nats, 0 where nothing was sampled
@@ -135,18 +135,18 @@ class Learner:
         """Keep the others company in a pass over a microbatch: they wait for each layer's weights and gradients."""
         part = batch.idle
         read, _ = self.read(part)
-        gap = self.distilled(part, read)
+        gap = self.distillation_kl(part, read)
         # both are sums over no token: 0, and so are the gradients
         torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
-    def before_update(self, batch: Batch, parts: Sequence[Sequence[int]]) -> BeforeUpdate:
+    def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
         """The arm's view of a whole batch, without gradient, in ``parts``: rows of each microbatch of this rank's.
 
         They are those that gradients will be taken on: rounding depends on what shares a pass, and a bound as narrow as
         gspo's would clip on it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
-        with torch.no_grad(), gathered(self.model):
+        with torch.no_grad(), full_weights(self.model):
             for rows in parts:
                 part = batch.of(rows)
                 read, own = self.read(part)
@@ -155,7 +155,7 @@ class Learner:
                 values[at] = 0.0 if own is None else own
         # rows of other ranks are 0 here, so the sum puts the batch together
         logprobs, values = self.ranks.summed(logprobs), self.ranks.summed(values)
-        return BeforeUpdate(logprobs, None if self._critic is None else values)
+        return OldPolicy(logprobs, None if self._critic is None else values)
 
     def anchor(self, batch: Batch) -> Tensor | None:
         """Reference log-probs [B, R] under the arm's view: beta pulls to what it says of what the policy sees."""
@@ -176,13 +176,13 @@ class Learner:
         # own groups of this rank; found [B, R]
         own, found = self.ranks.share(len(batch.rollouts) // batch.group), torch.zeros_like(batch.sampler_logprobs)
         rows = range(own.start * batch.group, own.stop * batch.group)
-        with gathered(model):
+        with full_weights(model):
             found[rows.start : rows.stop] = pass_logprobs(
                 model, batch.of(rows), kind, self.config, apart=self.ranks.count > 1
             )
         return self.ranks.summed(found)
 
-    def distilled(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
+    def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
         """KL(learner || sg(teacher)) per token [b, R], the dense view and the shadow view in one of the two roles.
 
         0 where a group earned nothing, unless configured otherwise: a starved shadow is a bad teacher. None in an arm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.training.corrections import LOG_CLAMP, TIS_CAP, VETO_BELOW
-from kvaudit.core.alarms import MISMATCH, Bound
+from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 
 THIRDS = ("first_third", "middle_third", "last_third")
 SIGNS = ("positive", "zero", "negative")
@@ -160,7 +160,7 @@ class PercentileCounter:
 
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
     """The declared bounds that a panel passes."""
-    return [bound for bound in MISMATCH if bound.rings(panel[bound.name])]
+    return [bound for bound in MISMATCH_BOUNDS if bound.rings(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.reads import read_together
-from kvaudit.audit.training.sharded import local
+from kvaudit.audit.training.optimiser import read_floats
+from kvaudit.audit.training.ranks import local_shard
 from kvaudit.core.errors import DataError
 
-HALVES = ("grad_variance", "grad_half_cosine")
+HALF_METRICS = ("grad_variance", "grad_half_cosine")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FLOOR = 1e-6  # of a norm, as torch's own clipping has it
 
@@ -45,7 +45,7 @@ class Optimiser:
         # beside an adapter the model's own weights are frozen
         named = model.named_parameters()
         self._given: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
-        self._weights = {name: local(weight) for name, weight in self._given.items()}
+        self._weights = {name: local_shard(weight) for name, weight in self._given.items()}
         self._masters, self._ranks = dict[str, Tensor](), ranks
         for name, own in self._weights.items():
             wide = own.dtype == torch.float32
@@ -68,7 +68,7 @@ class Optimiser:
             weight.grad = None  # one at a time, so that no second copy of all is held
             own = gradients.pop(name, None)
             self._masters[name].grad = None if own is None else own.float()
-        halves = self._apart() if self._marks > 1 else dict.fromkeys(HALVES)
+        halves = self._apart() if self._marks > 1 else dict.fromkeys(HALF_METRICS)
         self._marks, self._first = 0, {}
         norm = self._clipped()
         if math.isfinite(norm):  # one bad token would make every moment NaN for good
@@ -77,7 +77,7 @@ class Optimiser:
         return StepResult(norm if math.isfinite(norm) else None, halves)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: local(weight.grad) for name, weight in self._given.items() if weight.grad is not None}
+        return {name: local_shard(weight.grad) for name, weight in self._given.items() if weight.grad is not None}
 
     def _apart(self) -> dict[str, float | None]:
         """How far the halves' gradients are apart: they add up, so the second is what came on top of the first."""
@@ -90,15 +90,15 @@ class Optimiser:
             first = torch.zeros_like(total) if early is None else early.float()
             second = total - first
             found += [first.square().sum(), second.square().sum(), (first * second).sum()]
-        values = read_together(found)
+        values = read_floats(found)
         for length, other, product in zip(values[::3], values[1::3], values[2::3], strict=True):
             one, two, both = one + length, two + other, both + product
         # in double, which holds a float of Python as it is
         one, two, both = self._ranks.summed(torch.tensor([one, two, both], dtype=torch.float64)).tolist()
         if not math.isfinite(one + two):
-            return dict.fromkeys(HALVES)
+            return dict.fromkeys(HALF_METRICS)
         lengths = math.sqrt(one * two)  # the product of both norms
-        return dict(zip(HALVES, (one + two - 2 * both, both / lengths if lengths else None), strict=True))
+        return dict(zip(HALF_METRICS, (one + two - 2 * both, both / lengths if lengths else None), strict=True))
 
     def _clipped(self) -> float:
         """The norm of all gradients together, which are scaled down to the largest that is allowed."""

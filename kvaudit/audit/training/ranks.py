@@ -1,6 +1,6 @@
 """The ranks of one training unit: processes that share its weights and its batch and take every step together.
 
-The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``everywhere``). In a
+The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``on_all_ranks``). In a
 step they say two things to each other, what each has sampled and measured; all else are tensors. It is read as data
 alone (``_unpacked``), since whoever reaches the port may write to it; torch's exchange of objects would unpickle it.
 """
@@ -67,7 +67,7 @@ class RankGroup:
                 dist.all_reduce(tensor)
         return tensor
 
-    def tell(self, word: object) -> None:
+    def broadcast(self, word: object) -> None:
         """Say something to the other ranks; nothing where this is not the first."""
         if self.number == 0 and self.count > 1:
             packed = _packed(word)
@@ -91,15 +91,15 @@ class RankGroup:
         self._unit = name
         yield
         if self._unit is None:
-            self.tell(None)
+            self.broadcast(None)
         self._unit = None
 
     def begun(self) -> None:
         """Tell the others what is worked on: from here on they take part."""
-        self.tell(self._unit)
+        self.broadcast(self._unit)
         self._unit = None
 
-    def obey(self, run: object) -> None:
+    def follow_rank0(self, run: object) -> None:
         """Call of ``run`` what the first rank calls of its own, until its unit is done."""
         while (called := self.heard()) is not None:
             name, arguments = called
@@ -157,14 +157,14 @@ ALONE = RankGroup()
 _EVERYWHERE: set[str] = set()  # names of what the first rank may call in the others
 
 
-def everywhere(method: Method) -> Method:
+def on_all_ranks(method: Method) -> Method:
     """A method of what has ``ranks``, which all of them enter where the first one calls it, with its arguments."""
     _EVERYWHERE.add(method.__name__)  # at import, so that every rank knows the same names
 
     @wraps(method)
     def called(self: Any, *arguments: Any) -> Any:
         with self.ranks.together():  # weights and gradients are exchanged deep inside
-            self.ranks.tell((method.__name__, arguments))
+            self.ranks.broadcast((method.__name__, arguments))
             return method(self, *arguments)
 
     return cast("Method", called)

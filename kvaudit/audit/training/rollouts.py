@@ -20,12 +20,12 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
-from kvaudit.audit.training.advantages import alike
+from kvaudit.audit.training.losses.base import has_equal_rewards
 from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards.base import Pays
-from kvaudit.audit.training.sharded import gathered
+from kvaudit.audit.training.rewards.base import RewardFn
+from kvaudit.audit.training.ranks import full_weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepRollouts:
         return [row.rollout for row in self.played]
 
 
-class Questioner:
+class RolloutSampler:
     """Asks the questions of every step of a run; ``max_tokens`` bounds what one rollout can sample."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Questioner:
         config: TrainConfig,
         model: LoadedModel,
         questions: Sequence[Sequence[TrainingItem]],
-        pays: Pays,
+        pays: RewardFn,
         ranks: RankGroup = ALONE,
     ) -> None:
         self._config, self._model, self._questions, self._pays, self._ranks = config, model, questions, pays, ranks
@@ -73,7 +73,7 @@ class Questioner:
 
         Of several ranks each samples and pays its own groups, and all get those of every one.
         """
-        with gathered(self._model.model):  # rows end when they like, so ranks cannot sample in step
+        with full_weights(self._model.model):  # rows end when they like, so ranks cannot sample in step
             own = self._sampled(step, self._own)
         return _joined(self._ranks.gathered(own))
 
@@ -90,7 +90,7 @@ class Questioner:
         rewards = list(self._pays(played))  # one a row, None where nobody could tell
         for attempt in range(1, (self._config.resample or 0) + 1):
             # groups that teach nothing
-            flat = [n for n in range(len(questions)) if alike(rewards[n * group : (n + 1) * group])]
+            flat = [n for n in range(len(questions)) if has_equal_rewards(rewards[n * group : (n + 1) * group])]
             if not flat:
                 break
             seeds = row_seeds(self._config, step, attempt)[rows_of_own]
@@ -110,7 +110,7 @@ class Questioner:
         own, group = self._own, self._config.group
         policies = group_policies(self._config, steps)[own]
         seeds = row_seeds(self._config, steps)[own.start * group : own.stop * group]
-        with gathered(self._model.model):
+        with full_weights(self._model.model):
             played = self._play(self._questions[steps - 1][own], policies, seeds)
         return _joined(self._ranks.gathered(StepRollouts(played, [None] * len(played), policies)))
 
@@ -144,7 +144,7 @@ def group_policies(config: TrainConfig, step: int) -> list[Policy]:
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
 
 
-def ledgers_of(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
+def rollouts_by_policy(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
     """The rollouts by the policy they were sampled under, each with the stem of its file: a ledger is of one policy."""
     group, mixed = config.group, len(config.rollout_policy.draws) > 1
     for policy in dict.fromkeys(sampled.policies):
@@ -153,7 +153,7 @@ def ledgers_of(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterato
         yield ledger_stem(stem, policy, mixed=mixed), policy, rows
 
 
-def undiminished(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
+def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
     """A rollout of a cache that nothing left, whose ledger takes no memory; ``config`` is the model's."""
     layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     return Rollout(

@@ -20,7 +20,7 @@ from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.rollouts import undiminished
+from kvaudit.audit.training.rollouts import dense_rollout
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
@@ -97,7 +97,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
             f"{model.max_positions} positions; lower context_tokens"
         )
     nobody_drew = torch.zeros(len(ids))
-    return undiminished(model.model.config, torch.tensor(ids), len(parts[0][0]), torch.tensor(learned), nobody_drew)
+    return dense_rollout(model.model.config, torch.tensor(ids), len(parts[0][0]), torch.tensor(learned), nobody_drew)
 
 
 def _gold_parts(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
-from kvaudit.audit.training.advantages import alike
+from kvaudit.audit.training.losses.base import has_equal_rewards
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.mismatch import mismatch_panel
-from kvaudit.audit.training.optimiser import HALVES
-from kvaudit.audit.training.reads import read_together
+from kvaudit.audit.training.optimiser import HALF_METRICS
+from kvaudit.audit.training.optimiser import read_floats
 from kvaudit.audit.training.rollouts import StepRollouts
 from kvaudit.core.records import Outcome
 
@@ -68,9 +68,9 @@ class Tally:
         return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
 
 
-def tallied(sums: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
+def tally_metrics(sums: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
     """What microbatches said, counted in their order, by one read."""
-    numbers, tally = iter(read_together([value for one in sums for value in one.values()])), Tally()
+    numbers, tally = iter(read_floats([value for one in sums for value in one.values()])), Tally()
     for one, count in zip(sums, tokens, strict=True):
         tally.add({name: next(numbers) for name in one}, count)
     return tally
@@ -120,7 +120,7 @@ def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None],
     earned = [reward for reward in rewards if reward is not None]
     # rows of one question are consecutive
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
-    flat = [alike(group) for group in groups]
+    flat = [has_equal_rewards(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
     row: TelemetryRow = {
         "reward_mean": _mean(earned),
@@ -143,7 +143,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
     return {
         "loss": learned.loss,
         "grad_norm": learned.grad_norm,
-        **{name: metrics.get(name) for name in HALVES},
+        **{name: metrics.get(name) for name in HALF_METRICS},
         "update_skipped": learned.grad_norm is None,
         "entropy": metrics.get("entropy"),
         "clip_fraction": metrics.get("clipped"),

@@ -1,7 +1,7 @@
 """The learner's reading of sampled tokens: what a dense or a shadow pass says, with gradient or without.
 
-One rule about memory: a vocabulary of more than ``WHOLE`` tokens is never held for all tokens of a pass. Then the last
-hidden states are kept, and logits are made of ``PIECE`` of them at a time, again in the backward pass.
+One rule about memory: a vocabulary of more than ``WHOLE_VOCABULARY`` tokens is never held for all tokens of a pass. Then the last
+hidden states are kept, and logits are made of ``LOGITS_PER_PIECE`` of them at a time, again in the backward pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvaudit.audit.training.batch import Batch, microbatches
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import full_kl
 
-WHOLE = 8192  # tokens of a vocabulary
-PIECE = 1 << 26  # logits at once: 256 MiB in float32, of which a backward pass needs a few
+WHOLE_VOCABULARY = 8192  # tokens of a vocabulary
+LOGITS_PER_PIECE = 1 << 26  # logits at once: 256 MiB in float32, of which a backward pass needs a few
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_tokens(
     if kind == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
-    if vocabulary > WHOLE:
+    if vocabulary > WHOLE_VOCABULARY:
         states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, whole_rows=apart)
     else:
         states, valid = suffix_logits(model, rollouts, group=group, kind=kind, whole_rows=apart)
@@ -94,7 +94,7 @@ def read_tokens(
     wanted = upload(ids[sampled], states.device)
     # given tokens go before anything is made wide
     chosen = states[columns]
-    found = Distributions(chosen, head, temperature, max(PIECE // vocabulary, 1))
+    found = Distributions(chosen, head, temperature, max(LOGITS_PER_PIECE // vocabulary, 1))
 
     def numbers(own: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = found.logits(own).log_softmax(dim=-1)  # [m, V], the largest tensor of training

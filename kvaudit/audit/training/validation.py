@@ -69,7 +69,7 @@ class Validation:
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
         """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
         row: TelemetryRow = {}
-        for name in self._config.watched:
+        for name in self._config.validation_suites:
             scores = [one.grade.score for one in played if one.item.suite == name and one.grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
         lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
@@ -86,7 +86,7 @@ def held_out(
     # by what is asked: ids of two draws say nothing of that
     known = {item.messages for step in trained_on for _, item in step}
     questions: list[TrainingItem] = []
-    for name in config.watched:
+    for name in config.validation_suites:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
         items = suite.items("train", suite.item_count("train", spec.items, seed), seed, config.context_tokens, count)
         own = [(suite, item) for item in items if item.messages not in known]

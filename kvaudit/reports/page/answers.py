@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 
-from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
+from kvaudit.core.facets import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import facet_of
-from kvaudit.core.text import at_length, inline, length_label, some
+from kvaudit.core.text import at_length, inline, length_label, join_names
 from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
@@ -65,7 +65,7 @@ class Subjects:
     @property
     def names(self) -> str:
         """The subjects, the first of them by name."""
-        return some(map(shortened, self.subjects))
+        return join_names(map(shortened, self.subjects))
 
     @property
     def line(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from kvaudit.core.estimands import DEPLOYED, SERVING
-from kvaudit.core.text import at_length, inline, some
+from kvaudit.core.facets import DEPLOYED, SERVING
+from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.page.answers import question_of
 from kvaudit.reports.page.facets import taken_apart
 from kvaudit.reports.page.findings import Findings
@@ -159,7 +159,7 @@ def _seeds_alone(findings: Decided) -> list[str]:
         if d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
         if seed.estimate <= -d.margin and seed.high < 0
     ]
-    return [f"One seed alone lost more than the margin: {some(lost, 2, between='; ')}."] if lost else []
+    return [f"One seed alone lost more than the margin: {join_names(lost, 2, between='; ')}."] if lost else []
 
 
 def _served(findings: Decided, head: Decision | None) -> list[str]:

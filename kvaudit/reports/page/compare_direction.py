@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvaudit.core.errors import SpecError
-from kvaudit.core.text import some
+from kvaudit.core.text import join_names
 from kvaudit.reports.records.readers.base import ONE_SUITE, READERS, Log
 
 # beginnings of words of which less is better, as far as a name can tell
@@ -43,7 +43,7 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
     """Which way a metric of two files is better; raises SpecError for two directions, none, and a wrong one."""
     if lower and higher:
         raise SpecError("--lower-is-better and --higher-is-better say opposite things; give one")
-    turned = [log for log in logs if READERS.get(log.reader).oriented]
+    turned = [log for log in logs if READERS.get(log.reader).has_direction]
     if lower and turned:
         raise SpecError(
             f"--lower-is-better: in {turned[0].path.name} ({turned[0].reader}) 1 is what is desired in every metric "
@@ -57,7 +57,7 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
         return Direction(False, f"what {turned[0].reader} writes is read so that 1 is desired in every metric")
     if harmful := list(dict.fromkeys(filter(speaks_of_harm, _names(logs, metric)))):
         raise SpecError(
-            f"metric {metric} has no direction: the name {some(map(repr, harmful))} speaks of what is not wanted, and "
+            f"metric {metric} has no direction: the name {join_names(map(repr, harmful))} speaks of what is not wanted, and "
             "nothing says whether 1 is the harm or its absence; give --lower-is-better where 1 is the harm, "
             "--higher-is-better where 1 is desired"
         )

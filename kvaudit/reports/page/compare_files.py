@@ -19,13 +19,13 @@ from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
-from kvaudit.core.text import clipped
+from kvaudit.core.text import short_text
 from kvaudit.reports.page.compare_direction import Direction, direction_of
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, paired
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
-from kvaudit.reports.records.rows import facets_of, panels
+from kvaudit.reports.records.rows import facet_metrics, panels
 from kvaudit.reports.stats.judges import Kappa, kappa
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Drift
@@ -199,7 +199,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
         str(suite): tuple(sorted(map(int, own.unique())))
         for suite, own in records.groupby("suite", observed=True)["context_tokens"]
     }
-    facets = tuple(facets_of(records))
+    facets = tuple(facet_metrics(records))
     return Comparison(
         mode="training",
         model=title,
@@ -259,11 +259,11 @@ def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> 
     for name, limit in ratios.items():
         if not LEAST_RATIO <= limit <= MOST_RATIO:
             raise SpecError(
-                f"--ratio of {clipped(name)} is {limit:g}, wanted how many times as often at most, from {LEAST_RATIO} "
+                f"--ratio of {short_text(name)} is {limit:g}, wanted how many times as often at most, from {LEAST_RATIO} "
                 f"to {MOST_RATIO}"
             )
         if name in margins:
-            raise SpecError(f"--margin and --ratio both name {clipped(name)}; give one of the two")
+            raise SpecError(f"--margin and --ratio both name {short_text(name)}; give one of the two")
 
 
 def _margins(

@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import some
+from kvaudit.core.text import join_names
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
 from kvaudit.reports.sections.shared.words import percent
 from kvaudit.reports.verdict.comparison import PlannedUnit, comparison_of, part_reasons
@@ -265,4 +265,4 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return some(str(name)[:80] for name in names)
+    return join_names(str(name)[:80] for name in names)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvaudit.core.conditions import engine_in, settings_in
+from kvaudit.core.policy_names import engine_name, engine_settings
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
-from kvaudit.core.provenance import said_by, table_of
-from kvaudit.core.recipe import SECTIONS, digests
+from kvaudit.core.provenance import engine_facts, table_of
+from kvaudit.core.provenance import RECIPE_SECTIONS, recipe_digests
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
@@ -363,10 +363,10 @@ def _engine(found: Findings, policy: str) -> Facts:
     if not sides.references:
         return {}
     plain, own = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
-    settings = "; ".join(f"{name}={value}" for name, value in settings_in(policy).items()) if own else ""
-    said = "; ".join(f"{name}: {text}" for name, text in said_by(found.provenance, policy).items())
+    settings = "; ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) if own else ""
+    said = "; ".join(f"{name}: {text}" for name, text in engine_facts(found.provenance, policy).items())
     return {
-        "engine": known(engine_in(policy) if own else "kvaudit"),
+        "engine": known(engine_name(policy) if own else "kvaudit"),
         "settings": known(settings or "as it comes") if own else NOT_APPLICABLE,
         "says": known(said) if own else NOT_APPLICABLE,
         "compared_with": NOT_APPLICABLE if sides.is_uncompressed(policy) else plain,
@@ -433,11 +433,11 @@ def _stack(found: Findings) -> Facts:
 
 def _change_record(found: Findings) -> Facts:
     """The sha256 of ``recipe.json`` and of its sections; a run that trained nothing has none."""
-    recipe, sections = found.evidence.recipe, [name for name in SECTIONS if name not in ("model", "training")]
+    recipe, sections = found.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in found.checkpoints)
         return dict.fromkeys(("recipe", *sections), UNKNOWN if trained else NOT_APPLICABLE)
-    told = {name: known(digest) for name, digest in digests(recipe).items() if name in sections}
+    told = {name: known(digest) for name, digest in recipe_digests(recipe).items() if name in sections}
     if recipe["sections"]["constitution"]["holds"] is None:
         told["constitution"] = NOT_APPLICABLE
     return {"recipe": known(recipe["sha256"]), **told}

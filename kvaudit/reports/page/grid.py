@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvaudit.core.estimands import SERVING
+from kvaudit.core.facets import SERVING
 from kvaudit.core.text import inline
 from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
 from kvaudit.reports.page.findings import Findings

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvaudit.core.estimands import PARITY
+from kvaudit.core.facets import PARITY
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.records.rows import LIVE
+from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.sections.shared.cache_use import lacks_live
 from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, unsampled
 from kvaudit.reports.stats.rule import blind_spot
@@ -95,7 +95,7 @@ def limits(findings: Decided) -> tuple[str, ...]:
     ]
     if lacks_live(findings.drift):
         lines.append(
-            f"Live bytes of the cache are not known: some records hold no {LIVE}, which earlier versions of kvaudit "
+            f"Live bytes of the cache are not known: some records hold no {LIVE_BYTES}, which earlier versions of kvaudit "
             "did not count. What was allocated is known."
         )
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:

@@ -22,14 +22,14 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import facet_of
-from kvaudit.core.provenance import ASKED
+from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
-from kvaudit.core.thoughts import holds_thought
+from kvaudit.core.completions import starts_with_thought
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores
 from kvaudit.reports.sections.shared.slopes import slope
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, percent
@@ -119,7 +119,7 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
     """The findings of a probe; raises DataError for a run that is none, or a baseline of other items."""
     _check_probe(data)
     if baseline is not None:
-        check_asked(recorded(data.provenance, ASKED), baseline)
+        check_asked(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
     return ProbeFindings(
         run=data.run.name,
         baseline=None if baseline is None else baseline.run.name,
@@ -141,7 +141,7 @@ def _check_probe(run: RunData) -> None:
 def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
     """Raise DataError for a baseline that is no probe, or was asked something else than ``now``."""
     _check_probe(baseline)
-    then = recorded(baseline.provenance, ASKED)
+    then = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
     if changed:
         raise DataError(
@@ -161,7 +161,7 @@ def _answers(data: RunData) -> AnswersHeard:
         scored=len(records),
         empty=spoke.count(False),
         cut=sum(own and record.outcome is Outcome.TRUNCATED for own, record in zip(spoke, records, strict=True)),
-        thoughts=sum(holds_thought(said.content) for said in last),
+        thoughts=sum(starts_with_thought(said.content) for said in last),
         beside=dict(beside.most_common()),
     )
 
@@ -216,7 +216,7 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
     if len(asked) > 1 and len({lengths for *_, lengths in asked}) == 1:
         # all suites together, where they were asked at the same lengths
         asked.append((list(grid.suites), SCORE, asked[0][2]))
-    for name in facets_of(data.records):
+    for name in facet_metrics(data.records):
         suite, facet = facet_of(name)
         asked.append(([suite], facet.name, grid.contexts_of(suite)))
     tables = [_items(run.records) for run in (data, baseline) if run is not None]
@@ -272,7 +272,7 @@ def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
 def _items(records: pd.DataFrame) -> pd.DataFrame:
     """Item means of the score and of every facet, 1 as wanted, over the draws that have one; by length."""
     read = {SCORE: records["score"].to_numpy()}
-    read |= {name: wanted_of(records[column], name) for name, column in FACET_COLUMNS.items()}
+    read |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
     return pd.DataFrame(read, index=records.index).groupby([*keys, records["context_tokens"]]).mean()
 

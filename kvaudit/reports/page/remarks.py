@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
-from kvaudit.core.text import at_length, length_label, some
+from kvaudit.core.provenance import STOPPED, UNSTABLE_NAMES, VERSIONS_USED, prompts_by_question, table_of
+from kvaudit.core.text import at_length, length_label, join_names
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.words import counted, spelled
@@ -117,17 +117,17 @@ def _labels(findings: Decided) -> Iterator[str]:
     people = [d for d in gated if d.judged]
     turned = [d for d in people if d.judged is not d.status]
     cells = [f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in turned]
-    turns = f" They change {some(cells, between='; ')}." if turned else " They change the verdict of none."
+    turns = f" They change {join_names(cells, between='; ')}." if turned else " They change the verdict of none."
     yield f"Human labels decide {len(people)} of {len(gated)} gated cells.{turns}"
     if held := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
-        yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {some(held, between='; ')}."
+        yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(held, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
 
 
 def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
     """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
-    table = provenance.get(WORKED_WITH)
+    table = provenance.get(VERSIONS_USED)
     if isinstance(table, Mapping) and len(table) > 1:
         found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
         yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {some_of(found)}."
@@ -135,7 +135,7 @@ def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 def _prompts(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Whether one question was asked by other prompts under other policies, and what of the template may do so."""
-    names = str(provenance.get(UNSTEADY) or "")
+    names = str(provenance.get(UNSTABLE_NAMES) or "")
     other = [name for name, own in prompts_by_question(provenance).items() if len(set(own.values())) > 1]
     writes = f"the chat template names {names}, by which it writes something else another day" if names else ""
     if other:
@@ -155,7 +155,7 @@ def _place(sides: Comparison, d: Decision) -> str:
 def _waivers(findings: Decided) -> Iterator[str]:
     for waiver in findings.waivers:
         cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
-        places = some(f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}" for d in cells)
+        places = join_names(f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}" for d in cells)
         let = f"lets {len(cells)} cells through ({places})" if cells else "fits no cell and does nothing"
         if len(cells) == 1:
             let = f"lets {cells[0].status.value} through ({places})"

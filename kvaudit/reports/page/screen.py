@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_train import BASE_ARM
-from kvaudit.core.text import inline, some
+from kvaudit.core.text import inline, join_names
 from kvaudit.reports.page.answers import Answer, answers, gravest
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
@@ -127,5 +127,5 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
         ("date", day),
         ("reference", f"{who} @ {shortened(plain)}"),
         ("engine", ", ".join(map(shortened, engines[:_LISTED]))),
-        ("asked", some(asked, _LISTED) + seeds),
+        ("asked", join_names(asked, _LISTED) + seeds),
     ]

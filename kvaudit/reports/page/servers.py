@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from kvaudit.core.conditions import settings_in
+from kvaudit.core.policy_names import engine_settings
 from kvaudit.reports.page.findings import Findings
 
 _ADDRESS = "base_url"  # the setting of an engine that is a server
@@ -26,7 +26,7 @@ def without_servers(text: str, found: Findings) -> str:
 
 def _addresses(found: Findings) -> list[str]:
     """Of every server, without the scheme, in the order of the spec."""
-    settings = [settings_in(policy).get(_ADDRESS, "") for policy in found.comparison.policies]
+    settings = [engine_settings(policy).get(_ADDRESS, "") for policy in found.comparison.policies]
     return [text for text in dict.fromkeys(one.partition("://")[2] for one in settings) if text]
 
 

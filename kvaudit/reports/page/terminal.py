@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, looks_in, table_of
+from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.answers import gravest, moved, subject_of
 from kvaudit.reports.page.findings import Findings
@@ -117,7 +117,7 @@ def _last_lines(findings: Findings, before_relying: str, beside: BesideFindings)
 
 def _rounds(findings: Findings) -> Iterator[str]:
     """How far a run in rounds went and why it ended there, and what its reference was not asked."""
-    looks = looks_in(findings.provenance)
+    looks = all_looks(findings.provenance)
     if looks:
         table = table_of(findings.provenance, LOOKS)
         asked = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())

@@ -14,18 +14,18 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import check_sealed, seal_of
-from kvaudit.reports.records.rows import Columns, Problem, names_under, read_unit
+from kvaudit.core.provenance import check_sealed, seal_path
+from kvaudit.reports.records.rows import Columns, Problem, count_distinct, read_unit
 
-FLOOR_FOLDER, AGAIN, SHUFFLED = "floor", "again", "shuffled"
-WAYS = (AGAIN, SHUFFLED)
-ONE_ANSWER = ["arm", "train_seed", "policy", "suite", "context_tokens", "item_id", "sample_index"]
+FLOOR_FOLDER, SAME_ORDER, SHUFFLED = "floor", "again", "shuffled"
+ORDERS = (SAME_ORDER, SHUFFLED)
+ANSWER_COLUMNS = ["arm", "train_seed", "policy", "suite", "context_tokens", "item_id", "sample_index"]
 _REMEDY = "delete the folder and resume the run to ask again"
 _SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
 
 
 @dataclass(frozen=True)
-class AskedAgain:
+class RepeatedAnswers:
     """The records of finished units by the way they were asked again; ``unfinished`` are units without a seal."""
 
     records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -33,14 +33,14 @@ class AskedAgain:
     unfinished: tuple[str, ...] = ()
 
 
-def read_floor(run: Path, records: pd.DataFrame) -> AskedAgain:
+def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
     """What was asked again; raises DataError where it changed, or is not of the run's own checkpoints."""
     problems, unfinished = list[Problem](), list[str]()
-    folders = [run / FLOOR_FOLDER / way for way in WAYS]
+    folders = [run / FLOOR_FOLDER / way for way in ORDERS]
     read = {folder.name: _units_of(folder, records, problems, unfinished) for folder in folders}
     # a line that stands twice counts once
-    found = {way: again.drop_duplicates(ONE_ANSWER) for way, again in read.items() if again is not None}
-    return AskedAgain(found, tuple(problems), tuple(unfinished))
+    found = {way: again.drop_duplicates(ANSWER_COLUMNS) for way, again in read.items() if again is not None}
+    return RepeatedAnswers(found, tuple(problems), tuple(unfinished))
 
 
 def _units_of(
@@ -53,8 +53,8 @@ def _units_of(
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):
-        if seal_of(unit).is_file():
-            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_of(unit)))
+        if seal_path(unit).is_file():
+            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_path(unit)))
         else:
             unfinished.append(f"{folder.name}/{unit.name}")
     if not columns.rows:
@@ -62,6 +62,6 @@ def _units_of(
     found = columns.frame()
     for column, by in _SAME.items():
         # over both tables, so that a checkpoint of another run is a second name
-        if (names_under((records, found), column, by) > 1).any():
+        if (count_distinct((records, found), column, by) > 1).any():
             raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_REMEDY}")
     return found

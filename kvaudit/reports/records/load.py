@@ -5,7 +5,7 @@ and kept out; whether its absence matters is for ``run_reasons`` to say. Beside 
 
 RUN/scan.json      as ``kvaudit scan --json`` writes it
 RUN/answers.json   as ``kvaudit questionnaire --check`` accepts it
-RUN/recipe.json    as the run wrote it when its training began (``kvaudit.core.recipe``)
+RUN/recipe.json    as the run wrote it when its training began (``kvaudit.core.provenance``)
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvaudit.core.provenance import (
     PILOT,
     PROVENANCE,
     check_sealed,
-    items_in,
+    item_counts,
     last_look,
     read_provenance,
-    seal_of,
+    seal_path,
 )
-from kvaudit.core.recipe import RECIPE, read_recipe
+from kvaudit.core.provenance import RECIPE, read_recipe
 from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.text import one_line
-from kvaudit.reports.records.floor import AskedAgain, read_floor
+from kvaudit.reports.records.floor import RepeatedAnswers, read_floor
 from kvaudit.reports.records.rows import Columns, Panel, Problem, panels, read_unit
 
 _KEY = ["suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index"]  # one row each
-MOST_PROBLEMS = 1000  # that are named
+MAX_PROBLEMS = 1000  # that are named
 LAST_STEP, LARGEST = 10**9, 1e100  # of telemetry: what a curve can be drawn of
 SCAN, ANSWERS = "scan.json", "answers.json"
 _EVIDENCE: dict[str, tuple[str, str, type]] = {
@@ -84,7 +84,7 @@ class RunData:
         return panels(self.records)
 
     @cached_property
-    def floor(self) -> AskedAgain:
+    def floor(self) -> RepeatedAnswers:
         """What engines were asked again beside the grid; raises DataError for files that do not fit."""
         return read_floor(self.run, self.records)
 
@@ -115,7 +115,7 @@ def load_run(run: Path) -> RunData:
     provenance = read_provenance(run)
     spec = _spec(run / "spec.yaml", provenance)
     if last_look(provenance) is not None:  # without what the pilot found to have nothing to lose
-        spec = spec.sized({suite: 0 for suite, number in items_in(provenance).items() if number == 0})
+        spec = spec.sized({suite: 0 for suite, number in item_counts(provenance).items() if number == 0})
     units = plain_files(run / "records", "*.jsonl")
     _check_files(run / "records", units)
     columns = Columns()
@@ -133,16 +133,16 @@ def load_run(run: Path) -> RunData:
     inputs = {name: seal.get(INPUTS) for name, seal in seals.items() if seal is not None}
     telemetry, checkpoints = _telemetry(run, problems), _checkpoints(run, problems)
     found = tuple(problems)
-    return RunData(run, frame, spec, provenance, telemetry, checkpoints, evidence_of(run), found, incomplete, inputs)
+    return RunData(run, frame, spec, provenance, telemetry, checkpoints, read_evidence(run), found, incomplete, inputs)
 
 
 def problem_lines(data: RunData) -> Iterator[str]:
     """What is wrong with the files of a run, a line each; none of it stops a reader."""
-    for problem in data.problems[:MOST_PROBLEMS]:
+    for problem in data.problems[:MAX_PROBLEMS]:
         where = f"{problem.file}:{problem.line}" if problem.line else problem.file
         yield f"{where}: {problem.reason}"
-    if len(data.problems) > MOST_PROBLEMS:
-        yield f"and {len(data.problems) - MOST_PROBLEMS} more problems in the files"
+    if len(data.problems) > MAX_PROBLEMS:
+        yield f"and {len(data.problems) - MAX_PROBLEMS} more problems in the files"
     for unit in data.incomplete:
         yield f"{unit}: not finished (no seal); resume the run to complete it"
     unheld = [unit for unit, found in data.inputs.items() if found is None]
@@ -178,7 +178,7 @@ def _check_there(path: Path) -> None:
 
 
 def _check_files(folder: Path, units: list[Path]) -> None:
-    known = {seal_of(unit) for unit in units}
+    known = {seal_path(unit) for unit in units}
     for seal in plain_files(folder, "*.done.json"):
         if seal not in known:
             raise DataError(
@@ -195,9 +195,9 @@ def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 def check_seal(unit: Path, got: str) -> dict[str, Any] | None:
     """The seal beside a record file, None without one; DataError where ``got``, the sha256 of its bytes, is another."""
-    if not seal_of(unit).is_file():
+    if not seal_path(unit).is_file():
         return None
-    seal = read_json(seal_of(unit))
+    seal = read_json(seal_path(unit))
     check_sealed(unit, got, seal)
     return seal
 
@@ -268,7 +268,7 @@ def _step(row: Mapping[str, Any]) -> int:
 # --- what lies beside the records ------------------------------------------------------------------------------------
 
 
-def evidence_of(run: Path) -> Evidence:
+def read_evidence(run: Path) -> Evidence:
     """What lies in a run's folder; raises DataError for a file of another kind, which must not pass for none."""
     recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
     return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)

@@ -40,20 +40,20 @@ RecordPlace = tuple[str, int]  # file and line of a record
 SCORE = "score"  # the metric that stands beside the facets
 FACET_COLUMNS = {name: f"facet_{name}" for name in FACETS}  # 0 or 1, UNREAD, NaN where an item is not eligible
 SPAN_COLUMNS = {name: f"span_{name}" for name in SPANS}  # the share that was kept, NaN where an item has no such span
-LIVE = "kv_bytes_live"  # NaN in records from before it was counted
+LIVE_BYTES = "kv_bytes_live"  # NaN in records from before it was counted
 LOGPROB = "logprob"  # NaN where nobody gave one
-SAID = "said"  # stands for all that an engine's answer says, 0 for one of our own cache
+ANSWER_HASH = "said"  # stands for all that an engine's answer says, 0 for one of our own cache
 # what an engine need not show, NaN where it does not: the type of a value that is there
-OPTIONAL: dict[str, tuple[type, ...]] = {
+NULLABLE: dict[str, tuple[type, ...]] = {
     "retention": (int, float),
     "kv_bytes_peak": (int,),
     "kv_bytes_dense": (int,),
-    LIVE: (int,),
+    LIVE_BYTES: (int,),
     LOGPROB: (int, float),
 }
 REAL = (
     *(name for name in COPIED if _KINDS[name] == "float"),
-    *("score", "unsure", *OPTIONAL),
+    *("score", "unsure", *NULLABLE),
     *(f"survival_{role}" for role in ROLES),
     *FACET_COLUMNS.values(),
     *SPAN_COLUMNS.values(),
@@ -80,7 +80,7 @@ class Columns:
 
     def __init__(self) -> None:
         self._words: dict[str, _Numbering] = {name: _Numbering() for name in (*_WORDS, "file")}
-        kinds = dict.fromkeys(self._words, np.int32) | dict.fromkeys((*WHOLE_NUMBERS, SAID, "line"), np.int64)
+        kinds = dict.fromkeys(self._words, np.int32) | dict.fromkeys((*WHOLE_NUMBERS, ANSWER_HASH, "line"), np.int64)
         self._arrays: dict[str, npt.NDArray[Any]] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
         self.rows = 0
 
@@ -90,7 +90,7 @@ class Columns:
         self.rows = place.stop
         for name in _WORDS:
             self._room(name)[place] = self._numbered(name, values[name])
-        for name in (*WHOLE_NUMBERS, SAID):
+        for name in (*WHOLE_NUMBERS, ANSWER_HASH):
             self._room(name)[place] = values[name]
         for name in REAL:
             if name in values or name in self._arrays:
@@ -117,7 +117,7 @@ class Columns:
     def frame(self) -> pd.DataFrame:
         """All rows; empties the columns, so that both are never in memory."""
         unknown = np.full(self.rows, np.nan)  # one for all, as nothing writes to a frame's columns
-        names = [*_WORDS, *WHOLE_NUMBERS, SAID, *REAL, "file", "line"]
+        names = [*_WORDS, *WHOLE_NUMBERS, ANSWER_HASH, *REAL, "file", "line"]
         found = {name: self._column(name) if name in self._arrays else unknown for name in names}
         return pd.DataFrame(found, copy=False)
 
@@ -181,21 +181,21 @@ def _plain(raw: bytes) -> dict[str, Sequence[Any]] | None:
     said = np.zeros(len(values["score"]), dtype=np.int64)
     shown = np.flatnonzero(np.isnan(values["retention"]))  # by an engine, whose cache nobody sees
     said[shown] = [_digest(texts) for texts in answers_said(values["transcript"], shown.tolist())]
-    return _kept({**values, SAID: said})
+    return _kept({**values, ANSWER_HASH: said})
 
 
 def _optional_fit(name: str, value: Any) -> bool:
     """Whether a value that may be absent is absent, or a finite number of its type."""
     if value is None:
         return True
-    if type(value) not in OPTIONAL[name] or not -LARGEST_STORED < value < LARGEST_STORED:
+    if type(value) not in NULLABLE[name] or not -LARGEST_STORED < value < LARGEST_STORED:
         return False
-    return name != LIVE or value >= 0
+    return name != LIVE_BYTES or value >= 0
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     """What the report keeps of a block: degenerate as 0; survival, facets and spans by name, where there are any."""
-    kept = {name: values[name] for name in (*COPIED, *OPTIONAL, "outcome", "score", "unsure", SAID)}
+    kept = {name: values[name] for name in (*COPIED, *NULLABLE, "outcome", "score", "unsure", ANSWER_HASH)}
     degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
     kept["score"] = np.where(degenerate, 0.0, kept["score"])
     kept |= {f"survival_{role}": shares for role, shares in values["survival"].items() if role in ROLES}
@@ -206,10 +206,10 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     """The same columns of records."""
-    values: dict[str, Any] = {name: [getattr(r, name) for r in records] for name in (*COPIED, *OPTIONAL, "unsure")}
+    values: dict[str, Any] = {name: [getattr(r, name) for r in records] for name in (*COPIED, *NULLABLE, "unsure")}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array([record.score for record in records], dtype=np.float64)  # NaN for None
-    values[SAID] = [0 if r.retention is not None else _digest(_answer(r)) for r in records]
+    values[ANSWER_HASH] = [0 if r.retention is not None else _digest(_answer(r)) for r in records]
     codes = [{name: FACET_CODES[value] for name, value in record.facets.items()} for record in records]
     shares = [{name: span.share for name, span in record.spans.items()} for record in records]
     values |= {"survival": by_name([r.survival for r in records]), "facets": by_name(codes), "spans": by_name(shares)}
@@ -232,14 +232,14 @@ def _digest(texts: Iterable[str]) -> int:
 def _strict(file: str, lines: Iterable[bytes], first: int, problems: list[Problem]) -> Iterator[tuple[int, Record]]:
     for number, raw in enumerate(lines, first):
         try:
-            yield number, checked(Record.from_json(raw.decode()))
+            yield number, check_record(Record.from_json(raw.decode()))
         except (DataError, UnicodeDecodeError, RecursionError, TypeError, OverflowError) as error:
             half = "" if raw.endswith(b"\n") else "half-written last line: "
             score = error.score if isinstance(error, OffScale) else None
             problems.append(Problem(file, number, half + one_line(error), score))
 
 
-def checked(record: Record) -> Record:
+def check_record(record: Record) -> Record:
     """The same record if every scalar has its type and every number is finite; raises DataError."""
     for name, types in _SCALARS:
         value: Any = getattr(record, name)
@@ -249,7 +249,7 @@ def checked(record: Record) -> Record:
             raise DataError(f"record holds {name} with half a character, which no file can hold")
         if isinstance(value, int | float) and not -LARGEST_STORED < value < LARGEST_STORED:
             raise DataError(f"record holds {name}={str(value)[:40]}, wanted a finite number below 2^62")
-    for name, types in OPTIONAL.items():
+    for name, types in NULLABLE.items():
         given: Any = getattr(record, name)
         if not _optional_fit(name, given):
             wanted = "a number of bytes" if int in types and float not in types else "a finite number"
@@ -336,14 +336,14 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
     return found
 
 
-def names_under(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
+def count_distinct(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
     """How many words a column has, over all tables together, under the same words of the columns ``by``."""
     # a million rows hold a few different ones, and as text every row would be an object
     found = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
     return found.groupby(list(by))[column].nunique()
 
 
-def facets_of(records: pd.DataFrame) -> list[str]:
+def facet_metrics(records: pd.DataFrame) -> list[str]:
     """SUITE.FACET of everything that some record has, in the order of the vocabulary."""
     known = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
     suites = {name: set(map(str, records.loc[records[column].notna(), "suite"].unique())) for name, column in known}
@@ -355,7 +355,7 @@ def facets_of(records: pd.DataFrame) -> list[str]:
     ]
 
 
-def wanted_of(column: pd.Series, facet: str | None) -> Array:
+def facet_scores(column: pd.Series, facet: str | None) -> Array:
     """1 where a facet is as wanted, 0 where not, NaN where there is none or it could not be read; a score as it is."""
     value: Array = column.to_numpy(dtype=np.float64)
     if facet is None:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.sections.shared.contrasts import contrasts_table, lowest
 from kvaudit.reports.sections.shared.tables import Passage, Table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvaudit.core.conditions import engine_in, settings_in
-from kvaudit.core.provenance import NOT_SHOWN, said_by
-from kvaudit.core.text import inline, some
+from kvaudit.core.policy_names import engine_name, engine_settings
+from kvaudit.core.provenance import NOT_SHOWN, engine_facts
+from kvaudit.core.text import inline, join_names
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import counted
@@ -43,7 +43,7 @@ class EnginesSection(Section[Engines]):
     def compute(self, inputs: Inputs) -> Engines | None:
         sides = inputs.decided.comparison
         own = tuple(policy for policy in sides.policies if sides.is_engine(policy))
-        return Engines(own, {policy: said_by(inputs.data.provenance, policy) for policy in own}) if own else None
+        return Engines(own, {policy: engine_facts(inputs.data.provenance, policy) for policy in own}) if own else None
 
     def tables(self, value: Engines, decided: Decided) -> Iterator[Table]:
         yield _asked_table(decided.comparison, value.conditions)
@@ -51,7 +51,7 @@ class EnginesSection(Section[Engines]):
         yield table_of(headers, _said_rows(decided.comparison, value), words=4)
 
     def finding(self, value: Engines, decided: Decided) -> str:
-        engines = list(dict.fromkeys(map(engine_in, value.conditions)))
+        engines = list(dict.fromkeys(map(engine_name, value.conditions)))
         told = sum(map(bool, value.said.values()))
         conditions = counted(len(value.conditions), "condition")
         return f"{inline(', '.join(engines))}: {conditions}, of which {told} say what they are."
@@ -64,7 +64,7 @@ class EnginesSection(Section[Engines]):
                 unseen.setdefault(said[NOT_SHOWN], []).append(decided.comparison.label(policy))
         for what, labels in unseen.items():
             yield inline(
-                f"Nothing shows the {what} of {some(labels)}: that they are the checkpoint's is the word of whoever "
+                f"Nothing shows the {what} of {join_names(labels)}: that they are the checkpoint's is the word of whoever "
                 "named them."
             )
 
@@ -72,16 +72,16 @@ class EnginesSection(Section[Engines]):
 def _asked_table(sides: Comparison, own: Sequence[str]) -> Table:
     rows = []
     for policy in own:
-        asked = ", ".join(f"{name}={value}" for name, value in settings_in(policy).items()) or "as it comes"
+        asked = ", ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) or "as it comes"
         against = "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy))
-        rows.append([sides.label(policy), engine_in(policy), asked, against])
+        rows.append([sides.label(policy), engine_name(policy), asked, against])
     return table_of(["condition", "engine", "settings asked", "compared with"], rows, words=4)
 
 
 def _said_rows(sides: Comparison, found: Engines) -> Iterator[list[str]]:
     """What every condition of an engine says alike stands once."""
-    for engine in dict.fromkeys(map(engine_in, found.conditions)):
-        conditions = [policy for policy in found.conditions if engine_in(policy) == engine]
+    for engine in dict.fromkeys(map(engine_name, found.conditions)):
+        conditions = [policy for policy in found.conditions if engine_name(policy) == engine]
         under: dict[tuple[str, str], list[str]] = {}
         for policy in conditions:
             for row in (found.said[policy] or {SILENT: "-"}).items():

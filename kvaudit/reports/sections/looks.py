@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvaudit.core.facets import facet_of
-from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, looks_in, table_of
+from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, all_looks, table_of
 from kvaudit.core.text import inline
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey
@@ -72,7 +72,7 @@ class LooksSection(Section[Looks]):
 
     def compute(self, inputs: Inputs) -> Looks | None:
         provenance = inputs.data.provenance
-        looks, noted = looks_in(provenance), table_of(provenance, LOOKS)
+        looks, noted = all_looks(provenance), table_of(provenance, LOOKS)
         if not looks:
             return None
         planned = table_of(noted, PLANNED)

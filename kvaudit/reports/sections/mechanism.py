@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvaudit.core.facets import Facet, facet_of
 from kvaudit.core.spans import SPANS
-from kvaudit.core.text import inline, some
+from kvaudit.core.text import inline, join_names
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.lost_spans import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
 from kvaudit.reports.sections.shared.tables import Table, table_of
@@ -145,7 +145,7 @@ def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
             why = r.reason if r.reason == UNMOVED else f"the {r.span} was {r.reason}"
             silent.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
     for reason, places in silent.items():
-        yield f"Nothing to compare, since {reason}: {some(places, 4)}."
+        yield f"Nothing to compare, since {reason}: {join_names(places, 4)}."
     unknown = sum(r.unknown for r in rates)
     if unknown:
         yield f"{counted(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."

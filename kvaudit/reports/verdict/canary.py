@@ -20,8 +20,8 @@ import pandas as pd
 
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.records.blocks import Array
-from kvaudit.reports.records.floor import AGAIN
-from kvaudit.reports.records.rows import LOGPROB, SAID
+from kvaudit.reports.records.floor import SAME_ORDER
+from kvaudit.reports.records.rows import LOGPROB, ANSWER_HASH
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
@@ -80,7 +80,7 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
         if condition == reference:
             continue
         pairs = _moves(_under(condition, records), _under(reference, records))
-        itself = _moves(_under(reference, records), _under(reference, again[AGAIN])) if AGAIN in again else pairs[:0]
+        itself = _moves(_under(reference, records), _under(reference, again[SAME_ORDER])) if SAME_ORDER in again else pairs[:0]
         if len(pairs):
             conditions[condition] = _canary(pairs, itself)
         for index, part in pairs.groupby(_UNIT, observed=True):
@@ -90,14 +90,14 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
 
 
 def _under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
-    return records.loc[records["policy"] == policy, [*_ANSWER, SAID, LOGPROB]]
+    return records.loc[records["policy"] == policy, [*_ANSWER, ANSWER_HASH, LOGPROB]]
 
 
 def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     """Return for every answer whether the text differs, and by how much the log-prob does: NaN where one is missing."""
     pairs = one.merge(other, on=_ANSWER, suffixes=("", "_other"))
     moves = pairs[_ANSWER].copy()
-    moves["text"] = (pairs[SAID] != pairs[f"{SAID}_other"]).astype(np.float64)
+    moves["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
     moves["logprob"] = (pairs[LOGPROB] - pairs[f"{LOGPROB}_other"]).abs().astype(np.float64)
     return moves
 

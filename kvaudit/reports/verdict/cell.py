@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvaudit.core.estimands import PARITY, WORST
+from kvaudit.core.facets import PARITY, WORST
 from kvaudit.reports.stats.betting import clusters_show
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.rule import (

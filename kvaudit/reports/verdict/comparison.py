@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
-from kvaudit.core.conditions import condition_names, uncompressed, uncompressed_of
+from kvaudit.core.policy_names import condition_names, uncompressed_policies, reference_of
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
 from kvaudit.core.provenance import (
@@ -22,16 +22,16 @@ from kvaudit.core.provenance import (
     PLANNED,
     REWARD_JUDGES,
     inputs_sha256,
-    items_in,
+    item_counts,
     last_look,
     table_of,
 )
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM
-from kvaudit.core.text import some
+from kvaudit.core.text import join_names
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import facets_of
+from kvaudit.reports.records.rows import facet_metrics
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # judges of records by name; the second is the suite itself
@@ -90,11 +90,11 @@ class Comparison:
 
     def uncompressed_of(self, policy: str) -> str:
         """Return the uncompressed policy that a policy is compared with."""
-        return policy if self.is_uncompressed(policy) else uncompressed_of(policy, self.references)
+        return policy if self.is_uncompressed(policy) else reference_of(policy, self.references)
 
     def is_uncompressed(self, policy: str) -> bool:
         """Whether a policy compresses nothing."""
-        return policy in uncompressed(self.references)
+        return policy in uncompressed_policies(self.references)
 
     def is_engine(self, policy: str) -> bool:
         """Whether a policy is an engine's condition, or the reference of one."""
@@ -145,7 +145,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
     suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
     limits = (*spec.gate.margins, *spec.gate.ratios)  # kept even if no item has the facet, so that the gap is reported
-    facets = tuple(dict.fromkeys([*facets_of(records), *(name for name in limits if name not in suites)]))
+    facets = tuple(dict.fromkeys([*facet_metrics(records), *(name for name in limits if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
     engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
     return Comparison(
@@ -163,7 +163,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         capability=tuple(suite for suite in suites if kinds.get(suite) == "capability"),
         trained_under=dict(_trained_under(spec, policies)),
         labels={**short_names([p for p in policies if p not in engines]), **engines},
-        planned=tuple(_planned(spec.sized(items_in(provenance)), policies)),
+        planned=tuple(_planned(spec.sized(item_counts(provenance)), policies)),
         unserved=frozenset(_unserved(spec, policies)),
         judges=(judges := _judges(records)),
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
@@ -289,7 +289,7 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 def some_of(names: Iterable[str]) -> str:
     """Return the first names and how many more there are, separated by semicolons because names may have commas."""
-    return some(names, between="; ", last="; and ")
+    return join_names(names, between="; ", last="; and ")
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:

@@ -23,13 +23,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.estimands import ALIKE, DEPLOYED, INTERACTION, SERVING
+from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING
 from kvaudit.core.facets import UNSAFE, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import LIVE, OPTIONAL, ROLES, CellKey, Panel, Panels
+from kvaudit.reports.records.rows import LIVE_BYTES, NULLABLE, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.betting import betting_effect
 from kvaudit.reports.stats.churn import Flips, flips
 from kvaudit.reports.stats.clustered import cr3_effect
@@ -53,7 +53,7 @@ NO_HARM_GRADER = (
     "rubric-endpoint:asks=harm,..."
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
-BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE]
+BYTES = ["kv_bytes_peak", "kv_bytes_dense", LIVE_BYTES]
 CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
@@ -482,13 +482,13 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
     counts = records.groupby([*CELL, "outcome"], observed=True).size().unstack(fill_value=0)
     survival = [f"survival_{role}" for role in ROLES]
     means = grouped[["retention", "new_tokens", *BYTES, *survival]].mean()
-    for name in OPTIONAL:  # a mean over only some of the records would mislead
+    for name in NULLABLE:  # a mean over only some of the records would mislead
         if name in means:
             means.loc[grouped[name].count() < grouped.size(), name] = np.nan
     clusters = grouped["cluster_id"].nunique()
     unsure = grouped["unsure"].sum() if "unsure" in records else grouped.size() * 0
     order = sorted(means.index, key=lambda index: _position(comparison, index))
-    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE)
+    peaks, live = shares_of_none(means, "kv_bytes_peak"), shares_of_none(means, LIVE_BYTES)
     for index in order:
         arm, policy, suite, context = cast(tuple[str, str, str, int], index)
         panel = tables[suite, int(context)]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.estimands import FORMER
+from kvaudit.core.facets import FORMER_CONTRASTS
 from kvaudit.core.policy_names import match_policies
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey, RecordPlace
@@ -85,7 +85,7 @@ def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]
         raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
     known = sorted({str(getattr(c, field)) for c in contrasts})
-    meant = match_policies([value], known)[0] if key == "policy" else FORMER.get(value, value)
+    meant = match_policies([value], known)[0] if key == "policy" else FORMER_CONTRASTS.get(value, value)
     if meant not in known:
         raise UnknownName(f"{key} among the gated cells", value, known)
     return [c for c in contrasts if str(getattr(c, field)) == meant]

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import clip, one_line, some, visible
+from kvaudit.core.text import clip, one_line, join_names, visible
 from kvaudit.reports.verdict.contrast import CellName
 
 KEY_FORMAT = 2
@@ -199,7 +199,7 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
         (empty, "rows without a label"),
     ):
         if found:
-            rows_named = visible(some(found))
+            rows_named = visible(join_names(found))
             raise DataError(f"{str(sheet)!r} has {len(found)} {what} ({rows_named}); mend the sheet and read it again")
     return {name: LABEL_OF[word] for name, word in words.items()}
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.estimands import ALIKE, DEPLOYED, GATED, SERVING
-from kvaudit.core.files import YamlFile, known_keys, parse_yaml, read_yaml
+from kvaudit.core.facets import ALIKE, DEPLOYED, GATED, SERVING
+from kvaudit.core.files import YamlFile, check_keys, parse_yaml, read_yaml
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
 from kvaudit.core.spec import GateSpec, RunSpec, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
-from kvaudit.core.text import clipped, shown
+from kvaudit.core.text import short_text, short_repr
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.verdict.comparison import Comparison, comparison_of
 from kvaudit.reports.verdict.pin import Pin, pin_from
@@ -113,13 +113,13 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
     for name, needed in (("selectivity", ("safety", "capability")), ("parity", ("capability",))):
         for kind in needed:
             if name in gate.estimands and not kinds[kind]:
-                suites = ", ".join(map(clipped, comparison.suites))
+                suites = ", ".join(map(short_text, comparison.suites))
                 raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
     if "parity" in gate.estimands and "parity" not in gate.estimand_margins:
         held = [suite for suite in comparison.capability if suite in gate.ratios]
         if held:
             raise SpecError(
-                f"gate.estimands asks parity, whose margin is that of the suite, but {clipped(held[0])} has a ratio; "
+                f"gate.estimands asks parity, whose margin is that of the suite, but {short_text(held[0])} has a ratio; "
                 "give gate.estimand_margins.parity"
             )
     if "selectivity" in gate.estimands:
@@ -138,7 +138,7 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
             if length in gated and length not in capability:
                 raise SpecError(
                     f"gate.estimands asks selectivity, but no suite measures capability at the {length} tokens of "
-                    f"{clipped(suite)}; ask one there: evaluate.suites.NAME.context_tokens"
+                    f"{short_text(suite)}; ask one there: evaluate.suites.NAME.context_tokens"
                 )
 
 
@@ -154,7 +154,7 @@ def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float])
 def margin_of(points: Any, name: str) -> float:
     """A margin given in percentage points, in score units; raises SpecError for one that cannot be."""
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 < points < 100:
-        raise SpecError(f"{name} is {shown(points)}, wanted a number above 0 and below 100")
+        raise SpecError(f"{name} is {short_repr(points)}, wanted a number above 0 and below 100")
     if points < LEAST_MARGIN or not math.isfinite(points):
         raise SpecError(f"{name} is {points:g}, wanted at least {LEAST_MARGIN} (percentage points)")
     return float(points) / 100
@@ -247,9 +247,9 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
 
 
 def _checked(file: YamlFile) -> YamlFile:
-    known_keys(file.table, ("format", *(key for key in GateSpec.model_fields if key != "gate_file")), file.name)
+    check_keys(file.table, ("format", *(key for key in GateSpec.model_fields if key != "gate_file")), file.name)
     if file.table.get("format") != GATE_FORMAT:
-        raise SpecError(f"{file.name}: format is {shown(file.table.get('format'))}, wanted {GATE_FORMAT}")
+        raise SpecError(f"{file.name}: format is {short_repr(file.table.get('format'))}, wanted {GATE_FORMAT}")
     return file
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from kvaudit.core.estimands import SELECTIVITY
+from kvaudit.core.facets import SELECTIVITY
 from kvaudit.reports.stats.clustered import Array
 from kvaudit.reports.stats.effect import LEVEL, Effect
 from kvaudit.reports.stats.mover import mover

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.estimands import FORMER, GATED
-from kvaudit.core.files import YamlFile, known_keys, read_yaml
+from kvaudit.core.facets import FORMER_CONTRASTS, GATED
+from kvaudit.core.files import YamlFile, check_keys, read_yaml
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.text import clipped, shown
+from kvaudit.core.text import short_text, short_repr
 from kvaudit.reports.verdict.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
@@ -64,29 +64,29 @@ def waivers_for(comparison: Comparison, file: YamlFile | None, today: date | Non
 
 def waivers_of(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
     """The waivers of a file. Raises SpecError for one that expired, and for whatever the run does not know."""
-    known_keys(file.table, ("format", "waivers"), file.name)
+    check_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:
-        raise SpecError(f"{file.name}: format is {shown(file.table['format'])}, wanted 1")
+        raise SpecError(f"{file.name}: format is {short_repr(file.table['format'])}, wanted 1")
     rows = file.table.get("waivers")
     if not isinstance(rows, list) or not rows:
-        raise SpecError(f"{file.name}: waivers is {shown(rows)}, wanted a list of at least one waiver")
+        raise SpecError(f"{file.name}: waivers is {short_repr(rows)}, wanted a list of at least one waiver")
     return tuple(_waiver(row, f"{file.name}: waiver {i}", comparison, today) for i, row in enumerate(rows, 1))
 
 
 def _waiver(row: Any, where: str, comparison: Comparison, today: date) -> Waiver:
     if not isinstance(row, Mapping):
-        raise SpecError(f"{where} is {shown(row)}, wanted a mapping with {', '.join(WAIVER_KEYS)}")
-    known_keys(row, WAIVER_KEYS, where)
+        raise SpecError(f"{where} is {short_repr(row)}, wanted a mapping with {', '.join(WAIVER_KEYS)}")
+    check_keys(row, WAIVER_KEYS, where)
     expires = _date(row.get("expires"), where)
     who, why = (_text(row.get(key), f"{where}: {key}") for key in ("who", "why"))
     if expires > today + LONGEST:
         raise SpecError(
-            f"{where} by {clipped(who)} expires on {expires.isoformat()}, more than {LONGEST.days} days after today "
+            f"{where} by {short_text(who)} expires on {expires.isoformat()}, more than {LONGEST.days} days after today "
             f"({today.isoformat()}); waivers are signed for a year at most"
         )
     if expires < today:
         raise SpecError(
-            f"{where} by {clipped(who)} expired on {expires.isoformat()} (today is {today.isoformat()}); "
+            f"{where} by {short_text(who)} expired on {expires.isoformat()} (today is {today.isoformat()}); "
             "remove it, or have it signed again"
         )
     return Waiver(
@@ -96,7 +96,7 @@ def _waiver(row: Any, where: str, comparison: Comparison, today: date) -> Waiver
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise SpecError(f"{name} is {shown(value)}, wanted text")
+        raise SpecError(f"{name} is {short_repr(value)}, wanted text")
     return value.strip()
 
 
@@ -106,7 +106,7 @@ def _date(value: Any, where: str) -> date:
     try:
         return date.fromisoformat(value)
     except (TypeError, ValueError):
-        raise SpecError(f"{where}: expires is {shown(value)}, wanted a date such as 2026-12-31") from None
+        raise SpecError(f"{where}: expires is {short_repr(value)}, wanted a date such as 2026-12-31") from None
 
 
 def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -114,15 +114,15 @@ def _statuses(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(name in WAIVABLE for name in names):
         raise SpecError(
-            f"{where}: status is {shown(value)}, wanted some of {', '.join(WAIVABLE)}; INVALID is never waived"
+            f"{where}: status is {short_repr(value)}, wanted some of {', '.join(WAIVABLE)}; INVALID is never waived"
         )
     return tuple(dict.fromkeys(names))
 
 
 def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]:
     if not isinstance(cells, Mapping) or not cells:
-        raise SpecError(f"{where}: cells is {shown(cells)}, wanted at least one of {', '.join(WAIVER_SELECTORS)}")
-    known_keys(cells, WAIVER_SELECTORS, f"cells of {where}")
+        raise SpecError(f"{where}: cells is {short_repr(cells)}, wanted at least one of {', '.join(WAIVER_SELECTORS)}")
+    check_keys(cells, WAIVER_SELECTORS, f"cells of {where}")
     known: dict[str, Sequence[Any]] = {
         "suite": (*comparison.suites, *comparison.facets),
         "arm": comparison.arms,
@@ -136,8 +136,8 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
         found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
     # by the name that an estimand had before
     if isinstance(found.get("estimand"), str):
-        found["estimand"] = FORMER.get(found["estimand"], found["estimand"])
+        found["estimand"] = FORMER_CONTRASTS.get(found["estimand"], found["estimand"])
     for name, value in found.items():
         if isinstance(value, bool) or value not in known[name]:  # True is 1, and so among the numbers
-            raise UnknownName(f"{name} in {where}", clipped(value), map(clipped, known[name]))
+            raise UnknownName(f"{name} in {where}", short_text(value), map(short_text, known[name]))
     return found

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvaudit.audit.policies.q4_0 import hadamard
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.text import install_line
+from kvaudit.core.text import install_command
 
 GGUF_METHOD = "float32, gguf 1"  # see ``convert_once``; another number for another conversion
 GGUF_FILE = "model.gguf"
@@ -61,7 +61,7 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
     try:
         import gguf
     except ImportError:
-        raise SpecError(f"writing a GGUF file needs another package: {install_line('llama-cpp')}") from None
+        raise SpecError(f"writing a GGUF file needs another package: {install_command('llama-cpp')}") from None
     config = model.config
     family = _family(config)
     arch = gguf.MODEL_ARCH[family.arch]

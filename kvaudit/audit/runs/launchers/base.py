@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, cast
 
-from kvaudit.core.options import parse_named
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import parse_plugin
+from kvaudit.core.plugins import Registry
 
 PrintLine = Callable[[str], None]
 
@@ -70,4 +70,4 @@ LAUNCHERS: Registry[Launcher] = Registry("launcher", "kvaudit.audit.runs.launche
 
 def parse_launcher(text: str) -> Launcher:
     """Return the launcher of ``NAME`` or ``NAME:field=value,field=value``; raise SpecError for an unknown one."""
-    return parse_named(LAUNCHERS, text)
+    return parse_plugin(LAUNCHERS, text)

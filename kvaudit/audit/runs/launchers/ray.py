@@ -14,7 +14,7 @@ from typing import Any
 from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
 from kvaudit.audit.runs.launchers.local import run_worker
 from kvaudit.core.errors import RunError
-from kvaudit.core.text import inline, install_line
+from kvaudit.core.text import inline, install_command
 
 _POLL_SECONDS = 2.0
 
@@ -28,7 +28,7 @@ class Ray(Launcher):
     """
 
     name = "ray"
-    says = f"tasks of a ray cluster ({install_line('ray')})"
+    says = f"tasks of a ray cluster ({install_command('ray')})"
     trial = "ray:address=local,gpus=0"
 
     gpus: float = 1.0
@@ -40,7 +40,7 @@ class Ray(Launcher):
         try:
             import ray  # noqa: F401
         except ImportError:
-            raise RunError(f"launcher ray needs another package: {install_line('ray')}") from None
+            raise RunError(f"launcher ray needs another package: {install_command('ray')}") from None
 
     @contextmanager
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, run_worker
 from kvaudit.core.errors import RunError
-from kvaudit.core.text import inline, install_line
+from kvaudit.core.text import inline, install_command
 
 if TYPE_CHECKING:
     from submitit import Job as Queued
@@ -55,7 +55,7 @@ class Slurm(Launcher):
     """
 
     name = "slurm"
-    says = f"jobs of a slurm cluster ({install_line('slurm')})"
+    says = f"jobs of a slurm cluster ({install_command('slurm')})"
     trial = "slurm:cluster=local,gpus=0"
 
     partition: str = ""
@@ -72,7 +72,7 @@ class Slurm(Launcher):
         try:
             import submitit  # noqa: F401
         except ImportError:
-            raise RunError(f"launcher slurm needs another package: {install_line('slurm')}") from None
+            raise RunError(f"launcher slurm needs another package: {install_command('slurm')}") from None
         if self.cluster not in ("slurm", "local"):
             raise RunError(f"launcher slurm: cluster is {self.cluster!r}, wanted slurm, or local to try it out here")
         if self.cluster == "slurm" and (shutil.which("sbatch") is None or shutil.which("srun") is None):

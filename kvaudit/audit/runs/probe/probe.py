@@ -33,11 +33,11 @@ from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json, write_whole
-from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
+from kvaudit.core.provenance import ENDPOINT_REQUESTS, ENDPOINT, INPUTS, ROWS, check_inputs, inputs_sha256
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
-from kvaudit.core.threads import begun
+from kvaudit.core.network import start_all
 from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"
@@ -101,7 +101,7 @@ class Probe:
         spec = plan.spec
         assert spec.probe is not None
         self._spec, self._part = spec, spec.probe
-        check_same(ROWS, run.keep(INPUTS, ROWS, dict(plan.rows)), plan.rows)
+        check_inputs(ROWS, run.keep(INPUTS, ROWS, dict(plan.rows)), plan.rows)
         self._hold(plan.asked)
         run.note(
             suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
@@ -137,7 +137,7 @@ class Probe:
 
     def _hold(self, asked: dict[str, str]) -> None:
         """Note what is asked and where, and refuse to go on with anything else."""
-        for table, entries in ((ASKED, asked), (ENDPOINT, {"base_url": self._url})):
+        for table, entries in ((ENDPOINT_REQUESTS, asked), (ENDPOINT, {"base_url": self._url})):
             for key, now in entries.items():
                 then = self._run.keep(table, key, now)
                 if then != now:
@@ -183,7 +183,7 @@ class Probe:
             # one after the other: what an endpoint claims of the first tells how to read its claim of the next
             return [self._talk(unit, item, sample) for sample in samples]
 
-        futures = begun(talks, unit.items, self._part.at_once)
+        futures = start_all(talks, unit.items, self._part.at_once)
         try:
             return [talk for future in futures for talk in future.result()]
         except BaseException:

@@ -48,7 +48,7 @@ class RunContext:
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
-            items = evaluate.piloted if batches is None else sum(map(len, batches))
+            items = evaluate.pilot_size if batches is None else sum(map(len, batches))
         items = items if most_items is None else min(items, most_items)
         return items * evaluate.samples_of(unit.suite)
 

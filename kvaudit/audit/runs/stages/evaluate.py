@@ -94,7 +94,7 @@ class GridStage(Stage):
         piloted = set(pilot_units(with_kept_gate(context.spec, context.run.provenance()), self.units))
         for unit in self.units:
             rows = context.rows_of(unit)
-            size = max(1, rows - context.rows_of(unit, evaluate.piloted)) if unit in piloted else rows
+            size = max(1, rows - context.rows_of(unit, evaluate.pilot_size)) if unit in piloted else rows
             yield unit_part(context.run.records, unit, size, rows)
 
     @property

@@ -19,7 +19,7 @@ from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import Unit
-from kvaudit.reports.records.floor import AGAIN, FLOOR_FOLDER, SHUFFLED
+from kvaudit.reports.records.floor import SAME_ORDER, FLOOR_FOLDER, SHUFFLED
 
 
 class FloorStage(Stage):
@@ -53,7 +53,7 @@ class FloorStage(Stage):
     @property
     def _folders(self) -> list[Path]:
         floor = self.context.run.path / FLOOR_FOLDER
-        return [floor / AGAIN, floor / SHUFFLED] if self._units else []
+        return [floor / SAME_ORDER, floor / SHUFFLED] if self._units else []
 
     def _folder_parts(self, folder: Path) -> Iterator[Part]:
         for unit in self._units:

@@ -20,7 +20,7 @@ from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.facets import FACETS
-from kvaudit.core.provenance import ANYWAY, FOUND, PILOT
+from kvaudit.core.provenance import ANYWAY, PILOT_RESULT, PILOT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.text import at_length
@@ -56,10 +56,10 @@ class PilotStage(Stage):
             make_folder(self._folder)
             UnitWorker(context).work("first questions", self._folder, units, partial(self._unit_parts, units))
             if PILOT not in context.run.provenance():  # another process may have noted it in the meantime
-                context.run.keep(PILOT, FOUND, self._results(units))
+                context.run.keep(PILOT, PILOT_RESULT, self._results(units))
         provenance = context.run.provenance()
         if PILOT in provenance:
-            results = provenance[PILOT][FOUND]
+            results = provenance[PILOT][PILOT_RESULT]
             for line in pilot_lines(results):
                 context.print_line(line)
             context = context.sized(results["items"])
@@ -70,7 +70,7 @@ class PilotStage(Stage):
         """Raise NotMeasurable if the noted results say so."""
         provenance = self.context.run.provenance()
         if PILOT in provenance and ANYWAY not in provenance:
-            check_measurable(with_kept_gate(self.context.spec, provenance), provenance[PILOT][FOUND])
+            check_measurable(with_kept_gate(self.context.spec, provenance), provenance[PILOT][PILOT_RESULT])
 
     @property
     def _folder(self) -> Path:
@@ -82,7 +82,7 @@ class PilotStage(Stage):
 
     def _unit_parts(self, units: Sequence[Unit]) -> Iterator[Part]:
         for unit in units:
-            rows = self.context.rows_of(unit, self.context.spec.evaluate.piloted)
+            rows = self.context.rows_of(unit, self.context.spec.evaluate.pilot_size)
             yield unit_part(self._folder, unit, rows, rows)
 
     def _results(self, units: Sequence[Unit]) -> dict[str, Any]:

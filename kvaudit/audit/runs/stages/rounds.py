@@ -30,7 +30,7 @@ from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json, write_output
-from kvaudit.core.provenance import ENDED, FOUND, LOOKS, PILOT, PLANNED, TIME_SPENT, looks_in, table_of
+from kvaudit.core.provenance import ENDED, PILOT_RESULT, LOOKS, PILOT, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
 from kvaudit.reports.records.load import load_run
@@ -71,7 +71,7 @@ class RoundsStage(Stage):
         plan, bar = self._plan(), self.context.bar
         units = self.units
         while True:
-            looks = looks_in(self.context.run.provenance())
+            looks = all_looks(self.context.run.provenance())
             if looks and "words" not in looks[-1]:  # this round was asked, but has had no look yet
                 self._look(units, len(looks), looks[-1])
                 continue
@@ -93,7 +93,7 @@ class RoundsStage(Stage):
         provenance = context.run.provenance()
         if (noted := RowsPlan.of(provenance)) is not None:
             return noted
-        results = provenance[PILOT][FOUND]
+        results = provenance[PILOT][PILOT_RESULT]
         self._check_clusters()
         seconds = self._seconds_per_row()
         gated = {facet_of(metric)[0] for metric in context.spec.gate.margins}
@@ -147,7 +147,7 @@ class RoundsStage(Stage):
         """Join the records, have the gate decide, and note its statuses, unless another process has."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
-            if "words" in looks_in(run.provenance())[number - 1]:
+            if "words" in all_looks(run.provenance())[number - 1]:
                 return
             join_rounds(run.path, units, number)
             run.note(**{LOOKS: {str(number): {**look, "words": gate_statuses(run.path)}}})
@@ -289,7 +289,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for every look of a run, and one for why it ended."""
-    for number, look in enumerate(looks_in(provenance), start=1):
+    for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
         words = ", ".join(f"{metric} {word}" for metric, word in table_of(look, "words").items())
         yield f"look {number}: {items}: {words}"

@@ -21,18 +21,18 @@ from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
-from kvaudit.audit.training.early_stop import EarlyStop, mark_of
+from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.audit.training.engine_rollouts import EngineUse
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.grpo import TrainingRun, train
 from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.rewards.base import Paying, paying_of
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
-from kvaudit.audit.training.sharded import set_aside
-from kvaudit.core.alarms import ringing
+from kvaudit.audit.training.ranks import keep_on_cpu
+from kvaudit.core.alarms import active_alarms
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import CHECKPOINTS, REWARD, REWARD_JUDGES, STOPPED
-from kvaudit.core.recipe import RECIPE
+from kvaudit.core.provenance import RECIPE
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 
 _MEMORY_SETTINGS = "train.rollout_rows, train.microbatch_tokens"
@@ -80,11 +80,11 @@ class TrainStage(Stage):
         context.models.load_on_rank(ranks.number)
         while (pair := ranks.heard()) is not None:
             start = context.models.start(pair[1])
-            with explain_full_memory(f"{pair[0]} seed {pair[1]}", _MEMORY_SETTINGS), set_aside(start, ranks):
+            with explain_full_memory(f"{pair[0]} seed {pair[1]}", _MEMORY_SETTINGS), keep_on_cpu(start, ranks):
                 engine = EngineUse() if section.rollouts is None else self._engine_use(section.rollouts)
                 run = TrainingRun(TrainConfig.of(section, *pair), start, context.run.path, ranks, engine)
                 try:
-                    ranks.obey(run)
+                    ranks.follow_rank0(run)
                 finally:
                     run.close()
 
@@ -99,7 +99,7 @@ class TrainStage(Stage):
 
             def report(done: int, row: Mapping[str, Any]) -> None:
                 claim.check()
-                for bound in ringing(row):
+                for bound in active_alarms(row):
                     if (pair[0], bound.name) not in rung:  # printed once; telemetry has every step
                         rung.add((pair[0], bound.name))
                         context.print_line(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
@@ -140,10 +140,10 @@ class TrainStage(Stage):
             stop = section.watch if section.stops else None
             early_stop = None if stop is None else EarlyStop(stop, section.steps, out, self._arm_folders(seed))
             config = TrainConfig.of(section, arm, seed)
-            self._check_reward_unchanged(config.paying)
+            self._check_reward_unchanged(config.reward_config)
             start = context.models.start(seed)
             engine = EngineUse() if config.rollouts is None else self._engine_use(config.rollouts)
-            with ranks.unit(pair), set_aside(start, ranks):
+            with ranks.unit(pair), keep_on_cpu(start, ranks):
                 train(
                     *(config, start, out, progress),
                     kept=context.run.path,
@@ -165,12 +165,12 @@ class TrainStage(Stage):
         return [] if section is None else [self.context.run.checkpoint(arm.name, seed) for arm in section.trained]
 
     def _has_stopped(self, pair: Pair) -> bool:
-        return self.context.models.is_trained(pair) or mark_of(self.context.run.checkpoint(*pair)) is not None
+        return self.context.models.is_trained(pair) or read_mark(self.context.run.checkpoint(*pair)) is not None
 
     def _note_stops(self, section: TrainSpec) -> None:
         """Note and print at which step the arms of a seed end early, and because of which alarm."""
         for seed in section.seeds:
-            marks = {folder.parent.name: mark_of(folder) for folder in self._arm_folders(seed)}
+            marks = {folder.parent.name: read_mark(folder) for folder in self._arm_folders(seed)}
             step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
             if step < section.steps:
                 first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
@@ -183,13 +183,13 @@ class TrainStage(Stage):
         """Write what the checkpoints are made of into the run folder before training begins."""
         models, path = self.context.models, self.context.run.path / RECIPE
         model = models.base()
-        self._check_reward_unchanged(paying_of(section.reward, section.suites))
+        self._check_reward_unchanged(parse_reward(section.reward, section.suites))
         if not path.exists():
             write_json(path, recipe_of(self.context.spec, section, model, models.batches))
 
-    def _check_reward_unchanged(self, paying: Paying) -> None:
+    def _check_reward_unchanged(self, paying: RewardConfig) -> None:
         """Note the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
-        if not paying.by_grade_alone:
+        if not paying.uses_grade_only:
             check_inputs_unchanged(self.context.run, REWARD, paying.inputs)
         self.context.run.note(**{REWARD_JUDGES: paying.judges})
 

@@ -27,7 +27,7 @@ from inspect_ai.scorer import Score
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import plain_files, read_json
-from kvaudit.core.provenance import check_sealed, seal_of
+from kvaudit.core.provenance import check_sealed, seal_path
 from kvaudit.core.records import Message, Record, Role
 
 _METADATA = ("arm", "train_seed", "policy", "policy_hash", "cluster_id", "placement", "context_tokens", "judge")
@@ -36,13 +36,13 @@ _MESSAGES: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: Chat
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
     """Write ``out/<unit>.eval`` for every finished unit of a run; raise DataError for one that was changed."""
-    units = [path for path in plain_files(run / "records", "*.jsonl") if seal_of(path).exists()]
+    units = [path for path in plain_files(run / "records", "*.jsonl") if seal_path(path).exists()]
     if not units:
         raise DataError(f"no finished units in {str(run / 'records')!r}, so there is nothing to export")
     out.mkdir(parents=True, exist_ok=True)
     for unit in units:
         raw = unit.read_bytes()
-        check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_of(unit)))
+        check_sealed(unit, hashlib.sha256(raw).hexdigest(), read_json(seal_path(unit)))
         path = out / f"{unit.stem}.eval"
         log = unit_log([Record.from_json(line.decode()) for line in raw.splitlines()], created)
         write_eval_log(log, str(path), format="eval")

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from kvaudit.audit.training.advantages import BatchRewards, Estimate, group_advantages
+from kvaudit.audit.training.losses.base import BatchRewards, Estimate, group_advantages
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,24 +141,24 @@ class ClippedLoss(Loss):
         clipped = active & (gain < ratio * inputs.advantages)  # the minimum took the clipped side
         metrics: dict[str, Tensor | float] = {"clipped": clipped.sum()}
         if inputs.ref_logprobs is not None:
-            per_token = reference_gap(inputs)  # nats [B, T]
+            per_token = reference_kl(inputs)  # nats [B, T]
             loss = loss + inputs.beta * (per_token * share).sum()
             metrics["kl_ref"] = per_token.detach().sum()
-        return with_distillation(inputs, share, LossOutputs(loss, metrics))
+        return add_distillation(inputs, share, LossOutputs(loss, metrics))
 
 
-def token_mean(inputs: LossInputs) -> Tensor:
+def token_mean_share(inputs: LossInputs) -> Tensor:
     """Share of a token where all sampled tokens of the step count alike: [B, 1]."""
     return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / max(inputs.counts.tokens, 1))
 
 
-def reference_gap(inputs: LossInputs) -> Tensor:
+def reference_kl(inputs: LossInputs) -> Tensor:
     """k3 to the reference per token [B, T], 0 outside the mask."""
     assert inputs.ref_logprobs is not None
     return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 
 
-def with_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
+def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
     """The loss with the arm's distillation on top, where it has one; ``share`` broadcasts to [B, T]."""
     if inputs.distill_kl is None:
         return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, token_mean
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, token_mean_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class Dapo(ClippedLoss):
     defaults = MappingProxyType({"epsilon_high": 0.28, "resample": 3, "overlong": 0.2})
 
     def share(self, inputs: LossInputs) -> Tensor:
-        return token_mean(inputs)
+        return token_mean_share(inputs)
 
 
 class Gspo(Grpo):

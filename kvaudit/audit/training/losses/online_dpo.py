@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from kvaudit.audit.training.advantages import BatchRewards, Estimate, best_and_worst
+from kvaudit.audit.training.losses.base import BatchRewards, Estimate, best_and_worst
 from kvaudit.audit.training.losses.base import (
     Loss,
     LossInputs,
     LossOutputs,
-    reference_gap,
-    token_mean,
-    with_distillation,
+    reference_kl,
+    token_mean_share,
+    add_distillation,
 )
 
 
@@ -47,5 +47,5 @@ class OnlineDpo(Loss):
         margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)  # h [B / group]
         paired = signs.view(-1, inputs.group).any(dim=1)  # bool [B / group]
         loss = -(logsigmoid(inputs.beta * margins) * paired).sum() / max(inputs.counts.pairs, 1)
-        outputs = LossOutputs(loss, {"clipped": 0.0, "kl_ref": reference_gap(inputs).detach().sum()})
-        return with_distillation(inputs, token_mean(inputs), outputs)
+        outputs = LossOutputs(loss, {"clipped": 0.0, "kl_ref": reference_kl(inputs).detach().sum()})
+        return add_distillation(inputs, token_mean_share(inputs), outputs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.advantages import BatchRewards, Estimate, generalised_advantages, whitened
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, token_mean
+from kvaudit.audit.training.losses.base import BatchRewards, Estimate, generalised_advantages, whiten
+from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, token_mean_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +28,10 @@ class Ppo(ClippedLoss):
 
     def estimate(self, rewarded: BatchRewards) -> Estimate:
         found = generalised_advantages(rewarded)  # [B, T]; the returns stay as they are, which the critic learns
-        return found._replace(advantages=whitened(found.advantages, rewarded.mask))
+        return found._replace(advantages=whiten(found.advantages, rewarded.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
-        return token_mean(inputs)
+        return token_mean_share(inputs)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         policy = super().__call__(inputs)

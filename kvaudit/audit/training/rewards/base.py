@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.options import IDENTITY_DIGITS, made_of, sha256_of
-from kvaudit.core.registry import Registry
-from kvaudit.core.text import shown
+from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping, sha256_of
+from kvaudit.core.plugins import Registry
+from kvaudit.core.text import short_repr
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
 _SUITES = "suites"
-MOST = 1e6  # of a reward, so that its square is a number in float32
-Played = Sequence["GradedRow"]
+MAX_REWARD = 1e6  # of a reward, so that its square is a number in float32
+GradedRows = Sequence["GradedRow"]
 Scores = Sequence[float | None]
-Pays = Callable[[Played], Scores]
+RewardFn = Callable[[GradedRows], Scores]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Reward:
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} goes by nothing else; write reward: {cls.name}")
         given = dict(options) if value is None else {names[0]: value, **options}
-        return made_of(cls, f"reward {cls.name}", given)
+        return plugin_from_mapping(cls, f"reward {cls.name}", given)
 
     @property
     def identity(self) -> str:
@@ -84,14 +84,14 @@ class Reward:
         """Who decides what an answer of this suite earns."""
         return self.label
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         """A number each, higher for what is wanted; None where nobody can tell, and no gradient is taken.
 
         What one earns does not depend on the others. Raises RunError where going on is of no use.
         """
         raise NotImplementedError
 
-    def kept_in(self, folder: Path) -> Pays:  # noqa: ARG002 - who pays by the same rule again keeps nothing
+    def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - who pays by the same rule again keeps nothing
         """``rewards``; one that may be told otherwise when it asks again keeps what it was told in ``folder``."""
         return self.rewards
 
@@ -105,16 +105,16 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 
 @dataclass(frozen=True)
-class Paying:
-    """The reward of a training run: ``reward`` pays in the suites ``paid``, ``grade`` in the rest of ``suites``."""
+class RewardConfig:
+    """The reward of a training run: ``reward`` pays in the suites ``reward_suites``, ``grade`` in the rest of ``suites``."""
 
     reward: Reward
     grade: Reward
     suites: tuple[str, ...]
-    paid: tuple[str, ...]
+    reward_suites: tuple[str, ...]
 
     @property
-    def by_grade_alone(self) -> bool:
+    def uses_grade_only(self) -> bool:
         """Whether all of it are the suites' own grades."""
         return self.reward == self.grade
 
@@ -122,18 +122,18 @@ class Paying:
     def sha256(self) -> str:
         """Of all that rewards follow from, the versions of the suites' graders included."""
         versions = {name: SUITES.get(name).version for name in self.suites}
-        return sha256_of(self.reward.identity, sorted(self.paid), versions)
+        return sha256_of(self.reward.identity, sorted(self.reward_suites), versions)
 
     @property
     def judges(self) -> dict[str, str]:
         """By suite, who pays for its answers."""
-        payers = {name: self.reward if name in self.paid else self.grade for name in self.suites}
+        payers = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
         return {name: payer.paid_by(SUITES.get(name)()) for name, payer in payers.items()}
 
     @property
     def inputs(self) -> Mapping[str, str]:
         """What a run holds on to, by sha256; nothing where suites grade by themselves, whose versions are held."""
-        return {} if self.by_grade_alone else self.reward.inputs
+        return {} if self.uses_grade_only else self.reward.inputs
 
     @property
     def constitution_sha256(self) -> str | None:
@@ -143,41 +143,41 @@ class Paying:
 
     def check(self) -> None:
         """Raise SpecError or DataError for what would only be found out once there are rollouts."""
-        self.reward.check([SUITES.get(name)() for name in self.paid])
+        self.reward.check([SUITES.get(name)() for name in self.reward_suites])
 
-    def kept_in(self, folder: Path) -> Pays:
+    def kept_in(self, folder: Path) -> RewardFn:
         """What pays a step's rollouts, each held to be a number; see ``Reward.kept_in``."""
         parts = [(reward, reward.kept_in(folder), own) for reward, own in ((self.reward, True), (self.grade, False))]
 
-        def pays(played: Played) -> list[float | None]:
+        def pays(played: GradedRows) -> list[float | None]:
             found: list[float | None] = [None] * len(played)
             for reward, scored, own in parts:
-                rows = [n for n, row in enumerate(played) if (row.item.suite in self.paid) is own]
+                rows = [n for n, row in enumerate(played) if (row.item.suite in self.reward_suites) is own]
                 scores = scored([played[n] for n in rows]) if rows else []
-                for n, score in zip(rows, checked(reward, scores, len(rows)), strict=True):
+                for n, score in zip(rows, check_scores(reward, scores, len(rows)), strict=True):
                     found[n] = score
             return found
 
         return pays
 
 
-def checked(reward: Reward, scores: Any, wanted: int) -> list[float | None]:
+def check_scores(reward: Reward, scores: Any, wanted: int) -> list[float | None]:
     """The rewards of ``wanted`` rollouts as plain numbers; raises RunError for what no gradient can be made of."""
     who = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):
-        raise RunError(f"{who} gave {shown(scores)}, wanted a list of {wanted} numbers, one for each rollout")
+        raise RunError(f"{who} gave {short_repr(scores)}, wanted a list of {wanted} numbers, one for each rollout")
     if len(scores) != wanted:
         raise RunError(f"{who} gave {len(scores)} rewards for {wanted} rollouts, wanted one for each")
     for number, score in enumerate(scores, start=1):
-        if score is not None and not (isinstance(score, numbers.Real) and abs(score) <= MOST):  # type: ignore[operator]
+        if score is not None and not (isinstance(score, numbers.Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
             raise RunError(
-                f"{who} gave {shown(score)} for rollout {number} of {wanted}, wanted a number from {-MOST:g} to "
-                f"{MOST:g}, or None where it cannot tell"
+                f"{who} gave {short_repr(score)} for rollout {number} of {wanted}, wanted a number from {-MAX_REWARD:g} to "
+                f"{MAX_REWARD:g}, or None where it cannot tell"
             )
     return [None if score is None else float(score) for score in scores]
 
 
-def paying_of(written: str | Mapping[str, Any], suites: Sequence[str]) -> Paying:
+def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> RewardConfig:
     """What a train section's ``reward`` stands for; raises SpecError, or UnknownName with a suggestion."""
     options = {written: None} if isinstance(written, str) else dict(written)
     # without suites of its own it pays in all
@@ -188,10 +188,10 @@ def paying_of(written: str | Mapping[str, Any], suites: Sequence[str]) -> Paying
     if len(names) > 1:
         raise SpecError(f"train.reward names {' and '.join(names)}, wanted one; an option has another name")
     if not isinstance(paid, list) or not paid:
-        raise SpecError(f"train.reward.suites is {shown(paid)}, wanted a list of suites that are trained on")
+        raise SpecError(f"train.reward.suites is {short_repr(paid)}, wanted a list of suites that are trained on")
     for name in paid:
         if name not in suites:
-            raise UnknownName("suite in train.reward.suites", shown(name), suites)
+            raise UnknownName("suite in train.reward.suites", short_repr(name), suites)
     value = options.pop(names[0])
     grade = REWARDS.get("grade").of(None, {})
-    return Paying(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))
+    return RewardConfig(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))

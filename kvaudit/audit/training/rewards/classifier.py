@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.training.rewards.base import Played, Reward, Scores
+from kvaudit.audit.training.rewards.base import GradedRows, Reward, Scores
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.text import clip, inline
 from kvaudit.suites.base import SUITES
 
@@ -48,7 +48,7 @@ class Classified(Reward):
     def identity(self) -> str:
         return sha256_of(self._model.identity, bool(self.pays))
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         from kvaudit.audit.sampling.exchange import grade_degenerate
 
         broken = [grade_degenerate(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]

@@ -19,10 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from kvaudit.audit.training.rewards.base import Played, Reward, Scores
+from kvaudit.audit.training.rewards.base import GradedRows, Reward, Scores
 from kvaudit.core.errors import AuditError, RunError, SpecError
-from kvaudit.core.options import sha256_of
-from kvaudit.core.text import reason, shown
+from kvaudit.core.plugins import sha256_of
+from kvaudit.core.text import reason, short_repr
 from kvaudit.suites.base import Suite
 
 
@@ -44,7 +44,7 @@ class Function(Reward):
     def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
         module, _, name = value.partition(":") if isinstance(value, str) else ("", "", "")
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-            raise SpecError(f"reward function is {shown(value)}, wanted package.module:name")
+            raise SpecError(f"reward function is {short_repr(value)}, wanted package.module:name")
         return cls(value, dict(options))
 
     @property
@@ -66,7 +66,7 @@ class Function(Reward):
             ) from None
         super().check(suites)
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         try:
             scores: Scores = self._called(list(played), **self.options)
         except AuditError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, Played, Reward, Scores, asks_a_judge
-from kvaudit.core.options import sha256_of
+from kvaudit.audit.training.rewards.base import BY_PHRASES, PROGRAMMATIC, GradedRows, Reward, Scores, asks_a_judge
+from kvaudit.core.plugins import sha256_of
 from kvaudit.suites.base import Suite
 
 
@@ -24,5 +24,5 @@ class SuiteGrade(Reward):
         """The suite itself, or the phrase rules where it leaves answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         return [row.grade.score for row in played]

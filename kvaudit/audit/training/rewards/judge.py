@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.judges.rubric import RubricJudge, constitution_rubric, parse_score, read_constitution
-from kvaudit.audit.training.rewards.base import PROGRAMMATIC, Pays, Played, Reward, Scores, asks_a_judge
+from kvaudit.audit.training.rewards.base import PROGRAMMATIC, RewardFn, GradedRows, Reward, Scores, asks_a_judge
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.options import IDENTITY_DIGITS, made_of
-from kvaudit.core.questions import Question
+from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping
+from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Role
-from kvaudit.core.remembered import Answers
+from kvaudit.core.judge_answers import AnswerCache
 from kvaudit.core.spec import expand
-from kvaudit.core.thoughts import heard
+from kvaudit.core.completions import without_thoughts
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Judged(Reward):
         file = given.pop("constitution", "")
         if not isinstance(value, str) or value not in JUDGES.all():
             raise UnknownName("judge in train.reward", str(value), JUDGES.all())
-        judge = made_of(JUDGES.get(value), f"judge {value}", given)
+        judge = plugin_from_mapping(JUDGES.get(value), f"judge {value}", given)
         if not isinstance(file, str) or ("constitution" in options and not file):
             raise SpecError("train.reward.constitution wants the path of a text")
         if file and not isinstance(judge, RubricJudge):
@@ -96,18 +96,18 @@ class Judged(Reward):
     def paid_by(self, suite: Suite) -> str:
         return self.label if self.constitution_file or asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: Played) -> Scores:
+    def rewards(self, played: GradedRows) -> Scores:
         return self._settled(self._words, played)
 
-    def kept_in(self, folder: Path) -> Pays:
+    def kept_in(self, folder: Path) -> RewardFn:
         """As ``rewards``; ``rewards-NAME-12hex.jsonl`` keeps failures too, so that a resumed run is told the same."""
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         # a word on refusals is yes or no, one on a constitution a number
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)
-        return partial(self._settled, Answers(path, Judge.key_of, self._words, field, kinds).answers)
+        return partial(self._settled, AnswerCache(path, Judge.key_of, self._words, field, kinds).answers)
 
-    def _settled(self, ask: Ask, played: Played) -> Scores:
+    def _settled(self, ask: Ask, played: GradedRows) -> Scores:
         asked = [self._question(row) for row in played]
         words = iter(ask([question for question in asked if question is not None]))
         return [
@@ -126,7 +126,7 @@ class Judged(Reward):
             return question
         # the last thing that a user asked
         request = next((m.content for m in reversed(row.item.messages) if m.role is Role.USER), "")
-        said = heard(row.transcript)[len(row.item.messages) :]
+        said = without_thoughts(row.transcript)[len(row.item.messages) :]
         return Question(request, "\n".join(m.content for m in said if m.role is Role.ASSISTANT))
 
     def _score(self, row: GradedRow, word: JudgeWord) -> float | None:

@@ -25,17 +25,17 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
 from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
-from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, mark_whole, write_ledgers
+from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, write_provenance, write_ledgers
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.options import sha256_of
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.core.recipe import RECIPE, sealed
+from kvaudit.core.provenance import RECIPE, seal_recipe
 
 # settings of TRL that decide what is learnt; paths, logging and keys of services are none
-LEARNT_BY = (
+LEARNING_SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "bf16", "fp16", "shuffle_dataset"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
@@ -47,7 +47,7 @@ LEARNT_BY = (
 _LEFT = (".bin", ".md")  # pickles and cards that are saved beside a model: no part of it
 
 
-class Finished(NamedTuple):
+class TrainingResult(NamedTuple):
     """What a run came to."""
 
     steps: int
@@ -92,7 +92,7 @@ class OutputFolder:
         with guarded(self.path):
             (self.path / PROVENANCE).unlink(missing_ok=True)  # the weights are about to move
             write_json(self.path / CLAIM, self._claim)
-            write_json(self.path / RECIPE, sealed(sections))
+            write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
         """Write a row with its alarms; returns those."""
@@ -101,7 +101,7 @@ class OutputFolder:
         self.telemetry.append({**row, **alarms})
         return alarms
 
-    def finish(self, staged: Path, done: Finished, versions: Mapping[str, str]) -> None:
+    def finish(self, staged: Path, done: TrainingResult, versions: Mapping[str, str]) -> None:
         """Take what was saved in ``staged`` over, and mark the folder whole; provenance.json comes last."""
         self.telemetry.check_steps(done.steps)
         files = {path.name: file_sha256(path) for path in sorted(staged.iterdir()) if path.suffix not in _LEFT}
@@ -113,7 +113,7 @@ class OutputFolder:
             ledger = write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)
             position = Position(done.steps, done.steps, ledgers=(ledger,))
         said = {"sha256": weights, "files": files, "versions": dict(versions)}
-        mark_whole(self.path, self._claim, done.disclosed, position, said)
+        write_provenance(self.path, self._claim, done.disclosed, position, said)
 
     def _check_claim(self, found: Mapping[str, Any]) -> None:
         theirs, ours = found.get("config"), self._claim["config"]
@@ -127,7 +127,7 @@ class OutputFolder:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """What of a GRPOConfig decides what is learnt, as JSON holds it."""
-    found = {name: getattr(config, name) for name in LEARNT_BY}
+    found = {name: getattr(config, name) for name in LEARNING_SETTINGS}
     return {
         name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in found.items()
     }

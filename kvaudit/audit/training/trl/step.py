@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.training.mismatch import MismatchPanel
-from kvaudit.audit.training.optimiser import HALVES
+from kvaudit.audit.training.optimiser import HALF_METRICS
 from kvaudit.audit.training.telemetry import CERTIFICATE, TelemetryRow, entries_seen
 
 # TRL's metric -> ours, of a batch of rollouts and of a microbatch
@@ -26,7 +26,7 @@ SAMPLED = {
     "completions/mean_length": "length_mean",
 }
 LEARNED = {"entropy": "entropy", "clip_ratio/region_mean": "clip_fraction", "kl": "kl_ref"}
-_ABSENT = (*HALVES, "frac_degenerate", "distill_kl", "value_loss")  # our own trainer has them
+_ABSENT = (*HALF_METRICS, "frac_degenerate", "distill_kl", "value_loss")  # our own trainer has them
 COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 

@@ -36,11 +36,11 @@ from kvaudit.audit.replay.shadow import shadow
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
-from kvaudit.audit.training.reads import read_together
+from kvaudit.audit.training.optimiser import read_floats
 from kvaudit.audit.training.trl import output, require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
-from kvaudit.audit.training.trl.output import Finished, OutputFolder, base_sha256
-from kvaudit.audit.training.trl.step import COUNTS, StepNumbers
+from kvaudit.audit.training.trl.output import TrainingResult, OutputFolder, base_sha256
+from kvaudit.audit.training.trl.output import COUNTS, StepNumbers
 from kvaudit.core.errors import SpecError
 
 # keys of our own in TRL's batch
@@ -201,7 +201,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             batch["advantages"] = batch["advantages"][:, None] * own.weights[:, :width]  # [B, T]
         if arm.correction == "naive-ratio":
             batch[_OLD] = own.old_logprobs[:, :width]
-        rates = read_together([*fixed.metrics.values()])
+        rates = read_floats([*fixed.metrics.values()])
         return {f"mismatch/{name}": value for name, value in zip(fixed.metrics, rates, strict=True)}
 
     def _before_update(self, batch: dict[str, Any]) -> Tensor:
@@ -347,7 +347,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._drawn = (self.state.global_step, 0)
         # drawn as in training: the seeds of evaluation are others
         self.model.train()
-        done = Finished(
+        done = TrainingResult(
             self.state.global_step,
             self._hosted.disclosed()
             | {

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, wanted_of
+from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
 
@@ -117,7 +117,7 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
         where.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
-    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: wanted_of(rows[FACET_COLUMNS[n]], n) for n in FACETS}
+    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: facet_scores(rows[FACET_COLUMNS[n]], n) for n in FACETS}
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = where[flip.suite, flip.context_tokens, flip.item, *cell]

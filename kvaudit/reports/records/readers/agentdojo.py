@@ -42,7 +42,7 @@ class AgentDojo(Reader):
 
     name = "agentdojo"
     reads = "AgentDojo log or folder of logs"
-    oriented = True
+    has_direction = True
 
     def recognises(self, path: Path) -> bool:
         """A file with a log's keys, or a folder with such a file among the first of its JSON files."""

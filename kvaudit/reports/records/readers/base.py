@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale
-from kvaudit.core.registry import Registry
+from kvaudit.core.plugins import Registry
 from kvaudit.core.text import clip, inline, is_text
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LARGEST_SEED = 2**62
 _LINES_TO_LOOK_AT = 20
 _LONGEST_METRIC = 120  # characters
 _ROUNDING = 1e-9  # a mean of scores in [0, 1] may end so far outside
-Cluster = Callable[[Mapping[str, Any], str], str | None]
+ClusterRule = Callable[[Mapping[str, Any], str], str | None]
 
 
 class Row(NamedTuple):
@@ -59,12 +59,12 @@ class Request:
     ``select`` narrows a file of several cells: arm, seed, policy, suite, context.
     """
 
-    cluster: Cluster | None = None
+    cluster: ClusterRule | None = None
     select: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Outside:
+class OffScaleScores:
     """The scores of a metric that are outside [0, 1]: how many, from where to where, and where the first stands."""
 
     count: int
@@ -100,7 +100,7 @@ class Log:
     unfinished: str = ""  # why the file does not hold all that it set out to
     duplicates: int = 0  # rows that stood twice and that reading has left out already
     kept_out: Mapping[str, int] = field(default_factory=dict)
-    scales: Mapping[str, Outside] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
+    scales: Mapping[str, OffScaleScores] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
     prompts: Mapping[str, str] = field(default_factory=dict)  # what was asked -> sha256 of the rendered prompts
     notes: tuple[str, ...] = ()  # what has to be said of how it was read
     shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
@@ -119,7 +119,7 @@ class Problems:
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    scales: dict[str, Outside] = field(default_factory=dict)
+    scales: dict[str, OffScaleScores] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
         """One answer that is kept out."""
@@ -128,8 +128,8 @@ class Problems:
 
     def outside(self, score: float, where: str, metric: str) -> None:
         """One score on another scale."""
-        known = self.scales.get(metric, Outside(0, score, score, where))
-        self.scales[metric] = Outside(known.count + 1, min(known.low, score), max(known.high, score), known.first)
+        known = self.scales.get(metric, OffScaleScores(0, score, score, where))
+        self.scales[metric] = OffScaleScores(known.count + 1, min(known.low, score), max(known.high, score), known.first)
 
 
 class Reader:
@@ -137,7 +137,7 @@ class Reader:
 
     name: ClassVar[str] = ""
     reads: ClassVar[str] = ""  # for people
-    oriented: ClassVar[bool] = False  # whether 1 is desired in every metric, by what the reader knows of it
+    has_direction: ClassVar[bool] = False  # whether 1 is desired in every metric, by what the reader knows of it
 
     def recognises(self, path: Path) -> bool:
         """Whether the file looks like this kind; never raises for content."""
@@ -232,7 +232,7 @@ def score_of(value: Any) -> float:
     return min(max(score, 0.0), 1.0)
 
 
-def number_in_words(text: str) -> float:
+def parse_number(text: str) -> float:
     """A score that a file holds as text; raises DataError for what is no number, or one to Python alone (1_0)."""
     try:
         if not text.isascii() or "_" in text:

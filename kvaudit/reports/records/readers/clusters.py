@@ -14,7 +14,7 @@ from typing import Any
 
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.records.readers.base import Cluster, name_of
+from kvaudit.reports.records.readers.base import ClusterRule, name_of
 
 _LONGEST_NAME = 500  # characters of an item's name that a pattern is tried on
 _ITEMS_LOOKED_AT = 2000
@@ -22,7 +22,7 @@ _LONGEST_FIELD = 60  # characters of a field's name that is proposed
 _FEWEST = 6  # values: fewer clusters decide nothing
 
 
-def cluster_rule(text: str) -> Cluster:
+def cluster_rule(text: str) -> ClusterRule:
     """The rule that ``--cluster`` names. Raises SpecError for a bad pattern, DataError for a bad table."""
     kind, mark, rest = text.partition(":")
     if mark and kind == "re":
@@ -44,7 +44,7 @@ def _inside(row: Any, keys: list[str]) -> Any:
     return row[whole] if whole in row else _inside(row.get(keys[0]), keys[1:])
 
 
-def _by_pattern(pattern: str) -> Cluster:
+def _by_pattern(pattern: str) -> ClusterRule:
     try:
         found = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -57,7 +57,7 @@ def _by_pattern(pattern: str) -> Cluster:
     return rule
 
 
-def _by_table(path: Path) -> Cluster:
+def _by_table(path: Path) -> ClusterRule:
     try:
         with path.open(newline="", encoding="utf-8-sig") as handle:
             rows = list(csv.DictReader(handle, strict=True))

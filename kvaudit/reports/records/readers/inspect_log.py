@@ -32,7 +32,7 @@ from kvaudit.reports.records.readers.base import (
     log_of,
     metric_name,
     name_of,
-    number_in_words,
+    parse_number,
     repeat_of,
 )
 from kvaudit.reports.records.readers.clusters import SharedFields
@@ -330,6 +330,6 @@ def _number(value: Any) -> Any:
     if word in _YES_OR_NO:
         return _YES_OR_NO[word]
     try:
-        return number_in_words(word)
+        return parse_number(word)
     except DataError:
         return value

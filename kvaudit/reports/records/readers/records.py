@@ -13,14 +13,14 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.provenance import ASKED, INPUTS, PROMPTS, ROWS, table_of, unit_of_prompts
+from kvaudit.core.provenance import ENDPOINT_REQUESTS, INPUTS, PROMPTS, ROWS, table_of, prompt_unit
 from kvaudit.core.records import READABLE_FORMATS, Message, Outcome, Record, Role
-from kvaudit.core.text import at_length, inline, some
+from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.records.load import RunData, check_seal, load_run
 from kvaudit.reports.records.readers.base import (
-    Cluster,
+    ClusterRule,
     Log,
-    Outside,
+    OffScaleScores,
     Problems,
     Reader,
     Request,
@@ -41,7 +41,7 @@ class Records(Reader):
 
     name = "kvaudit"
     reads = "kvaudit run folder or record file"
-    oriented = True
+    has_direction = True
 
     def recognises(self, path: Path) -> bool:
         """A folder with records, or lines with a record's keys."""
@@ -88,7 +88,7 @@ def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> 
             yield problem
 
 
-def _scales(problems: Iterable[Problem]) -> dict[str, Outside]:
+def _scales(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
     found = Problems()
     for problem in problems:
         if problem.score is not None:
@@ -104,7 +104,7 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
     longest = {f"max_new_tokens of suite {suite}": str(part.max_new_tokens) for suite, part in parts.items()}
     rows = table_of(table_of(data.provenance, INPUTS), ROWS)
     found |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
-    return {**found, **longest, **table_of(data.provenance, ASKED)}
+    return {**found, **longest, **table_of(data.provenance, ENDPOINT_REQUESTS)}
 
 
 def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
@@ -112,7 +112,7 @@ def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
     known, found = table_of(data.provenance, PROMPTS), dict[str, str]()
     cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
     for arm, seed, suite, context, policy in cells.itertuples(index=False):
-        if digest := known.get(unit_of_prompts(str(arm), int(seed), str(suite), int(context), str(policy))):
+        if digest := known.get(prompt_unit(str(arm), int(seed), str(suite), int(context), str(policy))):
             found[f"{suite} {at_length(int(context))}"] = str(digest)
     return found
 
@@ -167,10 +167,10 @@ def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.
 
 
 def _listed(names: list[str]) -> str:
-    return some(map(inline, names), 12, between="; ", last="; and ")
+    return join_names(map(inline, names), 12, between="; ", last="; and ")
 
 
-def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: Cluster | None) -> pd.DataFrame:
+def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: ClusterRule | None) -> pd.DataFrame:
     items = frame["item_id"].astype(str).to_numpy(dtype=object)
     clusters = frame["cluster_id"].astype(str).to_numpy(dtype=object)
     if cluster is not None:

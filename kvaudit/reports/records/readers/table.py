@@ -24,7 +24,7 @@ from kvaudit.reports.records.readers.base import (
     log_of,
     metric_name,
     name_of,
-    number_in_words,
+    parse_number,
     repeat_of,
     score_of,
 )
@@ -146,7 +146,7 @@ def _score(text: str) -> float:
         return math.nan
     if word in ("true", "false"):
         return float(word == "true")
-    return score_of(number_in_words(word))
+    return score_of(parse_number(word))
 
 
 def _whole(text: str, name: str) -> int:

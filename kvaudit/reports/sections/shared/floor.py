@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.reports.records.floor import ONE_ANSWER, SHUFFLED, AskedAgain
-from kvaudit.reports.records.rows import FACET_COLUMNS, SAID, SCORE, wanted_of
+from kvaudit.reports.records.floor import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
+from kvaudit.reports.records.rows import FACET_COLUMNS, ANSWER_HASH, SCORE, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 
@@ -54,7 +54,7 @@ class FloorUnit:
     flips: tuple[AgainFlips, ...]
 
 
-def floor_of(records: pd.DataFrame, asked: AskedAgain, comparison: Comparison) -> tuple[FloorUnit, ...]:
+def floor_of(records: pd.DataFrame, asked: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
     """Every unit that was asked again, in the order of the comparison; answers without their pair are left out."""
     found = [unit for way, again in asked.records.items() for unit in _units(way, records, again)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
@@ -65,8 +65,8 @@ def floor_of(records: pd.DataFrame, asked: AskedAgain, comparison: Comparison) -
 
 def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[FloorUnit]:
     metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in again)]
-    columns = [*ONE_ANSWER, SAID, *metrics]
-    pairs = records[columns].merge(again[columns], on=ONE_ANSWER, suffixes=("", "_again"))
+    columns = [*ANSWER_COLUMNS, ANSWER_HASH, *metrics]
+    pairs = records[columns].merge(again[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
     for index, part in pairs.groupby(_UNIT, observed=True):
         arm, seed, policy, suite, context = cast(tuple[str, int, str, str, int], index)
         yield FloorUnit(
@@ -77,7 +77,7 @@ def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[Flo
             suite=str(suite),
             context_tokens=int(context),
             answers=len(part),
-            same=int((part[SAID] == part[f"{SAID}_again"]).sum()),
+            same=int((part[ANSWER_HASH] == part[f"{ANSWER_HASH}_again"]).sum()),
             flips=tuple(_flips(str(suite), part)),
         )
 
@@ -88,7 +88,7 @@ def _flips(suite: str, part: pd.DataFrame) -> Iterator[AgainFlips]:
     for metric, column, facet in known:
         if column not in part:
             continue
-        before, after = (wanted_of(part[name], facet) for name in (column, f"{column}_again"))
+        before, after = (facet_scores(part[name], facet) for name in (column, f"{column}_again"))
         change = (after - before)[~np.isnan(before) & ~np.isnan(after)]
         if len(change):
             lost, gained = int((change < 0).sum()), int((change > 0).sum())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvaudit.core.named_text import split_named
+from kvaudit.core.plugins import split_named
 from kvaudit.reports.stats.rule import fixed_sequence
 from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
 from kvaudit.reports.verdict.comparison import Comparison
