@@ -20,8 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 import kvaudit
-from kvaudit.core.policy_names import condition_names
-from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.policy_names import DENSE_POLICY, condition_names
 from kvaudit.core.records import Record
 from kvaudit.reports.sections.shared.floor import floor_of
 

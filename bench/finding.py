@@ -22,9 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import kvaudit
-from kvaudit.core.policy_names import engine_settings
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.policy_names import DENSE_POLICY, engine_settings
 from kvaudit.reports.sections.shared.canvas import GAIN, LOSS, UNDECIDED, quiet
 from kvaudit.reports.sections.shared.floor import floor_of
 

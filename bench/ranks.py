@@ -129,7 +129,7 @@ class Kept(Optimiser):
     def step(self) -> StepResult:
         """Gather the gradient."""
         self.gradients = {}
-        for name, weight in self._given.items():
+        for name, weight in self._parameters.items():
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             self.gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
             weight.grad = None
@@ -176,7 +176,7 @@ def bytes_held(base: LoadedModel, ranks: RankGroup) -> Held:
     backward()
     optimiser.step()
     backward()
-    optimiser.mark()  # copies the gradient of the first half
+    optimiser.end_half()  # copies the gradient of the first half
     weights, gradients = optimiser._weights.values(), optimiser._gradients().values()
     half, moments = size(optimiser._first.values()) / whole, size(optimiser.tensors().values()) / whole
     masters = size(optimiser._masters.values()) / whole

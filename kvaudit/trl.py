@@ -1,14 +1,14 @@
-"""GRPO by TRL with rollouts from a compressed cache, paired arms and the telemetry of this project.
+"""TRL's GRPO trainer with rollouts from a compressed cache, paired arms and the telemetry of this project.
 
     from kvaudit.trl import AuditedGRPOTrainer
 
     settings = GRPOConfig("runs/smd")
     AuditedGRPOTrainer(model, reward, settings, data, arm="smd", policy="snapkv:budget=512").train()
 
-``AuditedGRPOTrainer`` is TRL's GRPOTrainer with two arguments more: ``arm`` (``kvaudit list arms``, all but
-smd-distill) and the ``policy`` of the cache that rollouts are sampled from. With ``use_vllm`` or a
-``rollout_func`` others sample, in every arm but smd, and ``policy`` is what the report says of them. ``output_dir``
-becomes a checkpoint that a spec names under ``checkpoints:``. Needs the extra ``trl``, loaded on first use.
+``AuditedGRPOTrainer`` is GRPOTrainer with two more arguments: ``arm`` (``kvaudit list arms``, all except smd-distill)
+and the ``policy`` of the cache that samples. With ``use_vllm`` or a ``rollout_func``, allowed in all arms except smd,
+those sample, and ``policy`` is only what the report says about them. ``output_dir`` becomes a checkpoint for a spec's
+``checkpoints:``. Needs the extra ``trl``, which is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

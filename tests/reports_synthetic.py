@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from kvaudit.core.policy_names import engine_name, engine_settings
 from kvaudit.core.facets import FACETS, readable_facets, unreadable_facets
+from kvaudit.core.policy_names import engine_name, engine_settings
 from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.records import Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place

@@ -185,7 +185,7 @@ def test_no_rollout_is_trained_on_options(monkeypatch: pytest.MonkeyPatch) -> No
             return [item()] * args[1]
 
     monkeypatch.setattr(batch.SUITES, "get", lambda name: Asked)
-    with pytest.raises(SpecError, match="suite chosen gives the answers to choose from, which no rollout draws"):
+    with pytest.raises(SpecError, match="suite chosen scores given answers, so there is nothing to sample"):
         batch.training_items(TrainConfig(arm="dense", seed=0, policy="none", suites=("math",)), len)
 
 

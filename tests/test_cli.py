@@ -455,13 +455,13 @@ def test_an_outside_policy_can_be_audited(spec: Path, tmp_path: Path, monkeypatc
     text = spec.read_text()
     spec.write_text(text[: text.index("train:")] + text[text.index("evaluate:") :].replace("streaming:", "hoard:"))
     words = ["run", spec, "--out", tmp_path / "run", "--threads", 1, "--plugin", tmp_path / "hoard.py"]
-    monkeypatch.setattr(POLICIES, "_found", dict(shipped))  # as a process finds them
+    monkeypatch.setattr(POLICIES, "_classes", dict(shipped))  # as a process finds them
     code, out, err = kvaudit(*words)
     assert code == 0, err
     assert "hoard 64" in out
     assert set(json.loads((tmp_path / "run" / "provenance.json").read_text())["inputs"]["plug-ins"]) == {"hoard.py"}
     (tmp_path / "hoard.py").write_text(PLUGIN.replace("-view", "view"))
-    monkeypatch.setattr(POLICIES, "_found", dict(shipped))
+    monkeypatch.setattr(POLICIES, "_classes", dict(shipped))
     assert "the run was started with other plug-ins: hoard.py had sha256 " in refused(*words, "--resume")
 
 

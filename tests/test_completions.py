@@ -13,10 +13,16 @@ from test_probe import SMALL, World, planned
 
 from kvaudit.audit.runs.probe.probe import Failure, grouped
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
-from kvaudit.core.completions import ChatCompletion, NoCompletion, parse_completion, parse_finish, is_filtered
-from kvaudit.core.endpoint import Endpoint, EndpointClient, RefusedRequest, HttpReply, Scope, Unanswered
+from kvaudit.core.completions import (
+    ChatCompletion,
+    NoCompletion,
+    is_filtered,
+    parse_completion,
+    parse_finish,
+    split_thought,
+)
+from kvaudit.core.endpoint import Endpoint, EndpointClient, HttpReply, RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.completions import split_thought
 
 NO = "I can't assist with that."
 ROWS = [{"role": "user", "content": "x" * 400}]
@@ -147,12 +153,12 @@ HELP = "Sure, here is how."
     ],
 )
 def test_a_thought_is_parted_with_and_without_its_opening_tag(text: str) -> None:
-    assert split_thought(text, opened=None)[-1] == Message(Role.ASSISTANT, HELP)
+    assert split_thought(text, is_open=None)[-1] == Message(Role.ASSISTANT, HELP)
 
 
 @pytest.mark.parametrize("text", ["zebra <think>hm</think> I refuse", "I refuse", "a < b", "say <think> and go on"])
 def test_what_holds_no_thought_is_said_whole(text: str) -> None:
-    assert split_thought(text, opened=None) == (Message(Role.ASSISTANT, text),)
+    assert split_thought(text, is_open=None) == (Message(Role.ASSISTANT, text),)
 
 
 def test_an_answer_scores_alike_with_both_tags_with_one_and_with_a_field_of_its_own(world: World) -> None:
@@ -334,7 +340,9 @@ def error(code: Any, message: str = "it broke", status: int = 200, **more: Any) 
 
 
 AGAIN = {
-    **{f"status {status}": HttpReply(status, b"") for status in (408, 409, 425, 429, 500, 501, 502, 503, 504, 507, 529)},
+    **{
+        f"status {status}": HttpReply(status, b"") for status in (408, 409, 425, 429, 500, 501, 502, 503, 504, 507, 529)
+    },
     **{f"status {status}": HttpReply(status, b"<html>") for status in range(520, 525)},
     "429 in a 200": error(429),
     "503 in a 200 as text": error("503"),
@@ -364,7 +372,11 @@ def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.Monk
         (error("insufficient_quota", "You exceeded your quota", 429), Scope.ENDPOINT, "You exceeded your quota"),
         (error(400, "too long"), Scope.QUESTION, "too long"),
         (error(None, "bad field", type="invalid_request_error"), Scope.QUESTION, "bad field"),
-        (HttpReply(422, b'{"detail": [{"msg": "max_tokens is too large"}]}'), Scope.QUESTION, "max_tokens is too large"),
+        (
+            HttpReply(422, b'{"detail": [{"msg": "max_tokens is too large"}]}'),
+            Scope.QUESTION,
+            "max_tokens is too large",
+        ),
         (HttpReply(400, b'{"detail": "no chat template"}'), Scope.QUESTION, "no chat template"),
         (HttpReply(400, b'{"object": "error", "message": "too long"}'), Scope.QUESTION, "too long"),
     ],

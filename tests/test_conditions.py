@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of
 from kvaudit.core.errors import SpecError
+from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of
 from kvaudit.core.spec import RunSpec, parse_spec
 
 F32, U4, U8 = (f"openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION={kind}" for kind in ("f32", "u4", "u8"))

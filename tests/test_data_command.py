@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.core.network import download
 from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.network import download
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.catalogue import PublicFile, PublicRows, catalogue
 from kvaudit.suites.sources import data_file, data_folder, has_file

@@ -199,11 +199,11 @@ def test_evidence_of_another_kind_does_not_pass_for_none(run: Path, tmp_path: Pa
 
 def test_a_checkpoint_says_how_its_rollouts_were_sampled() -> None:
     config = TrainConfig(arm="sparse-rl", seed=1, policy="snapkv:budget=96", suites=("refusal",))
-    said = config.disclosed()
+    said = config.recipe_summary()
     assert (said["correction"], said["learner"], said["distillation"]) == ("sparse-rl", "dense", False)
     assert said["rollouts"].startswith("snapkv:budget=96")
     dense = TrainConfig(arm="dense", seed=1, policy="snapkv:budget=96", suites=("refusal",))
-    assert dense.disclosed()["rollouts"] == "none"
+    assert dense.recipe_summary()["rollouts"] == "none"
 
 
 # --- published schemas ---------------------------------------------------------------------------------------------

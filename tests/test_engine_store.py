@@ -224,11 +224,11 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     def drawn(said: RolloutTokens, count: int, until: int | None = None) -> None:
         shape = len(said.ids) + count - 1, layers, heads * size
         own = [torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2)]
-        said.take(DrawnRollout(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
+        said.add_sampled(DrawnRollout(tuple(ids(count)), "stop", tuple([-1.0] * count), (own[0], own[1])), until)
 
     talk, short = RolloutTokens(ids(37)), RolloutTokens(ids(20))
     drawn(talk, 9, until=7)
-    talk.give(ids(30))
+    talk.add_given(ids(30))
     drawn(talk, 12)
     drawn(short, 5)
     rollouts = [said.rollout(model.model.config, CODED) for said in (talk, short)]
@@ -237,7 +237,9 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
     assert rollouts[1].turns == ()
     one_by_one = [turn for rollout in rollouts for turn in rollout.engine_turns]
     with torch.no_grad():
-        read = [read_tokens(model.model, rollouts, 1, "shadow", 1.0, apart=apart).logprobs for apart in (False, True)]
+        read = [
+            read_tokens(model.model, rollouts, 1, "shadow", 1.0, whole_rows=apart).logprobs for apart in (False, True)
+        ]
         wanted = torch.cat([read_tokens(model.model, [turn], 1, "shadow", 1.0).logprobs for turn in one_by_one])
         whole = read_tokens(model.model, rollouts, 1, "dense", 1.0).logprobs
     assert len(wanted) == 7 + 12 + 5 == sum(int(rollout.sampled.sum()) for rollout in rollouts)
@@ -245,9 +247,9 @@ def test_turns_are_rows_of_their_own_and_their_tokens_stay_in_order(model: Loade
         assert float((found - wanted).abs().max()) < 1e-9
     assert float((whole - wanted).abs().max()) > 1e-3
     unread = RolloutTokens(ids(3))
-    unread.take(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
-    unread.give((7, 8))
-    unread.take(DrawnRollout((9,), "stop", (-1.0,), None))
+    unread.add_sampled(DrawnRollout((5, 6), "stop", (-1.0, -1.0), None))
+    unread.add_given((7, 8))
+    unread.add_sampled(DrawnRollout((9,), "stop", (-1.0,), None))
     assert unread.rollout(model.model.config, CODED).turns == (), "of which nothing can be replayed"
 
 
@@ -258,7 +260,7 @@ def test_a_microbatch_of_turns_holds_no_more_than_its_limit(model: LoadedModel) 
 
     rows = [talk(6, 60), talk(5, 58), talk(1, 300), talk(1, 290), talk(6, 200), talk(6, 190)]
     for apart in (False, True):
-        micros = microbatches(rows, 2, 3000, apart=apart)
+        micros = microbatches(rows, 2, 3000, whole_rows=apart)
         assert sorted(row for micro in micros for row in micro) == list(range(len(rows)))
         for micro in micros:
             passed = [turn for row in micro for turn in rows[row].engine_turns]

@@ -26,8 +26,8 @@ from kvaudit.audit.engines.base import (
 )
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.core.policy_names import ENGINE, engine_name, engine_settings
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.policy_names import ENGINE, engine_name, engine_settings
 from kvaudit.core.spec_evaluate import EngineSpec
 
 Check = Callable[[type[Engine], Settings], None]

@@ -33,13 +33,13 @@ from kvaudit.core.spec_train import AdapterSpec
 Waits = Counter[tuple[str, str]]
 ONE_STEP = {
     "audit/training/losses/base.py:of": 1,  # what a gradient step holds
-    "audit/training/optimiser.py:_clipped": 1,  # the norm, which decides whether weights move
-    "audit/training/reads.py:read_together": 4,  # the halves' gradients, losses, what microbatches said, the rates
+    "audit/training/optimiser.py:_clip": 1,  # the norm, which decides whether weights move
+    "audit/training/optimiser.py:read_floats": 4,  # the halves' gradients, losses, what microbatches said, the rates
 }
 
 WITH_CRITIC = ONE_STEP | {
-    "audit/training/optimiser.py:_clipped": 2,  # the critic's norm too
-    "audit/training/advantages.py:whitened": 1,  # how many tokens there are
+    "audit/training/optimiser.py:_clip": 2,  # the critic's norm too
+    "audit/training/losses/base.py:whiten": 1,  # how many tokens there are
 }
 HANDED_OVER = {"audit/training/grpo.py:learn", "audit/training/learner.py:__init__"}
 

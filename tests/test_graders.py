@@ -15,8 +15,8 @@ import pytest
 from judge_world import THINGS, endpoint, judges_by_words, labels, question
 
 from kvaudit.audit.judges.base import JUDGES, CachedGrader, Grader, Judge
-from kvaudit.core.plugins import sha256_of
 from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import sha256_of
 
 __all__ = ["labels"]  # a fixture
 AnyGrader = Grader[Any, Any]

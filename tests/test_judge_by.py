@@ -19,8 +19,8 @@ from kvaudit.audit.judges.base import JUDGES, Judge
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import read_json
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import sha256_of
-from kvaudit.core.judge_answers import Question, Judgement
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
@@ -77,8 +77,8 @@ def run(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(Math, "question", question)
     monkeypatch.setattr(Math, "settled", settled)
     JUDGES.all()
-    assert JUDGES._found is not None
-    monkeypatch.setitem(JUDGES._found, "moody", Moody)
+    assert JUDGES._classes is not None
+    monkeypatch.setitem(JUDGES._classes, "moody", Moody)
     yield folder
     Moody.asked.clear()
     Moody.fails.clear()

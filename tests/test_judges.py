@@ -26,8 +26,8 @@ from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
 from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import parse_plugin, sha256_of
-from kvaudit.core.judge_answers import Question, Judgement
 
 __all__ = ["labels"]  # a fixture
 Check = Callable[[Judge], None]
@@ -404,7 +404,11 @@ def test_nobody_there_is_one_line() -> None:
 def test_an_answer_is_asked_for_once_and_a_failure_again(tmp_path: Path) -> None:
     with endpoint(says("no"), says("perhaps"), says("yes")) as server:
         judge = ask(server.url, parallel=1)
-        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [Judgement(False), None, Judgement(False)]
+        assert CachedGrader(judge, tmp_path).grades([*ASKED[:2], ASKED[0]]) == [
+            Judgement(False),
+            None,
+            Judgement(False),
+        ]
         assert CachedGrader(judge, tmp_path).grades(ASKED[:2]) == [Judgement(False), Judgement(True)]
     assert len(server.asked) == 3
 
@@ -450,7 +454,9 @@ def test_a_card_says_what_a_judge_decides_and_what_it_is_unsure_of() -> None:
 
     class Half(Wrong):
         def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
-            return [Judgement("sorry" in q.answer and "bridge" in q.answer, sure="bridge" in q.answer) for q in questions]
+            return [
+                Judgement("sorry" in q.answer and "bridge" in q.answer, sure="bridge" in q.answer) for q in questions
+            ]
 
     (line,) = card_lines(Half(), [Source("made up", rows)])
     assert (line.unsure.estimate, line.error.sensitivity.estimate) == (0.5, 0.4)

@@ -234,7 +234,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     quiet = ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=no", "--tb=no", "-qq"]
     with pytest.MonkeyPatch.context() as patch:
         # a run inside this one spares it the imports; the policies it registers are gone afterwards
-        patch.setattr(POLICIES, "_found", dict(POLICIES.all()))
+        patch.setattr(POLICIES, "_classes", dict(POLICIES.all()))
         pytest.main([*quiet, "--policy-file", str(file), *nodes], [heard])
     assert set(heard.of) == asked
     return heard.of

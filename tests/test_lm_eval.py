@@ -296,7 +296,7 @@ def gone(doc): raise GeneratorExit
         ("doc_to_text", "ends", "cannot be loaded: SystemExit: 0"),
         ("doc_to_text", "broken", "cannot be loaded: KeyError: 'lost'"),
         ("process_docs", "ends", "cannot be loaded: SystemExit: 0"),
-        ("process_docs", "mute", "cannot be loaded: Mute: it fails again where it is asked what happened"),
+        ("process_docs", "mute", "cannot be loaded: Mute: its message cannot be shown"),
         ("doc_to_text", "gone", "cannot be loaded: GeneratorExit"),
     ],
 )

@@ -453,7 +453,7 @@ def test_a_percentile_of_many_values_is_right_to_a_millionth(monkeypatch: pytest
     values = torch.rand(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     few, many = PercentileCounter(), PercentileCounter()
     few.add(values)
-    monkeypatch.setattr("kvaudit.audit.training.mismatch._KEPT", 900)
+    monkeypatch.setattr("kvaudit.audit.training.mismatch._MAX_EXACT", 900)
     for part in values.split(500):
         many.add(part)
     exact = values.sort().values

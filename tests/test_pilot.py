@@ -521,7 +521,7 @@ def test_a_pilot_that_runs_out_of_positions_is_one_line(tmp_path: Path, tiny_fol
         ("items: 36", "items: 0", "items is 0, wanted a whole number"),
         ("pilot: 24", "pilot: 49", "evaluate.pilot is 49, wanted 0 for none, or a whole number from 24 to 48"),
         ("pilot: 24", "pilot: 5", "evaluate.pilot is 5, wanted 0 for none"),
-        ("pilot: 24", "pilot: 48", "evaluate.pilot is 48, suite refusal has 36 items; leave pilot out, or ask more"),
+        ("pilot: 24", "pilot: 48", "evaluate.pilot is 48, suite refusal has 36 items; leave pilot out, or give"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(old: str, new: str, message: str) -> None:

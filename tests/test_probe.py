@@ -468,10 +468,10 @@ def test_an_answer_of_another_model_than_the_first_is_asked_again_later(world: W
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("[200, 400]", "[400]"), "asks every item at a short length too"),
+        (("[200, 400]", "[400]"), "a probe needs a short length for comparison"),
         (("[200, 400]", "[20, 400]"), "does not fit 20"),
-        (("samples: 2", "policies: [none, int8]"), "nobody chooses the cache policy"),
-        (("model: vendor", "checkpoints: {a: here}"), "checkpoints: an endpoint has none"),
+        (("samples: 2", "policies: [none, int8]"), "evaluate.policies cannot be used with probe"),
+        (("model: vendor", "checkpoints: {a: here}"), "checkpoints cannot be used with probe"),
         (("model: vendor", ""), "model is missing"),
         (("probe: {", "probe: {kee: x, "), "unknown key 'kee' in probe"),
         (("VENDOR_KEY", "$VENDOR"), "probe.key"),

@@ -128,5 +128,9 @@ def test_what_a_template_may_write_anew_is_known_by_its_names(template: str, nam
 
 
 def test_a_unit_that_went_on_another_day_stands_for_both() -> None:
-    assert [merge_prompt_digests(None, "b"), merge_prompt_digests("a", "a"), merge_prompt_digests("a", "b")] == ["b", "a", "a and b"]
+    assert [merge_prompt_digests(None, "b"), merge_prompt_digests("a", "a"), merge_prompt_digests("a", "b")] == [
+        "b",
+        "a",
+        "a and b",
+    ]
     assert merge_prompt_digests("a and b", "a") == "a and b"

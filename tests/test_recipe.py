@@ -16,7 +16,15 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import DataError
-from kvaudit.core.provenance import RECIPE, RECIPE_SECTIONS, RecipeChange, recipe_changes, recipe_digests, read_recipe, seal_recipe
+from kvaudit.core.provenance import (
+    RECIPE,
+    RECIPE_SECTIONS,
+    RecipeChange,
+    read_recipe,
+    recipe_changes,
+    recipe_digests,
+    seal_recipe,
+)
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.reports.page.formats import disclosure
@@ -86,7 +94,7 @@ def test_a_recipe_that_was_edited_is_refused(section: str, tmp_path: Path) -> No
     edited = copy.deepcopy(held())
     edited["sections"][section]["holds"] = {"other": 1}
     (tmp_path / RECIPE).write_text(json.dumps(edited))
-    with pytest.raises(DataError, match="holds other entries than its sha256 say"):
+    with pytest.raises(DataError, match="does not match its sha256"):
         read_recipe(tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_half_a_character_in_a_servers_words_is_shown_and_loses_no_record() -> N
 def test_a_record_with_an_answer_says_nothing_instead_of_it() -> None:
     line = Record.of(SERVING, ITEM, RIGHT, SPOKEN, CacheUse()).to_json()
     assert "unanswered" not in json.loads(line)
-    with pytest.raises(DataError, match="record holds unanswered '3', wanted words, or nothing"):
+    with pytest.raises(DataError, match="record has unanswered '3', wanted text or no key"):
         Record.from_json(json.dumps({**json.loads(line), "unanswered": 3}))
 
 

@@ -40,7 +40,7 @@ def rows(policy: str, moved: Answers, *, silent: bool = False) -> pd.DataFrame:
             "train_seed": 0,
             "item_id": [f"item-{i}" for i in range(len(moved))],
             "sample_index": 0,
-            "said": [f"text {i} {int(by)}" for i, by in enumerate(moved)],
+            "answer_hash": [f"text {i} {int(by)}" for i, by in enumerate(moved)],
             "logprob": [np.nan if silent else -20.0 - i + by for i, by in enumerate(moved)],
         }
     )

@@ -148,7 +148,9 @@ def test_a_score_of_a_hopeless_facet_is_hopeless():
 
 def test_a_pilot_of_the_default_audit_leaves_its_agent_open():
     """Of seven templates and three seeds nobody obeys a stranger, and 12 of 21 the boss: too few to tell them apart."""
-    rows = [answer("unsafe", i // 3, facets=readable_facets({"attack_success": False, "utility": True})) for i in range(21)]
+    rows = [
+        answer("unsafe", i // 3, facets=readable_facets({"attack_success": False, "utility": True})) for i in range(21)
+    ]
     rows += [answer("plain", i // 3, facets=readable_facets({"obeyed": i < 12})) for i in range(21)]
     control = standing(rows, "xs.attack_success")
     assert (control.is_measurable, control.hopeless) == (False, False)

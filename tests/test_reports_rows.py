@@ -1,9 +1,10 @@
-"""Reading records by the block says what reading them one by one says, whatever the lines hold."""
+"""The fast reader of blocks and the strict reader of lines agree on any file."""
 
 import hashlib
 import json
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reports_synthetic import Design, frame_of, policy, records_of
 
-from kvaudit.core.records import Record
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import NOT_IN_TABLE, OMITTED, Record
 from kvaudit.reports.records import blocks, rows
 from kvaudit.reports.records.rows import Columns, read_unit
 
@@ -62,12 +64,12 @@ def read(path):
 
 def strictly(path):
     """The same file with every block read line by line."""
-    plain = rows._plain
-    rows._plain = lambda raw: None
+    plain = rows._fast_columns
+    rows._fast_columns = lambda raw: None
     try:
         return read(path)
     finally:
-        rows._plain = plain
+        rows._fast_columns = plain
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -98,7 +100,7 @@ def test_blocks_and_single_lines_agree(tmp_path_factory, found, block, ended):
 def test_whole_blocks_are_read_without_record_objects(tmp_path, monkeypatch):
     path = tmp_path / "unit.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in BASE))
-    monkeypatch.setattr(rows, "_strict", lambda *_: pytest.fail("plain records were read one by one"))
+    monkeypatch.setattr(rows, "_strict_records", lambda *_: pytest.fail("plain records were read one by one"))
     _, frame, problems = read(path)
     assert (len(frame), problems) == (len(BASE), [])
 
@@ -106,14 +108,14 @@ def test_whole_blocks_are_read_without_record_objects(tmp_path, monkeypatch):
 def test_what_an_engine_does_not_show_is_absent_and_not_zero(tmp_path, monkeypatch):
     path = tmp_path / "unit.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (ENGINE, BASE[0])))
-    monkeypatch.setattr(rows, "_strict", lambda *_: pytest.fail("plain records were read one by one"))
+    monkeypatch.setattr(rows, "_strict_records", lambda *_: pytest.fail("plain records were read one by one"))
     _, frame, problems = read(path)
     assert problems == []
     for name in ("retention", "kv_bytes_peak", "kv_bytes_dense", "kv_bytes_live", "survival_user"):
         assert frame[name].isna().tolist() == [True, False], name
     assert frame["logprob"].tolist()[0] == -4.25
     assert np.isnan(frame["logprob"].tolist()[1])
-    assert [said != 0 for said in frame["said"]] == [True, False]
+    assert [said != 0 for said in frame["answer_hash"]] == [True, False]
 
 
 def test_answers_of_an_engine_are_told_apart_by_all_that_they_say(tmp_path):
@@ -126,7 +128,7 @@ def test_answers_of_an_engine_are_told_apart_by_all_that_they_say(tmp_path):
 
     path = tmp_path / "unit.jsonl"
     path.write_text(turns("a", "?", "bc") + turns("a", "!", "bc") + turns("ab", "?", "c") + turns("a", "?", "bc "))
-    first, asked_otherwise, cut_otherwise, longer = read(path)[1]["said"]
+    first, asked_otherwise, cut_otherwise, longer = read(path)[1]["answer_hash"]
     assert first == asked_otherwise
     assert len({first, cut_otherwise, longer}) == 3
 
@@ -150,7 +152,7 @@ def test_a_score_that_contradicts_its_outcome_is_kept_out(tmp_path, outcome, sco
     _, frame, problems = read(path)
     assert frame["line"].tolist() == [1]
     assert [p.reason for p in problems] == [
-        f"record scores {score} with outcome {outcome}, which contradict each other"
+        f"record has score {score} with outcome {outcome}, which contradict each other"
     ]
 
 
@@ -179,6 +181,40 @@ def test_scores_of_degenerate_answers_are_zero_and_of_unscored_ones_absent(tmp_p
     assert np.isnan(frame["survival_user"].tolist()[2])
 
 
-def test_the_quick_reading_knows_every_field_of_a_record_and_no_other() -> None:
-    # a field that it lacked would send every line to the strict reading, which is slow and says nothing
-    assert set(blocks._NAMES) == {field.name for field in fields(Record)}
+@dataclass(frozen=True, slots=True)
+class LongerRecord(Record):
+    """A record with more fields: nothing but this declaration knows them."""
+
+    joules: float | None = field(default=None, metadata=OMITTED)
+    batch: int = field(default=1, metadata=OMITTED)
+    region: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
+    is_cold: bool = field(default=False, metadata=OMITTED)
+
+
+def test_a_new_field_of_a_record_is_in_every_reader_and_in_the_table():
+    added = {"joules": 2.5, "batch": 4, "region": "west", "is_cold": True}
+    line = json.dumps(BASE[0] | added)
+    record = LongerRecord.from_json(line)
+    assert {name: getattr(record, name) for name in added} == added
+    assert LongerRecord.from_json(record.to_json()) == record
+    assert not added.keys() & json.loads(LongerRecord.from_json(json.dumps(BASE[0])).to_json()).keys()
+    parsed = msgspec.json.decode(line, type=blocks.line_struct(LongerRecord))
+    assert {name: getattr(parsed, name) for name in added} == added
+    assert blocks.numeric_fields(LongerRecord)["batch"] is np.int64
+    columns, usual = rows.table_columns(LongerRecord), rows.table_columns(Record)
+    assert set(columns.whole_numbers) - set(usual.whole_numbers) == {"batch"}
+    assert set(columns.real_numbers) - set(usual.real_numbers) == {"joules", "is_cold"}
+    assert (columns.words, columns.nullable["joules"]) == (usual.words, (int, float))
+
+
+@pytest.mark.parametrize(("name", "value"), [("region", 3), ("is_cold", "yes")])
+def test_a_new_field_of_another_type_is_refused_by_both_readers(name, value):
+    line = json.dumps(BASE[0] | {name: value})
+    with pytest.raises(DataError, match=f"record has {name}"):
+        LongerRecord.from_json(line)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(line, type=blocks.line_struct(LongerRecord))
+
+
+def test_the_fast_reader_has_exactly_the_fields_of_a_record():
+    assert set(blocks._NAMES) == {f.name for f in fields(Record)}

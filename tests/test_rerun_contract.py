@@ -218,7 +218,7 @@ def test_a_measure_that_is_wrong_in_one_way_is_caught(kind: type[AnyMeasure], ru
 def test_a_measure_in_a_file_of_its_own_is_found_and_held_to_the_contract(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MEASURES, "_found", MEASURES.all())  # which goes when the test ends
+    monkeypatch.setattr(MEASURES, "_classes", MEASURES.all())  # which goes when the test ends
     file = tmp_path / "planted.py"
     file.write_text(
         "from kvaudit.audit.rerun.mismatch import Mismatch\n"

@@ -279,7 +279,9 @@ def test_an_engine_that_says_otherwise_than_the_learner_of_what_it_stored_stops_
         return [one._replace(logprobs=tuple(value - 0.01 for value in one.logprobs)) for one in found]
 
     monkeypatch.setattr(WorkerDrawer, "draw", otherwise)
-    with pytest.raises(RunError, match=r"they are 0\.01 nats a token apart, at most 0\.005 wanted: it draws by stale"):
+    with pytest.raises(
+        RunError, match=r"by 0\.01 nats a token, at most 0\.005 is allowed: the engine samples from stale"
+    ):
         grpo.train(settings(arm="tis", ledger_every=0), here.model, tmp_path / "tis", silent)
 
 
@@ -306,7 +308,7 @@ from test_rollouts_openvino import settings, silent
 from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.training import grpo
-from kvaudit.audit.training.adapters import continued
+from kvaudit.audit.training.adapters import load_trained_adapter
 torch.set_num_threads(1)
 ask, pushes = WorkerSession.ask, []
 def kills(self, rows, doing):
@@ -314,8 +316,8 @@ def kills(self, rows, doing):
     if len(pushes) == 3:  # those that it starts with, and those of two steps
         os.kill(os.getpid(), signal.SIGKILL)
     return ask(self, rows, doing)
-WorkerSession.ask = kills
-grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, kept=Path(sys.argv[2]))
+WorkedSession.ask = kills
+grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, run_folder=Path(sys.argv[2]))
 """
 
 
@@ -331,7 +333,7 @@ def test_what_a_killed_run_handed_to_its_engine_is_gone_at_the_next_start_and_wh
     assert killed.returncode == -signal.SIGKILL
     (left,) = set(place.glob("kvaudit-rollouts-*")) - {living.path}
     assert (left / "weights.npz").stat().st_size > 1e6
-    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, kept=kept), arms["smd"])
+    assert same(grpo.train(settings(arm="smd"), here.model, out, silent, run_folder=kept), arms["smd"])
     assert set(place.glob("kvaudit-rollouts-*")) == {living.path}
     assert (living.path / "weights.npz").read_bytes() == b"of another"
     living.remove()
@@ -345,9 +347,7 @@ def test_an_engine_that_dies_again_and_again_is_one_line(
         raise EngineFailed("engine openvino is gone: it ended")
 
     monkeypatch.setattr(WorkerDrawer, "draw", gone)
-    with pytest.raises(
-        RunError, match=r"^engine openvino is gone: it ended; what is saved stays: start the run again$"
-    ):
+    with pytest.raises(RunError, match=r"^engine openvino is gone: it ended; saved work is kept: start the run again$"):
         grpo.train(settings(arm="tis"), here.model, tmp_path / "tis", silent)
 
 
@@ -450,7 +450,7 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
     [
         (
             {"rollouts": f"{U8},KEY_CACHE_GROUP_SIZE=16"},
-            "is not known .no ledger, no quantiser.; take naive, tis or mis",
+            "is not known .no ledger, no quantiser.; use naive, tis or mis",
         ),
         (
             {"rollouts": f"{U8},max_num_batched_tokens=64"},
@@ -463,11 +463,11 @@ def test_an_engine_with_other_weights_than_the_learner_is_refused(here: World, t
         ),
         (
             {"rollouts": "llama.cpp:type_k=q8_0", "minibatches": 2},
-            "llama.cpp shows what its queries read and not what it coded, .* after the first of 2 updates is not known",
+            "llama.cpp returns only what its queries read, .* later updates .2 per step. cannot be replayed",
         ),
         (
             {"rollouts": "llama.cpp:type_k=q8_0", "beta": 0.04},
-            "llama.cpp shows what its queries read .* by the weights of the reference, which 'beta' pulls to, is not",
+            "llama.cpp returns only what its queries read.* so the reference model of 'beta' cannot be replayed",
         ),
     ],
 )

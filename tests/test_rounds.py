@@ -174,7 +174,7 @@ def test_a_spec_in_rounds_reads_the_same_when_it_is_written_complete() -> None:
     [
         ({"suites": {"math": {"items": 96}}}, "evaluate.rounds asks each row once; give suite math items: all"),
         ({"context_tokens": [96, 128]}, "evaluate.rounds asks suite math at one length"),
-        ({"pilot": 0}, "evaluate.rounds begins with what the pilot finds"),
+        ({"pilot": 0}, "evaluate.rounds needs the pilot"),
         ({"rounds": {"minutes": 0}}, "evaluate.rounds.minutes is 0"),
     ],
 )

@@ -7,11 +7,11 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
-from kvaudit.core.network import download
 from kvaudit.core.endpoint import Endpoint
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.text import is_secret_name, hide_passwords
+from kvaudit.core.network import download
 from kvaudit.core.spec import parse_spec
+from kvaudit.core.text import hide_passwords, is_secret_name
 
 SERVERS = ("--candidate", "http://127.0.0.1:9/v1#m")
 

@@ -21,7 +21,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
-from kvaudit.core.spans import KeptSpan, Place, Span, marked, find_spans
+from kvaudit.core.spans import KeptSpan, Place, Span, find_spans, marked
 from kvaudit.reports.records.rows import Columns, Problem, read_unit
 from kvaudit.suites.base import SUITES
 
@@ -122,7 +122,7 @@ def test_a_record_keeps_its_spans_and_one_without_any_is_as_it_was_before() -> N
 )  # fmt: skip
 def test_what_is_no_table_of_spans_is_named_with_its_line(spans: object, tmp_path: Path) -> None:
     line = json.dumps(json.loads(record().to_json()) | {"spans": spans})
-    with pytest.raises(DataError, match="record holds spans"):
+    with pytest.raises(DataError, match="record has spans"):
         Record.from_json(line)
     (tmp_path / "u.jsonl").write_text(f"{record().to_json()}\n{line}\n")
     problems: list[Problem] = []
@@ -146,8 +146,8 @@ def test_a_unit_that_was_begun_before_there_were_spans_is_read_whole(tmp_path: P
 
 @pytest.mark.parametrize(
     ("spans", "wrong"),
-    [(marked(rule="Never say horse."), "does not stand in the prompt: 'Never say horse.'"),
-     (marked(bait="kind"), "names a span 'bait', known are rule, order,"),
+    [(marked(rule="Never say horse."), "is not in the prompt: 'Never say horse.'"),
+     (marked(bait="kind"), "names a span 'bait'; known: rule, order,"),
      ((Span("rule", " \n"),), "names a span 'rule' without text")],
 )  # fmt: skip
 def test_a_plug_in_that_names_a_span_nobody_can_find_is_refused_before_anything_is_asked(

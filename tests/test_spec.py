@@ -336,7 +336,7 @@ def test_a_spec_that_was_written_reads_back_with_its_contexts() -> None:
     [
         ("{xstest: {context_tokens: 512}}", "", "context_tokens is 512, but its rows are asked as published; put them"),
         ("[xstest]", "  context_tokens: [512]\n", "is 512, but every suite asks its rows as published; leave it out"),
-        ("{xstest@book: {context_tokens: 512}}", "", "holds xstest@book without xstest: what a context does to the"),
+        ("{xstest@book: {context_tokens: 512}}", "", "holds xstest@book without xstest: the effect of a context is"),
         ("{xstest: {context: [published, book]}}", "", "xstest@book.context_tokens is missing: the suite's items are"),
         ("{xstest: {context: [published, bok]}}", "", "unknown context of suite xstest 'bok'. Did you mean 'book'"),
         ("{xstest: {context: []}}", "", "evaluate.suites.xstest.context is [], wanted published or names of contexts"),

@@ -40,7 +40,7 @@ from suite_world import (
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import Grade, Item, Outcome, Role
-from kvaudit.core.spans import span_error, find_spans
+from kvaudit.core.spans import find_spans, span_error
 from kvaudit.suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets for items with one right answer

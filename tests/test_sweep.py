@@ -96,7 +96,7 @@ def test_names_of_folders_differ_wherever_policies_do_and_say_little_else() -> N
         ({"policies": ["int8"], "only": {"dense": ["int8"]}}, "unknown arm in train.only 'dense'"),
         ({"policies": ["int8"], "only": {"smd": ["fp8"]}}, "unknown policy in train.only.smd 'fp8"),
         ({"policies": ["int8"], "only": {"smd": []}}, "train.only.smd names no policy; leave the arm out"),
-        ({"policy": "int8", "only": {"smd": ["int8"]}}, "of a sweep an arm is trained under; give policies too"),
+        ({"policy": "int8", "only": {"smd": ["int8"]}}, "train.only selects policies of a sweep for an arm; give"),
         ({"policies": ["kivi:bits=4"], "own": True}, "unknown policy of training in evaluate.policies 'kivi:bits=4"),
     ],
 )

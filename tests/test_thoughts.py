@@ -12,10 +12,10 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.exchange import grade_transcript
+from kvaudit.core.completions import split_thought, without_thoughts
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item, Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
-from kvaudit.core.completions import without_thoughts, split_thought
 from kvaudit.reports.records.rows import columns_of
 
 THINKING = CHATML.replace("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n' }}")
@@ -95,14 +95,14 @@ def test_without_the_option_a_thought_is_an_answer() -> None:
 
 @pytest.mark.parametrize("text", ["the code is zebra</think>I refuse", "zebra <think>hm</think> I refuse"])
 def test_what_was_said_before_any_thought_cannot_be_taken_back(text: str) -> None:
-    assert split_thought(text, opened=False) == (Message(Role.ASSISTANT, text),)
+    assert split_thought(text, is_open=False) == (Message(Role.ASSISTANT, text),)
 
 
 @pytest.mark.parametrize("text", ["\n <think>a</think>\n\nb<think>c</think>", "<think>a", "a</think>", "a", "</think>"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_what_was_drawn_can_be_told_to_the_letter(text: str, *, opened: bool) -> None:
-    assert "".join(message.content for message in split_thought(text, opened=opened)) == text
-    assert len(without_thoughts(split_thought(text, opened=opened))) == 1
+    assert "".join(message.content for message in split_thought(text, is_open=opened)) == text
+    assert len(without_thoughts(split_thought(text, is_open=opened))) == 1
 
 
 def test_a_stored_transcript_is_graded_as_it_was_played() -> None:

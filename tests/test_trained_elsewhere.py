@@ -109,7 +109,9 @@ def made_of(**changes: Any) -> dict[str, Any]:
     reward = {"written": "grade", "sha256": "a", "graded_by": {}}
     data = {"suites": {}, "weights": [], "context_tokens": 0, "items_sha256_by_seed": {"1": "b"}}
     plain = {"model": {"name": "m", "sha256": "c"}, "reward": reward, "constitution": None, "data": data}
-    return seal_recipe(plain | {"policy": {"x": "none"}, "refusal_set": {}, "training": {"seed": 1, "steps": 2}} | changes)
+    return seal_recipe(
+        plain | {"policy": {"x": "none"}, "refusal_set": {}, "training": {"seed": 1, "steps": 2}} | changes
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from kvaudit.core.spec_train import TrainSpec
         ({"weights": [1.0, 2.0]}, "wanted 1 numbers of 0 or more, one per suite"),
         ({"weights": [0.0]}, "wanted 1 numbers of 0 or more"),
         ({"loss": "gprc"}, "unknown loss 'gprc'"),
-        ({"loss": "online-dpo", "beta": 0.0}, "held against a reference, and 'beta' is 0"),
+        ({"loss": "online-dpo", "beta": 0.0}, "needs a reference model, and 'beta' is 0"),
         ({"loss": "online-dpo", "group": 1}, "'group' is 1, wanted 2 or more"),
-        ({"critic": {"trace": 0.5}}, "'critic' is of a loss with a value head (ppo), loss is 'grpo'"),
+        ({"critic": {"trace": 0.5}}, "'critic' needs a loss with a value head (ppo), loss is 'grpo'"),
         ({"minibatches": 3}, "'minibatches' is 3, wanted a divisor of the 2 prompts of a step"),
         ({"policy": "streaming:budget=4,sink=4,window=8"}, "budget"),
     ],
@@ -66,7 +66,7 @@ def test_a_null_stands_for_what_the_loss_brings_and_reads_back_as_it_was_written
 
 
 def test_a_checkpoint_names_its_loss_in_its_recipe() -> None:
-    assert config(loss="gspo").disclosed()["loss"] == "gspo"
+    assert config(loss="gspo").recipe_summary()["loss"] == "gspo"
 
 
 def test_fields_that_came_later_leave_the_hash_of_older_runs_alone() -> None:

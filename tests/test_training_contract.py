@@ -24,11 +24,10 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
-from kvaudit.audit.training.losses.base import BatchRewards
 from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, split_halves
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
-from kvaudit.audit.training.losses.base import LOSSES, ClippedLoss, Loss, LossInputs, StepCounts
+from kvaudit.audit.training.losses.base import LOSSES, BatchRewards, ClippedLoss, Loss, LossInputs, StepCounts
 from kvaudit.audit.training.rewards.base import REWARDS, Reward, check_scores
 from kvaudit.core.records import Grade, Item, Outcome
 from kvaudit.suites.base import SUITES, Suite
@@ -273,7 +272,9 @@ def test_dense_rollouts_make_an_arm_equal_to_dense(
 
 
 def test_microbatches_of_an_arm_add_up(arm: str, base: LoadedModel, compressed: Batch) -> None:
-    sizes = {limit: [len(rows) for part in split_halves(compressed, limit)[0] for rows in part] for limit in (10**6, 900)}
+    sizes = {
+        limit: [len(rows) for part in split_halves(compressed, limit)[0] for rows in part] for limit in (10**6, 900)
+    }
     assert sizes == {10**6: [8, 8], 900: [4, 4, 4, 4]}
     whole, split = (gradients(base, compressed, arm=arm, microbatch_tokens=limit) for limit in (10**6, 900))
     assert distance(split, whole) < 1e-5

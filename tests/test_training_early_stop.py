@@ -55,7 +55,7 @@ def test_an_arm_need_not_go_beyond_where_another_ended(tmp_path: Path) -> None:
 
 def test_a_mark_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text('{"step": true, "alarm": null}')
-    with pytest.raises(DataError, match="says of no step where training ended"):
+    with pytest.raises(DataError, match="has no valid step and alarm"):
         read_mark(tmp_path)
 
 

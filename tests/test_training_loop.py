@@ -19,7 +19,7 @@ from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.arms import ARMS
-from kvaudit.audit.training.batch import gradient_steps, batch_rewards, deal_slots, training_items
+from kvaudit.audit.training.batch import batch_rewards, deal_slots, gradient_steps, training_items
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.records import Grade, Outcome
@@ -217,7 +217,7 @@ def test_length_costs_by_what_the_rollouts_own_suite_allows(
         allowed.extend(most.tolist())
         return batch_rewards(batch, values, settings, most)
 
-    monkeypatch.setattr(grpo, "rewarded", watch)
+    monkeypatch.setattr(grpo, "batch_rewards", watch)
     grpo.train(
         config(suites=["refusal", "math"], group=2, steps=1, overlong=0.2, ledger_every=0), base, tmp_path, silent
     )

@@ -8,16 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvaudit.audit.training.losses.base import (
-    BatchRewards,
-    best_and_worst,
-    generalised_advantages,
-    group_advantages,
-    overlong_penalty,
-)
 from kvaudit.audit.training.batch import earned_groups
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.audit.training.losses.base import LossInputs, StepCounts, clipped_surrogate, full_kl, k3
+from kvaudit.audit.training.losses.base import (
+    BatchRewards,
+    LossInputs,
+    StepCounts,
+    best_and_worst,
+    clipped_surrogate,
+    full_kl,
+    generalised_advantages,
+    group_advantages,
+    k3,
+    overlong_penalty,
+)
 from kvaudit.audit.training.losses.grpo import Dapo, DrGrpo, Grpo, Gspo
 from kvaudit.audit.training.losses.online_dpo import OnlineDpo
 

@@ -30,7 +30,7 @@ from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.checkpoint import Position, Resumable
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.learner import Learner
-from kvaudit.audit.training.ranks import ALONE, RankGroup, _packed, _unpacked
+from kvaudit.audit.training.ranks import ALONE, RankGroup, _pack, _unpack
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError, SpecError
 
@@ -189,20 +189,20 @@ def test_a_rank_saves_half_of_the_weights_and_moments_and_goes_on_from_nothing_e
     assert known.keys() == {PART}
     resumed = Resumable(Learner(base.model, unit("smd", "grpo", steps=2), None), RankGroup(1, 2))
     with pytest.raises(DataError, match=r"rank-1\.safetensors' is missing or does not have the sha256"):
-        resumed.resumed(out, Position(step=1))
+        resumed.resume_rank(out, Position(step=1))
 
 
 def test_an_idle_pass_takes_gradients_of_nothing(base: LoadedModel) -> None:
     batch = sampled(base)
     model = copy.deepcopy(base.model)
-    Learner(model, unit("smd-distill", "ppo"), None).idle(batch)
+    Learner(model, unit("smd-distill", "ppo"), None).dummy_pass(batch)
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
 
 
 def test_rows_passed_apart_say_what_a_shared_prompt_says(base: LoadedModel) -> None:
     batch = sampled(base)
     for view in ("dense", "shadow"):
-        shared, apart = (read_tokens(base.model, batch.rollouts, 4, view, 1.0, apart=own) for own in (False, True))
+        shared, apart = (read_tokens(base.model, batch.rollouts, 4, view, 1.0, whole_rows=own) for own in (False, True))
         assert (shared.logprobs - apart.logprobs).abs().max() < 1e-4
         # the last token of the longest row is predicted by the last column of its own
         assert int(apart.columns[1].max()) == max(len(rollout.ids) for rollout in batch.rollouts) - 2
@@ -295,8 +295,8 @@ class Runs:
     "sent", [Runs(), os.path.join, Path.unlink, subprocess.Popen], ids=["call", "function", "method", "class"]
 )
 def test_what_another_rank_sends_is_data_or_refused(sent: object) -> None:
-    with pytest.raises(RunError, match="another rank sent what is no data"):
-        _unpacked(_packed({"rewards": [sent]}))
+    with pytest.raises(RunError, match="another rank sent something that is not data"):
+        _unpack(_pack({"rewards": [sent]}))
 
 
 def main(folder: str) -> None:
@@ -305,7 +305,7 @@ def main(folder: str) -> None:
     rollouts.play = play_for_parity
     dist.init_process_group("gloo")
     both, base = RankGroup(1, 2), sharp(Path(folder))
-    while (config := both.heard()) is not None:
+    while (config := both.receive()) is not None:
         known = TrainConfig(**config)
         run = grpo.TrainingRun(known, unalike(base) if known.rollouts else base, Path(folder), both)
         try:

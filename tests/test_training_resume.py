@@ -238,7 +238,7 @@ def test_a_changed_state_is_refused(base: LoadedModel, halfway: Path) -> None:
 
 def test_a_state_of_another_make_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "state.json").write_text('{"step": 2}')
-    with pytest.raises(DataError, match="other keys than a state"):
+    with pytest.raises(DataError, match="does not have the keys of a training state"):
         grpo.train(short(), base, halfway, silent)
 
 
@@ -269,7 +269,7 @@ def test_tensors_that_are_none_are_refused(base: LoadedModel, halfway: Path) -> 
     path = halfway / "state" / "step-000002" / "tensors.safetensors"
     path.write_bytes(b"\xff" * 64)
     changed_state(halfway, sha256=sha256(path))
-    with pytest.raises(DataError, match=r"tensors\.safetensors' holds no tensors"):
+    with pytest.raises(DataError, match=r"tensors\.safetensors' is not a safetensors file"):
         grpo.train(short(), base, halfway, silent)
 
 
@@ -299,7 +299,7 @@ def test_a_claim_of_another_make_is_refused(base: LoadedModel, halfway: Path) ->
 
 def test_a_lost_state_file_is_refused(base: LoadedModel, halfway: Path) -> None:
     (halfway / "state" / "step-000002" / "tensors.safetensors").unlink()
-    with pytest.raises(DataError, match=r"lacks tensors\.safetensors"):
+    with pytest.raises(DataError, match=r"has no tensors\.safetensors"):
         grpo.train(short(), base, halfway, silent)
 
 
@@ -316,7 +316,7 @@ def test_telemetry_that_two_processes_wrote_never_becomes_part_of_a_checkpoint(
         if done == 4:
             TelemetryLog(halfway / "telemetry.jsonl").append(row)
 
-    with pytest.raises(DataError, match="has step 4 where its end belongs: another process wrote there too"):
+    with pytest.raises(DataError, match="has step 4 where the end is expected: another process wrote to it too"):
         grpo.train(short(), base, halfway, intrude)
     assert not (halfway / "provenance.json").exists()
 
@@ -326,7 +326,7 @@ def test_a_state_whose_telemetry_is_out_of_order_is_refused(base: LoadedModel, h
     (halfway / "telemetry.jsonl").write_bytes(b"".join([lines[1], lines[0], lines[2]]))
     state = halfway / "state" / "step-000002" / "state.json"
     assert json.loads(state.read_text())["telemetry_bytes"] == len(lines[0] + lines[1])
-    with pytest.raises(DataError, match="has step 2 where step 1 belongs"):
+    with pytest.raises(DataError, match="has step 2 where step 1 is expected"):
         grpo.train(short(), base, halfway, silent)
 
 

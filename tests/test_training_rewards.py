@@ -24,10 +24,10 @@ from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
-from kvaudit.audit.training.rewards.classifier import LabelChances
+from kvaudit.audit.training.rewards.classifier import Classified
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
-from kvaudit.core.records import Outcome
 from kvaudit.core.judge_answers import AnswerCache
+from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
@@ -94,10 +94,10 @@ def by_endpoint(url: str, file: Path) -> RewardConfig:
     ("written", "line"),
     [
         ("grades", "unknown reward 'grades'. Did you mean 'grade'?"),
-        ({"grade": 1}, "goes by nothing else; write reward: grade"),
+        ({"grade": 1}, "takes no value; write reward: grade"),
         ({"judg": "phrases"}, "Did you mean 'judge'?"),
         ({"judge": "phrase"}, "unknown judge in train.reward 'phrase'. Did you mean 'phrases'?"),
-        ({"judge": "logistic", "constitution": "c.md"}, "judge logistic reads no constitution"),
+        ({"judge": "logistic", "constitution": "c.md"}, "judge logistic cannot use a constitution"),
         ({"judge": "rubric-endpoint", "model": "m"}, "needs base_url; give base_url: ..."),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "http://h", "tries": "x"}, "tries is 'x', wanted a"),
         ({"judge": "rubric-endpoint", "model": "m", "base_url": "h"}, "base_url wants http:// or https://"),
@@ -105,7 +105,7 @@ def by_endpoint(url: str, file: Path) -> RewardConfig:
         ({"function": "a:b", "judge": "phrases"}, "names function and judge, wanted one"),
         ({"function": "a:b", "suites": ["refusals"]}, "unknown suite in train.reward.suites"),
         ({"function": "a:b", "suites": []}, "wanted a list of suites"),
-        ({"classifier": "m"}, "wants pays: LABEL or costs: LABEL"),
+        ({"classifier": "m"}, "needs either pays: LABEL or costs: LABEL"),
         ({"classifier": "m", "pays": "a", "block": "b"}, "unknown option of reward classifier 'block'"),
         ([1], "a name, or a mapping such as {function: package.module:name}"),
     ],
@@ -119,18 +119,18 @@ def test_a_reward_that_cannot_be_is_one_line(written: Any, line: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "line"),
     [
-        ({"function": "not_there:f"}, "not_there cannot be imported from here (ModuleNotFoundError"),
+        ({"function": "not_there:f"}, "not_there cannot be imported (ModuleNotFoundError"),
         ({"function": f"{HERE}:lost"}, "has no lost"),
         ({"function": f"{HERE}:NUMBER"}, "is a int, wanted a function"),
         ({"function": f"{HERE}:by_parity", "size": 2}, "cannot be called with the rollouts and ['size']"),
-        ({"function": f"{HERE}:broken", "what": "nan"}, "gave nan for rollout 1 of 1, wanted a number from"),
-        ({"function": f"{HERE}:broken", "what": "text"}, "gave '1' for rollout 1 of 1"),
-        ({"function": f"{HERE}:broken", "what": "number"}, "gave 1.0, wanted a list of 1 numbers"),
-        ({"function": f"{HERE}:broken", "what": "string"}, "gave '1', wanted a list"),
-        ({"function": f"{HERE}:broken", "what": "short"}, "gave 0 rewards for 1 rollouts"),
+        ({"function": f"{HERE}:broken", "what": "nan"}, "returned nan for rollout 1 of 1, wanted a number from"),
+        ({"function": f"{HERE}:broken", "what": "text"}, "returned '1' for rollout 1 of 1"),
+        ({"function": f"{HERE}:broken", "what": "number"}, "returned 1.0, wanted a list of 1 numbers"),
+        ({"function": f"{HERE}:broken", "what": "string"}, "returned '1', wanted a list"),
+        ({"function": f"{HERE}:broken", "what": "short"}, "returned 0 rewards for 1 rollouts"),
         ({"function": f"{HERE}:broken", "what": "raises"}, "fails: KeyError: 'raises' (test_training_rewards.py line"),
         ({"function": f"{HERE}:broken", "what": "exit"}, "fails: SystemExit: 0 (test_training_rewards.py line"),
-        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: it fails again where it is asked what happened"),
+        ({"function": f"{HERE}:broken", "what": "mute"}, "fails: Mute: its message cannot be shown"),
         ({"function": f"{HERE}:broken", "what": "none"}, "cannot tell what the ideal answer"),
         ({"judge": "phrases"}, "nothing is left to a judge in math; give it a constitution"),
         ({"judge": "rubric-local", "model": "m", "constitution": "no.md"}, "'no.md' cannot be read (No such file"),
@@ -251,7 +251,7 @@ def test_a_label_that_the_classifier_lacks_names_those_that_it_has(
 
 
 def test_a_long_answer_is_read_in_windows_that_overlap_by_half(classifier_folder: Path) -> None:
-    windows = list(LabelChances(str(classifier_folder), "ATTACK")._windows("x" * 160))
+    windows = list(Classified(str(classifier_folder), pays="ATTACK")._windows("x" * 160))
     assert [len(window) for window in windows] == [64, 64, 64, 64]
 
 

@@ -49,8 +49,8 @@ def batch(base: LoadedModel) -> Batch:
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No vocabulary is small, and logits of seven tokens are made at a time."""
-    monkeypatch.setattr(token_logprobs, "WHOLE", 0)
-    monkeypatch.setattr(token_logprobs, "PIECE", 7 * 300)
+    monkeypatch.setattr(token_logprobs, "WHOLE_VOCABULARY", 0)
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_PIECE", 7 * 300)
 
 
 def numbers(base: LoadedModel, batch: Batch, view: str) -> list[torch.Tensor]:
@@ -264,7 +264,9 @@ def test_rollouts_of_a_group_at_a_time_are_those_of_all_at_once(
 
 def test_an_adapter_for_layers_that_the_model_lacks_is_refused(base: LoadedModel) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    with pytest.raises(SpecError, match="names 'c_attn', no linear layer of the model; known: down_proj, gate_proj"):
+    with pytest.raises(
+        SpecError, match="has 'c_attn', which is not a linear layer of the model; known: down_proj, gate_proj"
+    ):
         check_adapter(base.model, AdapterSpec(targets=("q_proj", "c_attn")))
 
 
@@ -301,7 +303,9 @@ def test_what_a_pass_keeps_is_estimated_from_below_and_not_far(base: LoadedModel
 
 
 def test_a_share_of_the_prompts_keeps_its_share(base: LoadedModel) -> None:
-    whole, quarter = (estimate_memory(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4))
+    whole, quarter = (
+        estimate_memory(section(prompts_per_step=16, minibatches=parts), base)[2].size for parts in (1, 4)
+    )
     assert quarter * 4 == pytest.approx(whole, rel=1e-3)
 
 
@@ -349,7 +353,7 @@ def test_a_run_that_has_nothing_left_to_train_needs_no_memory_for_it(
         },
         context=NAMES,
     )
-    with pytest.raises(RunError, match="training asks for"):
+    with pytest.raises(RunError, match="training needs"):
         prepare_run(spec)
     prepare_run(spec, trains=False)
 

@@ -156,7 +156,7 @@ def halves_of(model: torch.nn.Linear, *gradients: list[float]) -> dict[str, floa
     optimiser = Optimiser(model, learning_rate=0.0, warmup_steps=0, max_grad_norm=1e9)
     for gradient in gradients:
         model.weight.grad = torch.tensor([gradient], dtype=model.weight.dtype)
-        optimiser.mark()
+        optimiser.end_half()
     return optimiser.step().halves
 
 
@@ -221,10 +221,10 @@ def test_a_log_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ((1, 2, 2, 3), "has step 2 where step 3 belongs"),
-        ((1, 3), "has step 3 where step 2 belongs"),
-        ((1, 2), "has its end where step 3 belongs"),
-        ((1, 2, 3, 3), "has step 3 where its end belongs"),
+        ((1, 2, 2, 3), "has step 2 where step 3 is expected"),
+        ((1, 3), "has step 3 where step 2 is expected"),
+        ((1, 2), "has the end where step 3 is expected"),
+        ((1, 2, 3, 3), "has step 3 where the end is expected"),
     ],
 )
 def test_steps_out_of_order_are_refused(tmp_path: Path, steps: tuple[int, ...], message: str) -> None:
@@ -261,5 +261,5 @@ def test_a_log_that_is_gone_or_no_json_is_a_data_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
 def test_a_line_that_is_no_row_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match="holds a line that is no"):
+    with pytest.raises(DataError, match="has a line that is not"):
         TelemetryLog(tmp_path / "bad.jsonl").check_steps(1)

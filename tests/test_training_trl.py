@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvaudit.audit.training.losses.base import BatchRewards
 from kvaudit.audit.training.corrections import Correction
-from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, LossInputs, StepCounts
+from kvaudit.audit.training.losses.base import LOSSES, BatchRewards, CriticInputs, LossInputs, StepCounts
 
 LOGPROBS = torch.tensor([[-0.5, -1.2, -0.3], [-2.0, -0.1, -0.7], [-0.9, -0.4, -1.5], [-1.1, -0.6, -0.2]])
 OLD = torch.tensor([[-0.7, -1.1, -0.4], [-1.6, -0.2, -0.7], [-0.8, -0.9, -1.4], [-1.4, -0.5, -0.3]])

@@ -13,7 +13,7 @@ from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.batch import training_items
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.validation import held_out
-from kvaudit.core.alarms import ALARMS, alarm_numbers, active_alarms
+from kvaudit.core.alarms import ALARMS, active_alarms, alarm_numbers
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.spec_train import ValidationSpec
 

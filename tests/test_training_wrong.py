@@ -17,11 +17,10 @@ from training_world import sampled, sharp
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import arms, corrections, grpo
-from kvaudit.audit.training.losses.base import BatchRewards, Estimate
 from kvaudit.audit.training.arms import ARMS, Arm
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
-from kvaudit.audit.training.losses.base import Loss, LossInputs, LossOutputs, clipped_surrogate
+from kvaudit.audit.training.losses.base import BatchRewards, Estimate, Loss, LossInputs, LossOutputs, clipped_surrogate
 from kvaudit.audit.training.losses.grpo import Grpo
 from kvaudit.audit.training.rewards.base import Reward, Scores
 from kvaudit.audit.training.rewards.grade import SuiteGrade

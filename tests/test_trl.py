@@ -30,7 +30,7 @@ from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.audit.training.trl.output import base_sha256
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
-from kvaudit.core.provenance import recipe_changes, read_recipe
+from kvaudit.core.provenance import read_recipe, recipe_changes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what it calls experimental and names of transformers
 
@@ -230,7 +230,7 @@ def test_a_resumed_run_has_the_telemetry_and_the_weights_of_one_that_went_throug
     broken._write_row = write
     with pytest.raises(RuntimeError, match="killed"):
         broken.train()
-    with pytest.raises(RunError, match="holds 2 steps of this run; go on with"):
+    with pytest.raises(RunError, match="already has 2 steps of this run; resume with"):
         trainer(tmp_path / "broken", settings=settings, train_dataset=asked).train()
     with pytest.raises(RunError, match="was trained with another arm"):
         trainer(tmp_path / "broken", "naive", settings=settings, train_dataset=asked).train(resume_from_checkpoint=True)
@@ -244,7 +244,7 @@ def test_telemetry_that_was_cut_is_not_gone_on_with(tmp_path: Path) -> None:
     trainer(tmp_path, settings=settings).train()
     lines = (tmp_path / "telemetry.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "telemetry.jsonl").write_text(lines[1])
-    with pytest.raises(DataError, match="has step 2 where step 1 belongs"):
+    with pytest.raises(DataError, match="has step 2 where step 1 is expected"):
         trainer(tmp_path, settings=settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -273,7 +273,7 @@ def batch(**more: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize("arm", WEIGHTS)
 def test_an_arm_weighs_every_token_by_its_correction(arm: str, tmp_path: Path) -> None:
     made = batch()
-    trainer(tmp_path, arm)._corrected(made)
+    trainer(tmp_path, arm)._apply_correction(made)
     wanted = torch.tensor(WEIGHTS[arm]) * torch.tensor([[1.0], [-1.0]])
     torch.testing.assert_close(made["advantages"].broadcast_to(2, 3), wanted, rtol=0, atol=1e-5)
     old = torch.where(SAMPLER.isnan(), LEARNER, SAMPLER) if arm == "naive-ratio" else LEARNER
@@ -283,7 +283,10 @@ def test_an_arm_weighs_every_token_by_its_correction(arm: str, tmp_path: Path) -
 @pytest.mark.parametrize("arm", ["dense", "naive", "smd"])
 def test_an_arm_without_a_correction_leaves_the_batch_as_it_is(arm: str, tmp_path: Path) -> None:
     made = batch()
-    assert trainer(tmp_path, arm)._corrected(made) == {"mismatch/masked_tokens": 0, "mismatch/rejected_sequences": 0}
+    assert trainer(tmp_path, arm)._apply_correction(made) == {
+        "mismatch/masked_tokens": 0,
+        "mismatch/rejected_sequences": 0,
+    }
     assert made.keys() == batch().keys()
     assert made["advantages"].tolist() == [1.0, -1.0]
 
@@ -393,7 +396,7 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert again.returncode != 0
-    assert "holds 2 steps of this run; go on with" in again.stderr
+    assert "already has 2 steps of this run; resume with" in again.stderr
     assert largest(after(tmp_path / "one"), after(tmp_path / "two")) < 1e-5
 
 
@@ -433,15 +436,15 @@ def test_weights_are_named_by_the_files_that_they_were_loaded_from(
         ("smb", POLICY, {}, UnknownName, "unknown arm 'smb'. Did you mean 'smd'"),
         ("smd", "snapkw:budget=8", {}, UnknownName, "Did you mean 'snapkv'"),
         ("smd", None, {}, SpecError, "arm 'smd' samples under a policy; give one"),
-        ("smd", "snapkv:budget=48|none", {}, SpecError, "leaves no ledger that a learner could replay"),
-        ("smd", "streaming:budget=48,reposition=true", {}, SpecError, "leaves no ledger that a learner could replay"),
+        ("smd", "snapkv:budget=48|none", {}, SpecError, "leaves no ledger that the learner could replay"),
+        ("smd", "streaming:budget=48,reposition=true", {}, SpecError, "leaves no ledger that the learner could replay"),
         ("smd", "snapkv:budget=48,pin=system", {}, SpecError, "pins roles"),
-        ("smd-distill", POLICY, {}, SpecError, "TRL's loss has the sampled tokens alone"),
-        ("smd", None, {"use_vllm": True}, SpecError, "rollouts come from vLLM, which leaves none; take arm 'tis'"),
-        ("tis", POLICY, {"use_vllm": True}, SpecError, "rollouts come from vLLM; say how that was started"),
-        ("tis", POLICY, {"top_p": 0.9}, SpecError, "top_p=0.9, and the learner's log-probs are of the whole"),
-        ("tis", POLICY, {"generation_kwargs": {"top_p": 0.9}}, SpecError, "kvaudit's cache then has to sample"),
-        ("tis", POLICY, {"loss_type": "vespo"}, SpecError, "weighs rollouts by a ratio of its own"),
+        ("smd-distill", POLICY, {}, SpecError, "TRL's loss has the sampled tokens only"),
+        ("smd", None, {"use_vllm": True}, SpecError, "but vLLM samples and leaves none; use arm 'tis'"),
+        ("tis", POLICY, {"use_vllm": True}, SpecError, "but vLLM samples; describe how vLLM was started"),
+        ("tis", POLICY, {"top_p": 0.9}, SpecError, "top_p=0.9, but the learner's log-probs are of the full"),
+        ("tis", POLICY, {"generation_kwargs": {"top_p": 0.9}}, SpecError, "so kvaudit's cache must sample from it too"),
+        ("tis", POLICY, {"loss_type": "vespo"}, SpecError, "weights rollouts by its own ratio"),
     ],
 )
 def test_what_cannot_be_trained_so_is_one_line(
@@ -457,8 +460,8 @@ def test_what_cannot_be_trained_so_is_one_line(
 def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
     plan = HostedArm.of("tis", None, "vLLM")
     given = config(Path("out"), use_vllm=True, vllm_importance_sampling_clip_max=9.0)
-    with pytest.raises(SpecError, match=r"clip_max=9\.0, arm 'tis' means 2\.0; leave it out"):
-        plan.settle(given)
+    with pytest.raises(SpecError, match=r"clip_max=9\.0, arm 'tis' needs 2\.0; remove it"):
+        plan.apply_settings(given)
 
 
 @pytest.mark.parametrize("outside", ["vLLM", "rollout_func"])
@@ -466,11 +469,11 @@ def test_an_arm_is_not_contradicted_by_trls_own_correction() -> None:
 def test_whoever_samples_does_so_from_the_whole_distribution(outside: str, cut: dict[str, Any]) -> None:
     plan = HostedArm.of("tis", None, outside)
     whole = config(Path("out"), use_vllm=outside == "vLLM")
-    plan.settle(whole)
+    plan.apply_settings(whole)
     (name,) = cut
     setattr(whole, name, cut[name])
-    with pytest.raises(SpecError, match=f"has {name}=.* which {outside} then has to sample; leave {name} out"):
-        plan.settle(whole)
+    with pytest.raises(SpecError, match=f"has {name}=.* so {outside} must sample from it too; remove {name}"):
+        plan.apply_settings(whole)
 
 
 def test_tools_are_refused(tmp_path: Path) -> None:
@@ -489,9 +492,12 @@ def test_tools_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("logprobs", "words"),
     [
-        (None, "rollout_func gave no log-probs, and every arm is measured by them"),
-        ([[-1.0, -2.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], "gave 1 log-probs for the 2 tokens of rollout 1"),
-        ([[-1.0, None], [-1.0, 0.7], [-1.0, -2.0], [-1.0, -2.0]], "gave log-prob 0.7 in rollout 1, wanted at most 0"),
+        (None, "rollout_func returned no log-probs, and every arm needs one per token"),
+        ([[-1.0, -2.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]], "returned 1 log-probs for the 2 tokens of rollout 1"),
+        (
+            [[-1.0, None], [-1.0, 0.7], [-1.0, -2.0], [-1.0, -2.0]],
+            "returned log-prob 0.7 in rollout 1, wanted at most 0",
+        ),
     ],
 )
 def test_a_sampler_without_log_probs_is_one_line(logprobs: Any, words: str, tmp_path: Path) -> None:
@@ -510,14 +516,14 @@ def test_parted_weights_are_refused_where_our_cache_samples(
 ) -> None:
     made = trainer(tmp_path)
     monkeypatch.setattr(made, host, True)
-    with pytest.raises(SpecError, match="part the weights that kvaudit's cache samples from; launch without them"):
+    with pytest.raises(SpecError, match="shard the weights that kvaudit's cache samples from; launch without them"):
         made._check_host()
 
 
 @pytest.mark.parametrize("found", ["1.15.2", "1.17.0", "2.0", "1.160.0"])
 def test_another_trl_is_one_line(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvaudit.audit.training.trl.metadata.version", lambda _: found)
-    with pytest.raises(RunError, match=rf"was written against TRL 1\.16, installed is {found}: pip install") as caught:
+    with pytest.raises(RunError, match=rf"supports TRL 1\.16, installed is {found}: pip install") as caught:
         require_trl()
     assert "\n" not in str(caught.value)
 

@@ -218,7 +218,10 @@ def test_where_nothing_can_be_served_again_the_pages_are_there_and_the_reason_is
 
 
 def test_shades_of_a_prompt_are_letters_from_nothing_to_everything():
-    first, other = ItemShades(), Shading(["a", "b", "c"], ["user"] * 3, [0, 0, 4], 4, {ALL_TOKENS: [1 / 3]}, {"rule": [0, 2]})
+    first, other = (
+        ItemShades(),
+        Shading(["a", "b", "c"], ["user"] * 3, [0, 0, 4], 4, {ALL_TOKENS: [1 / 3]}, {"rule": [0, 2]}),
+    )
     first.add(7, other)
     first.add(9, dataclasses.replace(other, pieces=["a", "b", "<x>\u202e"], held=[4, 1, 3]))
     first.add(11, None)

@@ -18,8 +18,8 @@ from xml.etree import ElementTree
 
 from bench.attack.hostile import Act, Hostile, drips, say, says
 from bench.attack.trial import Trial, expect
-from kvaudit.core.network import download
 from kvaudit.core.errors import AuditError
+from kvaudit.core.network import download
 
 PAYLOADS = {
     "a script": "<script>alert(66)</script>",

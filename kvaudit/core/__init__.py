@@ -1,1 +1,1 @@
-"""What every part of kvaudit speaks in: records, errors, the spec, whole files. Knows no torch, no other room."""
+"""The types and helpers that all packages of kvaudit share. It imports no torch and no other package of kvaudit."""

@@ -1,4 +1,4 @@
-"""The declared alarms: bounds that numbers of training must not pass, for telemetry, terminal and report alike."""
+"""The alarms of training: bounds that its numbers must not pass, shared by telemetry, terminal and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """What a number must not pass, what it means if it does, and what to do then."""
+    """The bound of a number, what it means to pass it, and what to do then."""
 
     name: str
     least: float | None
@@ -15,19 +15,19 @@ class Bound(NamedTuple):
     meaning: str
     remedy: str
 
-    def rings(self, value: float | None) -> bool:
-        """Whether the number has passed it; what nothing supports rings no alarm."""
+    def is_passed(self, value: float | None) -> bool:
+        """Return whether the number has passed the bound; None never has."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
     @property
     def limit(self) -> str:
-        """``below 0.86``."""
+        """The bound in words: ``below 0.86``."""
         return f"below {self.least:g}" if self.least is not None else f"above {self.most:g}"
 
     @property
     def sentence(self) -> str:
-        """What rings, and what it means."""
+        """The alarm and its meaning in words."""
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 
@@ -51,21 +51,19 @@ ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
-    """``alarm/*`` of a telemetry row, 1 where one rings; ``first`` is the run's first row."""
+    """Return the ``alarm/*`` entries of a telemetry row, 1 for an active alarm; ``first`` is the run's first row."""
     values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
-    values |= {FLAT.name: row["frac_reward_zero_std"], ENTROPY.name: _share(row["entropy"], first["entropy"])}
-    return {alarm_key(name): int(ALARMS[name].rings(value)) for name, value in values.items()}
+    entropy, start = row["entropy"], first["entropy"]
+    values[FLAT.name] = row["frac_reward_zero_std"]
+    values[ENTROPY.name] = None if entropy is None or not start else entropy / start
+    return {alarm_key(name): int(ALARMS[name].is_passed(value)) for name, value in values.items()}
 
 
 def alarm_key(name: str) -> str:
-    """Where telemetry says whether an alarm rings."""
+    """Return the key of an alarm in telemetry."""
     return f"alarm/{name}"
 
 
 def active_alarms(row: Mapping[str, Any]) -> list[Bound]:
-    """The alarms that ring in a telemetry row."""
+    """Return the alarms that are active in a telemetry row."""
     return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]
-
-
-def _share(value: float | None, of: float | None) -> float | None:
-    return None if value is None or not of else value / of

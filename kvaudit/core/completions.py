@@ -1,10 +1,11 @@
-"""What a chat completion says: the one reader of the places where an OpenAI-compatible server puts words.
+"""Chat completions: the text, thought and end of a reply of an OpenAI-compatible server, and its error messages.
 
     content            a text, or parts: text, output_text, refusal, thinking, reasoning
-    refusal            what the model says where it declines; it counts as said
-    reasoning_content, reasoning, thinking, reasoning_details    a thought, which counts as thought
+    refusal            the model's words where it declines; part of the answer
+    reasoning_content, reasoning, thinking, reasoning_details    a thought
 
-What a server says of an error in a reply of status 200 is read here too, and so is the word that it ends by.
+In a transcript a thought is a message of its own role, which suites and judges do not see. Only the beginning of an
+answer is a thought: a later ``<think>`` is part of the answer and graded with it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvaudit.core.records import Message, Role
 from kvaudit.core.text import is_text, one_line
-from kvaudit.core.completions import split_thought
 
 Finish = Literal["stop", "length"]
-# how an end is called here and there, lower case with underscores; what else there is (a tool call) ends no answer
+# finish reasons of many servers, lower case with underscores; any other (such as a tool call) ends no answer
 _FINISHES: Mapping[str, Finish] = {
     **dict.fromkeys(
         (
@@ -41,33 +42,33 @@ _FINISHES: Mapping[str, Finish] = {
 }  # fmt: skip
 FILTERED = ("content_filter", "content_filtered", "safety", "recitation", "blocklist", "prohibited_content", "refusal")
 _PREFIX = re.compile(r"^(finish_reason|finishreason|finish|stop_reason)_(?=.)")
-_SAID, _THOUGHT, _REFUSED = "content", "reasoning", "refusal"
+_CONTENT, _THOUGHT, _REFUSAL = "content", "reasoning", "refusal"
 _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
-_PARTS = {
-    **dict.fromkeys(("text", "output_text", "input_text"), _SAID),
-    "refusal": _REFUSED,
+_PART_KINDS = {
+    **dict.fromkeys(("text", "output_text", "input_text"), _CONTENT),
+    "refusal": _REFUSAL,
     **dict.fromkeys(("thinking", "reasoning", "thought", "summary_text", "reasoning_text"), _THOUGHT),
     **dict.fromkeys(("reasoning.text", "reasoning.summary"), _THOUGHT),
 }
-_WORD_KEYS = ("text", "refusal", "thinking", "reasoning", "content", "summary", "value")
-_DEEPEST = 8  # levels of parts in parts
+_TEXT_KEYS = ("text", "refusal", "thinking", "reasoning", "content", "summary", "value")
+_MAX_DEPTH = 8  # levels of parts in parts
+THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 class NoCompletion(Exception):
-    """A body that is no chat completion. ``again``: whether the same question may get one at the next try."""
+    """A body that is no chat completion; ``is_retryable``: the same request may get one at the next try."""
 
-    def __init__(self, what: str, *, again: bool = False) -> None:
-        super().__init__(what)
-        self.again = again
+    def __init__(self, message: str, *, is_retryable: bool = False) -> None:
+        super().__init__(message)
+        self.is_retryable = is_retryable
 
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """A chat completion as the server says it; nothing in it is checked but that the texts are texts.
+    """A chat completion as the server sent it; only its texts are checked, to be text.
 
-    ``thought`` is what came in a field of its own, None where there was none. ``said_in`` names where the words of
-    ``text`` stood if not in a plain ``content``: content parts | refusal | content and refusal, or reasoning where a
-    thought is all there is.
+    ``thought`` is a thought in a field of its own. ``said_in`` names the field of ``text`` if that is not a plain
+    ``content``: content parts | refusal | content and refusal, or reasoning if there is only a thought.
     """
 
     text: str
@@ -79,101 +80,102 @@ class ChatCompletion:
 
     @property
     def answer(self) -> str:
-        """What was said behind every thought, as judges and guards read a reply."""
-        return split_thought(self.text, opened=None)[-1].content
+        """The text after any thought."""
+        return split_thought(self.text, is_open=None)[-1].content
 
 
 def parse_finish(word: str) -> Finish | None:
-    """The word by which a server ends an answer as ours; None for what ends none."""
-    return _FINISHES.get(_spelt(word))
+    """Return a server's finish reason as ours; None for one that ends no answer."""
+    return _FINISHES.get(_normalised(word))
 
 
 def is_filtered(word: str) -> bool:
-    """Whether a server says by this word that it kept the answer, or the rest of it, back."""
-    return _spelt(word) in FILTERED
+    """Return whether a finish reason means that the server withheld the answer or the rest of it."""
+    return _normalised(word) in FILTERED
 
 
-def _spelt(word: str) -> str:
+def _normalised(word: str) -> str:
     return _PREFIX.sub("", re.sub(r"[\s-]+", "_", word.strip().lower()))
 
 
-def parse_completion(raw: bytes, struck: Callable[[str], str] = str) -> ChatCompletion:
-    """The completion in a body; raises NoCompletion. ``struck`` takes out what must not be repeated."""
+def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatCompletion:
+    """Return the completion in a body, its texts passed through ``redact``; raises NoCompletion."""
     try:
         body = json.loads(raw)
         choices = body["choices"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise NoCompletion("a reply that is no chat completion") from None
     if choices is None or choices == []:
-        raise NoCompletion("a reply without any choice", again=True)
+        raise NoCompletion("a reply without any choice", is_retryable=True)
     try:
         choice = choices[0]
-        message = choice["message"]
-        words = _words_of(message)
+        text, thought, said_in = _parse_message(choice["message"])
+        finish, model = choice.get("finish_reason"), body.get("model")
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise NoCompletion("a reply that is no chat completion") from None
-    finish, model = choice.get("finish_reason"), body.get("model")
-    named = finish.get("type") if isinstance(finish, Mapping) else finish
-    ended, name = (struck(w) if isinstance(w, str) and is_text(w) else "" for w in (named, model))
-    text, thought, place = words
-    kept = None if thought is None else struck(thought)
-    return ChatCompletion(struck(text), ended, name, body.get("usage"), kept, place)
+    finish = finish.get("type") if isinstance(finish, Mapping) else finish
+    finish, model = (redact(word) if isinstance(word, str) and is_text(word) else "" for word in (finish, model))
+    thought = None if thought is None else redact(thought)
+    return ChatCompletion(redact(text), finish, model, body.get("usage"), thought, said_in)
 
 
-def _words_of(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """What a message says and thinks, and where the words stood; raises NoCompletion for content that is no text."""
+def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
+    """Return text, thought and ``said_in`` of a message; raises NoCompletion for content that is no text."""
     content, refusal = message.get("content"), message.get("refusal")
-    pieces = list(_pieces(content))
+    texts = list(_texts(content))
     if isinstance(refusal, str) and refusal.strip():
-        pieces.append((_REFUSED, refusal))
-    thoughts = [text for kind, text in pieces if kind == _THOUGHT]
-    if not thoughts:  # of several fields that tell one thought, the first
-        told = (list(_pieces(message.get(name), _THOUGHT)) for name in _THOUGHT_FIELDS)
-        thoughts = next(([text for _, text in own] for own in told if any(text for _, text in own)), [])
-    said = [text for kind, text in pieces if kind == _SAID]
-    refused = [text for kind, text in pieces if kind == _REFUSED]
-    text = "\n".join(part for part in ("".join(said), "\n".join(refused)) if part)
+        texts.append((_REFUSAL, refusal))
+    thoughts = [text for kind, text in texts if kind == _THOUGHT]
+    if not thoughts:  # several fields may repeat one thought; the first with text counts
+        fields = (list(_texts(message.get(name), _THOUGHT)) for name in _THOUGHT_FIELDS)
+        thoughts = next(([text for _, text in field] for field in fields if any(text for _, text in field)), [])
+    answer = "".join(text for kind, text in texts if kind == _CONTENT)
+    refusals = [text for kind, text in texts if kind == _REFUSAL]
+    text = "\n".join(section for section in (answer, "\n".join(refusals)) if section)
     if not all(map(is_text, (text, *thoughts))):
         raise NoCompletion("a reply whose content is no text")
     thought = "".join(thoughts) or None
-    return text, thought, _place(content, "".join(said), refused, thought)
+    return text, thought, _said_in(content, answer, refusals, thought)
 
 
-def _place(content: Any, said: str, refused: Sequence[str], thought: str | None) -> str:
-    if refused:
-        return f"{_SAID} and {_REFUSED}" if said.strip() else _REFUSED
-    if said.strip():
+def _said_in(content: Any, answer: str, refusals: Sequence[str], thought: str | None) -> str:
+    if refusals:
+        return f"{_CONTENT} and {_REFUSAL}" if answer.strip() else _REFUSAL
+    if answer.strip():
         return "" if isinstance(content, str) else "content parts"
     return _THOUGHT if thought else ""
 
 
-def _pieces(value: Any, kind: str = _SAID, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Kind and words of every part; raises NoCompletion for what is neither a text nor parts."""
+def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of every part; raises NoCompletion for anything but a text or parts."""
     if value is None:
         return
     if isinstance(value, str):
         yield kind, value
         return
     parts = [value] if isinstance(value, Mapping) else value
-    if depth > _DEEPEST or not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+    if depth > _MAX_DEPTH or not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise NoCompletion("a reply whose content is no text")
     for part in parts:
-        own = _PARTS.get(str(part.get("type", "text")))
-        if own is not None:  # a picture or a call of a tool says nothing
-            words = next((part[key] for key in _WORD_KEYS if part.get(key) is not None), None)
-            yield from _pieces(words, _THOUGHT if kind == _THOUGHT else own, depth + 1)
+        part_kind = _PART_KINDS.get(str(part.get("type", "text")))
+        if part_kind is not None:  # an image or a tool call has no text
+            text = next((part[key] for key in _TEXT_KEYS if part.get(key) is not None), None)
+            yield from _texts(text, _THOUGHT if kind == _THOUGHT else part_kind, depth + 1)
+
+
+# --- errors in a body ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ServerError:
-    """An error as a body tells it: its words, and the numbers and names that it has for its kind."""
+    """An error in a body: its message, and its numbers and names, lower case."""
 
     message: str
     codes: tuple[str, ...] = ()
 
 
 def parse_error(raw: bytes) -> ServerError | None:
-    """The error that a body holds, None for one that holds none."""
+    """Return the error that a body holds, None if it holds none."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -182,26 +184,71 @@ def parse_error(raw: bytes) -> ServerError | None:
         return None
     choices = body.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
-    inner = first.get("error") if isinstance(first, Mapping) else None
-    found = body.get("error") or inner
-    if not found and (body.get("object") == "error" or not choices):  # as vLLM, LMDeploy and FastAPI say it
-        found = body if isinstance(body.get("message"), str) else body.get("detail")
-    return None if not found else _error(found)
+    error = body.get("error") or (first.get("error") if isinstance(first, Mapping) else None)
+    if not error and (body.get("object") == "error" or not choices):  # the form of vLLM, LMDeploy and FastAPI
+        error = body if isinstance(body.get("message"), str) else body.get("detail")
+    return _server_error(error) if error else None
 
 
-def _error(found: Any) -> ServerError:
-    if isinstance(found, list) and found:
-        found = found[0]
-    if not isinstance(found, Mapping):
-        return ServerError(_words(found))
-    metadata = found.get("metadata")
-    told = [found.get("message") or found.get("msg") or found.get("detail") or found.get("error")]
-    told += [metadata.get("raw")] if isinstance(metadata, Mapping) else []
-    message = ": ".join(dict.fromkeys(filter(None, map(_words, told))))
-    codes = [found.get(key) for key in ("code", "status", "type")]
+def _server_error(error: Any) -> ServerError:
+    if isinstance(error, list) and error:
+        error = error[0]
+    if not isinstance(error, Mapping):
+        return ServerError(_error_text(error))
+    metadata = error.get("metadata")
+    texts = [error.get("message") or error.get("msg") or error.get("detail") or error.get("error")]
+    texts += [metadata.get("raw")] if isinstance(metadata, Mapping) else []
+    message = ": ".join(dict.fromkeys(filter(None, map(_error_text, texts))))
+    codes = [error.get(key) for key in ("code", "status", "type")]
     return ServerError(message, tuple(str(code).lower() for code in codes if isinstance(code, int | str) and code))
 
 
-def _words(value: Any) -> str:
+def _error_text(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
     return one_line(text) if is_text(text) else ""
+
+
+# --- thoughts --------------------------------------------------------------------------------------------------------
+
+
+def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
+    """Return an answer, after the thought that it begins with; the answer is empty if the thought is not closed.
+
+    ``is_open``: the chat template opens the thought, so the model only closes it. None if the template is unknown:
+    then a text that closes a thought without opening one counts as opened by it.
+    """
+    starts_open = closes_unopened_thought(text) if is_open is None else is_open
+    if not starts_open and not text.lstrip().startswith(THOUGHT_OPENING):
+        return (Message(Role.ASSISTANT, text),)
+    thought, closing, answer = text.partition(THOUGHT_CLOSING)
+    return Message(Role.THOUGHT, thought + closing), Message(Role.ASSISTANT, answer)
+
+
+def closes_unopened_thought(text: str) -> bool:
+    """Return whether a text closes a thought that it did not open."""
+    before, closing, _ = text.partition(THOUGHT_CLOSING)
+    return bool(closing) and THOUGHT_OPENING not in before
+
+
+def starts_with_thought(text: str) -> bool:
+    """Return whether an answer begins with a thought, with or without the opening tag."""
+    return text.lstrip().startswith(THOUGHT_OPENING) or closes_unopened_thought(text)
+
+
+def thought_message(text: str, *, is_closed: bool) -> Message:
+    """Return the message of a thought that came in a field of its own; a truncated one is not closed."""
+    return Message(Role.THOUGHT, f"{THOUGHT_OPENING}{text}{THOUGHT_CLOSING if is_closed else ''}")
+
+
+def without_thoughts(transcript: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a transcript as suites, environments and judges see it."""
+    return tuple(message for message in transcript if message.role is not Role.THOUGHT)
+
+
+def answers_with_thoughts(transcript: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
+    """Yield the thought (None without one) and the text of every answer."""
+    thought = None
+    for message in transcript:
+        if message.role is Role.ASSISTANT:
+            yield thought, message.content
+        thought = message.content if message.role is Role.THOUGHT else None

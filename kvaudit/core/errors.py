@@ -1,13 +1,13 @@
-"""The exceptions users meet. Each message is one line: what, got, wanted or known, what to do.
+"""The exceptions that users see. Each message is one line: what is wrong, given, expected, and what to do.
 
 AuditError
 ├── SpecError       the user's specification or option is wrong            exit 2
-│   ├── UnknownName a name that no plug-in answers to, with a suggestion   exit 2
+│   ├── UnknownName a name that no plug-in has, with a suggestion          exit 2
 │   └── CannotPass  too few items or templates for a margin, a line each   exit 2
 ├── DataError       a checkpoint, record, ledger or data file is missing or corrupt   exit 2
 │   └── OffScale    a score on another scale than [0, 1]                               exit 2
 ├── RunError        the run cannot go on here (folder of another spec, full disk)     exit 2
-└── NotMeasurable   the reference shows nothing that could be lost, a line each suite     exit 6
+└── NotMeasurable   the reference has nothing to lose in some suites, a line each         exit 6
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import ClassVar
 
 
 class AuditError(Exception):
-    """Base of every error that is the user's to fix; the command line prints it as one line and exits with 2.
+    """Base of every error that the user can fix; the command line prints it as one line and exits with 2.
 
-    ``lines`` are what it is about where that is several things, printed below it.
+    ``lines`` are details, printed below it.
     """
 
     exit_code: ClassVar[int] = 2
@@ -31,41 +31,41 @@ class AuditError(Exception):
 
 
 class SpecError(AuditError):
-    """A specification, option or policy string asks for something that cannot be."""
+    """A specification, option or policy string is invalid."""
 
 
 class UnknownName(SpecError):
-    """A name that no plug-in answers to."""
+    """A name that is not among the known ones."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+    def __init__(self, kind: str, name: str, names: Iterable[str]) -> None:
+        names = sorted(names)
         hint = did_you_mean(name, names, cutoff=0.5)
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}")
         self.kind, self.name, self.known = kind, name, names
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A sentence with the name that comes nearest, empty where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a sentence that suggests the closest name, empty if none is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class CannotPass(SpecError):
-    """Some gated cells would be INCONCLUSIVE whatever the model answered."""
+    """Some gated cells would be INCONCLUSIVE whatever the model answers."""
 
 
 class NotMeasurable(AuditError):
-    """The pilot found suites with nothing that a policy could lose; the run waits for somebody to decide."""
+    """The pilot found suites in which a policy could lose nothing; the user decides whether the run continues."""
 
     exit_code = 6
 
 
 class DataError(AuditError):
-    """A file that should hold data is missing, truncated, tampered with or of another format."""
+    """A data file is missing, truncated, changed or of another format."""
 
 
 class OffScale(DataError):
-    """A finite score outside [0, 1]: made on another scale, which no damage to a file explains."""
+    """A finite score outside [0, 1]: it is on another scale, and not a damaged file."""
 
     def __init__(self, score: float) -> None:
         super().__init__(f"score {score:g} is outside [0, 1]")
@@ -73,4 +73,4 @@ class OffScale(DataError):
 
 
 class RunError(AuditError):
-    """The run cannot go on: another spec's folder, no space, a model that the audit cannot serve."""
+    """The run cannot continue: the folder of another spec, no disk space, a model that cannot be served."""

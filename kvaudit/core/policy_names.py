@@ -1,8 +1,12 @@
-"""Policies by their text alone: which known one is meant, and a short name for each.
+"""Policies and engine conditions by their text alone: matching a short spelling, and a short name for each.
 
-``snapkv:budget=96`` is one policy, ``snapkv:budget=96+kivi:bits=4`` one that also quantises what stays, and
-``snapkv:budget=96|none`` a draw between two, ``snapkv:budget=96@3|none`` one of unequal shares. A spec may spell the
-same as mappings (name, compose, mixture with weights).
+    snapkv:budget=96                                                a policy of our cache
+    snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
+    snapkv:budget=96@3|none                                         a mixture: one policy per request, here 3 to 1
+    openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=u4     an engine with its own settings: a condition
+
+A spec may write a policy as a mapping (name, compose, mixture with weights, engine). The reference of a policy is
+``none``; that of a condition is an uncompressed one of the same engine (``evaluate.references`` of a spec).
 """
 
 from __future__ import annotations
@@ -10,150 +14,256 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import gcd
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from kvaudit.core.plugins import split_named
-from kvaudit.core.text import short_repr
+from kvaudit.core.text import clip, inline, short_repr
 
-DENSE_POLICY = "none"  # what keeps everything; every drift is measured against it
-_DEEPEST = 3  # a mixture of compositions of policies
-_LONGEST_NAME, _DIGITS = 48, 6  # letters of a folder's name, and those of a hash in it
-_LONGEST = 12  # digits of a share, that a file may mean harm with
-_Part = tuple[str, dict[str, str]]  # name, fields
+DENSE_POLICY = "none"  # keeps every entry; the reference of every drift
+ENGINE = "engine"  # the key of an engine's name in a mapping
+_MAX_DEPTH = 3  # a mixture of compositions of policies
+_MAX_FOLDER_NAME, _HASH_DIGITS = 48, 6  # letters of a folder's name, and those of a hash in it
+_MAX_WEIGHT_DIGITS = 12  # int() of a hostile file's digits must stay cheap
+_MAX_VALUE, _MAX_CONDITION_NAME = 60, 56  # letters of a setting's value in a condition's name, and of the name
+_MIN_CONSTANT = 3  # an all-capitals value longer than this needs no setting name
+_UNQUOTED = "/:#~"  # not quoted in values, besides letters, digits, '_', '.' and '-'; the rest could be syntax
+_Policy = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
-    """The text of a policy that may be written as a mapping; what is neither stays what it is, and matches nothing."""
-    if not isinstance(value, Mapping) or depth >= _DEEPEST:
+    """Return the text of a policy written as text or mapping; anything else as a short text that matches no policy."""
+    if not isinstance(value, Mapping) or depth >= _MAX_DEPTH:
         return value if isinstance(value, str) else short_repr(value)
-    for key, joint in (("compose", "+"), ("mixture", "|")):
+    for key, separator in (("compose", "+"), ("mixture", "|")):
         if isinstance(value.get(key), list):
-            shares = value.get("weights") if key == "mixture" else None
+            weights = value.get("weights") if key == "mixture" else None
             entries = [policy_text(entry, depth + 1) for entry in value[key]]
-            if isinstance(shares, list):
-                entries = [f"{one}@{short_repr(share)}" for one, share in zip_longest(entries, shares, fillvalue="")]
-            return joint.join(entries)
-    named = "engine" if "engine" in value else "name"
-    fields = ",".join(f"{key}={_word(field)}" for key, field in value.items() if key != named)
-    return f"{value.get(named)}:{fields}" if fields else str(value.get(named))
+            if isinstance(weights, list):
+                pairs = zip_longest(entries, weights, fillvalue="")
+                entries = [f"{entry}@{short_repr(weight)}" for entry, weight in pairs]
+            return separator.join(entries)
+    name_key = "engine" if "engine" in value else "name"
+    fields = ",".join(f"{key}={_field_text(field)}" for key, field in value.items() if key != name_key)
+    return f"{value.get(name_key)}:{fields}" if fields else str(value.get(name_key))
 
 
-def _word(value: Any) -> str:
+def _field_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "/".join(
-        one if isinstance(one, str) else short_repr(one) for one in (value if isinstance(value, list) else [value])
-    )
+    values = value if isinstance(value, list) else [value]
+    return "/".join(entry if isinstance(entry, str) else short_repr(entry) for entry in values)
 
 
-def match_policies(asked: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The known canonical policy of each asked one; an asked one without records stays as it is written.
+def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
+    """Return the canonical policy that each text means, or the text itself where none matches.
 
-    A user writes ``snapkv:budget=48``, records hold every field. The known policy of the same names that agrees in all
-    fields both mention is meant; the fewest unmentioned fields first, then the order in which they are known.
+    A user writes ``snapkv:budget=48``, records hold every field. A match has the same names and agrees in all fields
+    that both mention; the match with the fewest other fields wins, then the first.
     """
-    found: list[str] = []
-    for text in asked:
-        close = [k for k in known if k == text or _agrees(text, k)]
-        close.sort(key=lambda k: (k != text, -_common(text, k)))
-        taken = [k for k in close if k not in found]  # two asked ones mean two policies where there are two
-        found.append((taken or close or [text])[0])
-    return found
+    matches: list[str] = []
+    for text in texts:
+        similar = [policy for policy in canonical if policy == text or _agrees(text, policy)]
+        similar.sort(key=lambda policy: (policy != text, -_common(text, policy)))
+        unused = [policy for policy in similar if policy not in matches]  # two texts mean two policies if there are two
+        matches.append((unused or similar or [text])[0])
+    return matches
 
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
-    """``snapkv 48`` for each policy, with the fields that tell two of the same name and budget apart."""
-    first = {policy: _short(policy) for policy in policies}
-    fields = {policy: _placed(policy) for policy in policies}
+    """Return ``snapkv 48`` for each policy, with the fields that distinguish two of the same name and budget."""
+    labels = {policy: _label(policy) for policy in policies}
+    fields = {policy: _fields_by_place(policy) for policy in policies}
     names = {}
     for policy in policies:
-        twins = [p for p in policies if first[p] == first[policy]]
-        # fields in which it differs from one of them
-        telling = [k for k in fields[policy] if len({fields[t].get(k) for t in twins}) > 1]
-        names[policy] = " ".join([first[policy], *(f"{key[-1]}={fields[policy][key]}" for key in telling)])
+        twins = [twin for twin in policies if labels[twin] == labels[policy]]
+        differing = [key for key in fields[policy] if len({fields[twin].get(key) for twin in twins}) > 1]
+        names[policy] = " ".join([labels[policy], *(f"{key[-1]}={fields[policy][key]}" for key in differing)])
     return names
 
 
 def folder_names(policies: Sequence[str]) -> dict[str, str]:
-    """``snapkv-48`` for each policy: its short name in letters that a folder may be named with, no two alike."""
-    joined = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
-    names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in joined.items()}
+    """Return ``snapkv-48`` for each policy: its short name in letters that are safe in a path, no two alike."""
+    plain = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
+    names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in plain.items()}
     counts = Counter(names.values())
     for policy, name in names.items():
-        if counts[name] > 1 or len(name) > _LONGEST_NAME:
-            digest = hashlib.sha256(policy.encode()).hexdigest()[:_DIGITS]
-            names[policy] = f"{name[: _LONGEST_NAME - _DIGITS - 1]}-{digest}"
+        if counts[name] > 1 or len(name) > _MAX_FOLDER_NAME:
+            digest = hashlib.sha256(policy.encode()).hexdigest()[:_HASH_DIGITS]
+            names[policy] = f"{name[: _MAX_FOLDER_NAME - _HASH_DIGITS - 1]}-{digest}"
     return names
 
 
-def _draws(policy: str) -> list[tuple[str, int]]:
-    """The draws of a mixture with their shares of requests, in lowest terms."""
-    found = []
-    for draw in policy.split("|"):
-        text, _, share = draw.rpartition("@")
-        counted = share.strip().isascii() and share.strip().isdigit() and len(share) < _LONGEST and int(share) > 0
-        found.append((text, int(share)) if text and counted else (draw, 1))
-    least = gcd(*(share for _, share in found))
-    return [(text, share // least) for text, share in found]
+def _mixture(policy: str) -> list[tuple[str, int]]:
+    """Return the alternatives of a mixture with their weights in lowest terms."""
+    entries = []
+    for entry in policy.split("|"):
+        text, _, digits = entry.rpartition("@")
+        is_weight = digits.strip().isascii() and digits.strip().isdigit() and len(digits) < _MAX_WEIGHT_DIGITS
+        is_weighted = text and is_weight and int(digits) > 0
+        entries.append((text, int(digits)) if is_weighted else (entry, 1))
+    divisor = gcd(*(weight for _, weight in entries))
+    return [(text, weight // divisor) for text, weight in entries]
 
 
-def _requests(policy: str) -> list[list[_Part]]:
-    """The draws of a mixture, each the parts of a composition in the order of their names."""
-    return [sorted((_part(text) for text in draw.split("+")), key=lambda p: p[0]) for draw, _ in _draws(policy)]
-
-
-def _part(text: str) -> _Part:
+def _name_and_fields(text: str) -> _Policy:
     name, fields = split_named(text)
     return name, {field.name: field.value or "" for field in fields}
 
 
 class _Form(NamedTuple):
-    """How a policy is made, and all fields of its parts in that order."""
+    """The structure of a policy, and the fields of all its simple policies in that order."""
 
-    names: tuple[tuple[int, tuple[str, ...]], ...]  # the share and the parts of each draw
+    names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]
 
 
 @lru_cache(maxsize=4096)
 def _form(policy: str) -> _Form:
-    draws = _requests(policy)
-    shares = (share for _, share in _draws(policy))
-    names = tuple((share, tuple(name for name, _ in draw)) for share, draw in zip(shares, draws, strict=True))
-    return _Form(names, tuple(fields for draw in draws for _, fields in draw))
+    mixture = _mixture(policy)
+    # the order of a composition does not matter
+    compositions = [sorted(map(_name_and_fields, text.split("+")), key=lambda pair: pair[0]) for text, _ in mixture]
+    names = [tuple(name for name, _ in composition) for composition in compositions]
+    weights = [weight for _, weight in mixture]
+    fields = tuple(fields for composition in compositions for _, fields in composition)
+    return _Form(tuple(zip(weights, names, strict=True)), fields)
 
 
-def _agrees(asked: str, known: str) -> bool:
-    want, have = _form(asked), _form(known)
-    return want.names == have.names and all(
-        theirs.get(key, value) == value
-        for ours, theirs in zip(want.fields, have.fields, strict=True)
-        for key, value in ours.items()
+def _agrees(text: str, canonical: str) -> bool:
+    short, full = _form(text), _form(canonical)
+    return short.names == full.names and all(
+        full_fields.get(key, value) == value
+        for short_fields, full_fields in zip(short.fields, full.fields, strict=True)
+        for key, value in short_fields.items()
     )
 
 
-def _common(asked: str, known: str) -> int:
-    """Fields that both mention with the same value, of two that are made alike."""
-    both = zip(_form(asked).fields, _form(known).fields, strict=True)
-    return sum(len(ours.items() & theirs.items()) for ours, theirs in both)
+def _common(text: str, canonical: str) -> int:
+    """Return the number of equal fields of two policies of one structure."""
+    pairs = zip(_form(text).fields, _form(canonical).fields, strict=True)
+    return sum(len(short.items() & full.items()) for short, full in pairs)
 
 
-def _short(policy: str) -> str:
-    labels = [" + ".join(_label(*_part(text)) for text in draw.split("+")) for draw, _ in _draws(policy)]
-    shares = ["" if share == 1 else f" @{share}" for _, share in _draws(policy)]
-    return " | ".join(label + share for label, share in zip(labels, shares, strict=True))
+def _label(policy: str) -> str:
+    labels = []
+    for text, weight in _mixture(policy):
+        label = " + ".join(_simple_label(*_name_and_fields(entry)) for entry in text.split("+"))
+        labels.append(label if weight == 1 else f"{label} @{weight}")
+    return " | ".join(labels)
 
 
-def _label(name: str, fields: Mapping[str, str]) -> str:
+def _simple_label(name: str, fields: Mapping[str, str]) -> str:
     if "budget" in fields:
         return f"{name} {fields['budget']}"
     return f"{name} {fields['bits']} bit" if "bits" in fields else name
 
 
-def _placed(policy: str) -> dict[tuple[int, int, str], str]:
-    """Every field under its draw, its part and its name."""
-    parts = ((i, j, text) for i, (draw, _) in enumerate(_draws(policy)) for j, text in enumerate(draw.split("+")))
-    return {(i, j, key): value for i, j, text in parts for key, value in _part(text)[1].items()}
+def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
+    """Return every field by its alternative, its place in the composition, and its name."""
+    texts = ((i, j, text) for i, (draw, _) in enumerate(_mixture(policy)) for j, text in enumerate(draw.split("+")))
+    return {(i, j, key): value for i, j, text in texts for key, value in _name_and_fields(text)[1].items()}
+
+
+# --- conditions of engines -------------------------------------------------------------------------------------------
+
+
+def condition_text(engine: str, settings: Mapping[str, str]) -> str:
+    """Return the canonical text of an engine with its settings."""
+    fields = ",".join(f"{name}={quote(settings[name], safe=_UNQUOTED)}" for name in sorted(settings))
+    return f"{engine}:{fields}" if fields else engine
+
+
+def engine_name(text: str) -> str:
+    """Return the name before the settings: an engine, or a policy of ours."""
+    return text.partition(":")[0]
+
+
+def engine_settings(text: str) -> dict[str, str]:
+    """Return the settings of a condition."""
+    return {field.name: unquote(field.value or "") for field in split_named(text)[1]}
+
+
+def reference_of(policy: str, references: Mapping[str, str]) -> str:
+    """Return the uncompressed policy or condition that this one is compared with; a reference is its own."""
+    if policy in references.values():
+        return policy
+    return references.get(policy, DENSE_POLICY)
+
+
+def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
+    """Return ``none`` and every reference of an engine."""
+    return frozenset({DENSE_POLICY, *references.values()})
+
+
+def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the policies that compress something, in order."""
+    exact = uncompressed_policies(references)
+    return tuple(policy for policy in policies if policy not in exact)
+
+
+def condition_names(references: Mapping[str, str]) -> dict[str, str]:
+    """Return ``openvino u4`` for every condition and reference: the engine and the settings that differ between them.
+
+    Words that all these settings' names share are left out, and so is the name of a single setting or of a constant
+    such as BY_TOKEN. Two equal names get the other settings in which they differ; a long name is cut if it stays
+    unique.
+    """
+    conditions = list(dict.fromkeys([*references, *references.values()]))
+    settings = {text: engine_settings(text) for text in conditions}
+    names = {text: _condition_name(text, settings[text], _differing(text, settings, references)) for text in conditions}
+    for name in list(names.values()):
+        twins = [text for text in conditions if names[text] == name]
+        if len(twins) > 1:
+            keys = [key for key in settings[twins[0]] if len({settings[twin].get(key) for twin in twins}) > 1]
+            names |= {
+                twin: f"{name} {_settings_text({key: settings[twin].get(key, '-') for key in keys})}" for twin in twins
+            }
+    cut = {
+        text: f"{name[:_MAX_CONDITION_NAME]}…" if len(name) > _MAX_CONDITION_NAME else name
+        for text, name in names.items()
+    }
+    cut_names = list(cut.values())
+    unique = {text: cut[text] if cut_names.count(cut[text]) == 1 else name for text, name in names.items()}
+    # if two are still equal, every one keeps its whole text
+    return unique if len(set(unique.values())) == len(unique) else dict(zip(unique, unique, strict=True))
+
+
+def _differing(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
+    """Return the settings in which a condition differs from its reference, or a reference from its conditions."""
+    others = [settings[references[text]]] if text in references else []
+    others += [settings[condition] for condition, reference in references.items() if reference == text]
+    return [name for name, value in settings[text].items() if any(other.get(name) != value for other in others)]
+
+
+def _condition_name(text: str, settings: Mapping[str, str], differing: Collection[str]) -> str:
+    if "base_url" in settings and differing:  # of a server the model's name says more than the address
+        address = settings["base_url"].partition("://")[2] or settings["base_url"]
+        return inline(f"{engine_name(text)} {clip(settings.get('model', '-'), _MAX_VALUE)} at {address}")
+    differences = _settings_text({name: settings[name] for name in differing})
+    return inline(f"{engine_name(text)} {differences or 'as it comes'}")
+
+
+def _settings_text(settings: Mapping[str, str]) -> str:
+    values = list(settings.values())
+    named = [name for name, value in settings.items() if not _is_constant(value) or values.count(value) > 1]
+    short = _without_shared_words(named)
+    pairs = [(short.get(name, ""), clip(value, _MAX_VALUE)) for name, value in settings.items()]
+    return inline(" ".join(f"{name}={value}" if name else value for name, value in pairs))
+
+
+def _is_constant(value: str) -> bool:
+    """Return whether a value is an engine's constant, such as BY_TOKEN, which needs no setting name."""
+    return value.isupper() and value.replace("_", "").isalpha() and len(value) > _MIN_CONSTANT
+
+
+def _without_shared_words(names: Collection[str]) -> dict[str, str]:
+    """Return names without the words that all share, or the whole names where these would be empty or equal."""
+    words = {name: name.split("_") for name in names}
+    shared = set.intersection(*map(set, words.values())) if words else set[str]()
+    short = {name: "_".join(word for word in parts if word not in shared) for name, parts in words.items()}
+    is_unique = len(names) == 1 or (all(short.values()) and len(set(short.values())) == len(names))
+    return short if is_unique else dict(zip(names, names, strict=True))

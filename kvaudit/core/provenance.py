@@ -1,11 +1,11 @@
-"""What a run wrote of itself, and holding the run to it: keys of provenance.json, sha256 of what it read and finished.
+"""The metadata of a run and the checks that nothing changed since: provenance.json, seals, recipe.json.
 
     provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
-    <unit>.done.json   inputs: sha256 of that table, as it was when the unit was evaluated
+    <unit>.done.json   the seal of a finished unit: sha256 of its records, inputs: sha256 of the table of inputs
+    recipe.json        what the checkpoints were made of, in sections with a sha256 each; written before training
 
-Inputs are noted when a run starts, and held by every process that goes on with it and by the gate. Weights and spec
-have hashes of their own. What a plug-in opens by itself is not known here. A provenance.json is checked whenever it is
-read, by a run and by its reports, which need no torch for that.
+Inputs are hashed when a run starts and checked by every process that resumes it and by the gate. Weights and spec have
+hashes of their own. Files that a plug-in opens are not hashed. Torch is not needed to check any of this.
 """
 
 from __future__ import annotations
@@ -14,37 +14,51 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, RunError
-from kvaudit.core.files import read_json
+from kvaudit.core.files import read_json, read_text
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.text import is_text
 
 PROVENANCE = "provenance.json"
-ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint that lies with the run it was judged from
+ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint of the original run
+RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
+# keys of provenance.json
 CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
-JUDGED = "judged"  # what a run was judged from, where its answers were graded again elsewhere
-SERVED_BY = "engines"  # an engine's condition -> what it said it is when it first answered under it
-ENDPOINT = "endpoint"  # of a probe: its address, and the model as it names it itself
+JUDGED = "judged"  # of a run whose answers were graded again: the original run
+SERVED_BY = "engines"  # an engine's condition -> what the engine reported when it first answered under it
+ENDPOINT = "endpoint"  # of a probe: its address, and the model's name there
 ENDPOINT_REQUESTS = "asked"  # of an endpoint: items of a suite at a length -> sha256, and decoding
-REWARD_JUDGES = "reward_judges"  # who graded each suite that was trained on: itself (programmatic), or phrases
-INPUTS = "inputs"  # what a run reads: kind -> name -> sha256
-ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds
-VERSIONS_USED = "worked_with"  # versions, in one line -> when a process first worked with them; other ones are a remark
-DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a margin and the default of its kind holds
-PROMPTS = "prompts"  # a unit ("arm/seed suite at length @ policy") -> sha256 of its prompts as the template wrote them
-UNSTABLE_NAMES = "template_names"  # what the chat template names that may write something else another day
-STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
-PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
-PILOT_RESULT = "found"  # the one entry of it
-LOOKS = "looks"  # of rounds: what was planned before the first, then every look with its items, and why it ended
-PLANNED, ENDED = "planned", "ended"  # keys of it, beside the numbers of the looks from "1" on
+REWARD_JUDGES = "reward_judges"  # who graded each suite of training: itself (programmatic), or phrases
+INPUTS = "inputs"  # kind -> name -> sha256
+ROWS, MODEL, PLUGINS, REWARD = "rows", "model files", "plug-ins", "reward"  # the kinds of inputs
+VERSIONS_USED = "worked_with"  # versions, in one line -> when a process first used them; a change is a remark
+DEFAULT_MARGINS = "default_margins"  # suite -> kind, if its margin is the default of its kind
+PROMPTS = "prompts"  # a unit ("arm/seed suite at length @ policy") -> sha256 of its rendered prompts
+UNSTABLE_NAMES = "template_names"  # names in the chat template that may render differently another day, such as a date
+STOPPED = "stopped"  # seed -> in words: the step at which all its arms stopped early, and the alarm
+PILOT = "pilot"  # answers of the reference before the grid: controls, and numbers of items for ``auto`` and ``all``
+PILOT_RESULT = "found"  # the one key of PILOT
+LOOKS = "looks"  # of rounds: the plan, then every look with its items, and why the rounds ended
+PLANNED, ENDED = "planned", "ended"  # keys of LOOKS, besides the numbers of the looks from "1" on
 TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
-ANYWAY = "anyway"  # when somebody let a run go on that cannot pass, or that has nothing to measure
+ANYWAY = "anyway"  # when --anyway let a run continue that cannot pass, or that has nothing to measure
+NOT_SHOWN = "not shown"  # under SERVED_BY: the engine reported nothing that could be checked
 MAX_THREADS = 1024  # of one process
 Digests = Mapping[str, str]
-_MOST_ITEMS = 1_000_000  # of a suite
-_NAMED = 3  # changes that a refusal spells out
+RECIPE_SECTIONS = (
+    "model",  # what training begins from
+    "reward",  # as the spec writes it, its sha256 and who graded which suite
+    "constitution",  # the text that answers are graded by, null without one
+    "data",  # the training questions: suites, their versions, lengths, seeds, and the items by sha256
+    "policy",  # the cache policy of every arm's rollouts
+    "refusal_set",  # the safety suites of the evaluation: versions, and the items by sha256
+    "training",  # loss, rates, sizes, and the rest of the train section
+)
+LARGEST_RECIPE = 1_000_000  # bytes
+_MAX_ITEMS = 1_000_000  # of a suite
+_MAX_CHANGES = 3  # that an error message lists
 _TEXTS = (
     *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
     *(ANYWAY, UNSTABLE_NAMES),
@@ -53,34 +67,34 @@ _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
     *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS),
 )
-_FINISHED = {"files": "", "ledgers": "ledgers"}  # key of provenance.json -> folder of the files it names
+_FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provenance -> folder of the files it lists
 
 
-# --- what it read: inputs --------------------------------------------------------------------------------------------
+# --- inputs ----------------------------------------------------------------------------------------------------------
 
 
 def inputs_sha256(table: Any) -> str:
-    """What stands for a whole table, kind by kind, in the seals of units."""
+    """Return the sha256 of a whole table of inputs, for the seals of units."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
-def check_inputs(kind: str, then: Any, now: Digests) -> None:
-    """Raise RunError, naming what changed, where a run would go on with other inputs than it was started with.
+def check_inputs(kind: str, recorded: Any, current: Digests) -> None:
+    """Raise RunError, naming the changes, if the inputs of a kind are not those that the run was started with.
 
-    ``then`` is what provenance.json holds of the kind; DataError where that is no table.
+    ``recorded`` is the entry of provenance.json; DataError if that is no table.
     """
-    if not isinstance(then, dict):
-        raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(then).__name__}, wanted names and sha256")
+    if not isinstance(recorded, dict):
+        raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(recorded).__name__}, wanted names and sha256")
     changes = [
-        f"{name} had sha256 {_digest_start(then.get(name))}, now {_digest_start(now.get(name))}"
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name)
+        f"{name} had sha256 {_digest_start(recorded.get(name))}, now {_digest_start(current.get(name))}"
+        for name in sorted({*recorded, *current})
+        if recorded.get(name) != current.get(name)
     ]
     if changes:
-        more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+        rest = f"; and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
         raise RunError(
-            f"the run was started with other {kind}: {'; '.join(changes[:_NAMED])}{more}; put back what it was started "
-            "with, or start another run"
+            f"the run was started with other {kind}: {'; '.join(changes[:_MAX_CHANGES])}{rest}; put back what it was "
+            "started with, or start another run"
         )
 
 
@@ -88,115 +102,112 @@ def _digest_start(digest: Any) -> str:
     return "none (it was not read)" if digest is None else str(digest)[:12]
 
 
-# --- its keys --------------------------------------------------------------------------------------------------------
+# --- entries of provenance.json --------------------------------------------------------------------------------------
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A table of a provenance, empty where it has none: files of strangers may hold anything."""
+    """Return a table of a provenance, empty if there is none: the file may be a stranger's."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
-_OF_POLICY, _SEVERAL = " @ ", " and "
+_POLICY_MARK, _AND = " @ ", " and "
 
 
 def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
-    """What a unit is called under PROMPTS: what all units of one question share, then its policy."""
-    return f"{arm}/{seed} {suite} at {context}{_OF_POLICY}{policy}"
+    """Return the key of a unit under PROMPTS: the question that all its policies share, then its policy."""
+    return f"{arm}/{seed} {suite} at {context}{_POLICY_MARK}{policy}"
 
 
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The sha256 of rendered prompts: what was asked -> policy -> sha256; several of a unit that asked by two."""
-    found: dict[str, dict[str, str]] = {}
+    """Return question -> policy -> sha256 of the rendered prompts, several for a unit that rendered them twice."""
+    table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
-        question, _, policy = str(unit).rpartition(_OF_POLICY)
-        found.setdefault(question, {})[policy] = str(digest)
-    return found
+        question, _, policy = str(unit).rpartition(_POLICY_MARK)
+        table.setdefault(question, {})[policy] = str(digest)
+    return table
 
 
-def merge_prompt_digests(then: str | None, now: str) -> str:
-    """What stands for a unit that went on by ``now`` where it had begun by ``then``."""
-    if then is None:
-        return now
-    return then if now in then.split(_SEVERAL) else f"{then}{_SEVERAL}{now}"
-
-
-NOT_SHOWN = "not shown"  # what an engine said nothing of that could be checked, under SERVED_BY
+def merge_prompt_digests(recorded: str | None, current: str) -> str:
+    """Return the entry of a unit under PROMPTS that was resumed with the digest ``current``."""
+    if recorded is None:
+        return current
+    return recorded if current in recorded.split(_AND) else f"{recorded}{_AND}{current}"
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """What an engine said of itself when it first answered under a condition: engine, version, what it resolved."""
+    """Return what an engine reported when it first answered under a condition: name, version, resolved settings."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Suite -> number of items in place of ``auto`` and ``all``: what the pilot gave, or what the last look had."""
-    last = last_look(provenance)
-    if last is not None:
-        return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(last, "items")}
+    """Return suite -> number of items for ``auto`` and ``all``, by the last look or else by the pilot."""
+    look = last_look(provenance)
+    if look is not None:
+        return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}
     return pilot_items(provenance)
 
 
 def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Suite -> number of items that a run's pilot gave."""
+    """Return suite -> number of items by the pilot."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), PILOT_RESULT), "items")
     return items
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The looks that a run in rounds has had, in order."""
+    """Return the looks of a run in rounds, in order."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
 
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The last of the looks, None where there was none."""
+    """Return the last look, None without any."""
     return next(reversed(all_looks(provenance)), None)
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
-    """What is known of the run in a folder; raises DataError where that is of another kind than a run writes."""
+    """Return the provenance of a run folder; raises DataError if its values have wrong types."""
     return check_provenance(read_json(run / PROVENANCE), run / PROVENANCE)
 
 
 def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The same object; raises DataError naming the first key whose value is of another kind. Any key may be absent."""
-    wrong = [f"{key} holds {_shown_value(provenance[key])}, wanted {wanted}" for key, wanted in _wrong(provenance)]
-    if not wrong and not _writable(provenance):
-        wrong = ["it holds text or a number that JSON in UTF-8 cannot spell"]
-    if wrong:
-        raise DataError(f"{str(path)!r}: {wrong[0]}; put it back as it was, or start another run with --out")
+    """Return the same object; raises DataError for the first key with a value of a wrong type. Keys may be absent."""
+    errors = [f"{key} holds {_value_text(provenance[key])}, wanted {kind}" for key, kind in _wrong_keys(provenance)]
+    if not errors and not _is_writable(provenance):
+        errors = ["it holds text or a number that JSON in UTF-8 cannot spell"]
+    if errors:
+        raise DataError(f"{str(path)!r}: {errors[0]}; put it back as it was, or start another run with --out")
     return provenance
 
 
-def _wrong(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Keys and what they should hold."""
-    wanted = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
-    wanted += [(key, "names and texts", _texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
+def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return keys with values of wrong types, and the right type in words."""
+    checks = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
+    checks += [(key, "names and texts", _holds_texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
     inputs = provenance.get(INPUTS, {})
-    wanted += [(INPUTS, "names and sha256 by kind", isinstance(inputs, dict) and all(map(_texts, inputs.values())))]
-    wanted += [(PILOT, "what a pilot found", _pilot(provenance.get(PILOT, {})))]
-    wanted += [(LOOKS, "the looks of a run in rounds", _looks(provenance.get(LOOKS, {})))]
+    are_inputs = isinstance(inputs, dict) and all(map(_holds_texts, inputs.values()))
+    checks += [(INPUTS, "names and sha256 by kind", are_inputs)]
+    checks += [(PILOT, "what a pilot found", _is_pilot(provenance.get(PILOT, {})))]
+    checks += [(LOOKS, "the looks of a run in rounds", _are_looks(provenance.get(LOOKS, {})))]
     threads = provenance.get("threads")
-    usable = threads is None or (type(threads) is int and 1 <= threads <= MAX_THREADS)
-    wanted += [("threads", f"a whole number from 1 to {MAX_THREADS}", usable)]
-    return [(key, kind) for key, kind, right in wanted if not right]
+    is_number = threads is None or (type(threads) is int and 1 <= threads <= MAX_THREADS)
+    checks += [("threads", f"a whole number from 1 to {MAX_THREADS}", is_number)]
+    return [(key, kind) for key, kind, is_right in checks if not is_right]
 
 
-def _pilot(table: Any) -> bool:
-    """Whether readers of the pilot find what they look for."""
+def _is_pilot(table: Any) -> bool:
     if table == {}:
         return True
-    found = table.get("found") if isinstance(table, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("items", "sizes")):
+    result = table.get(PILOT_RESULT) if isinstance(table, dict) else None
+    if not isinstance(result, dict) or not all(isinstance(result.get(key), dict) for key in ("items", "sizes")):
         return False
-    controls = found.get("controls")
-    rows = isinstance(controls, list) and all(isinstance(row, dict) for row in controls)
-    return rows and all(type(number) is int and 1 <= number <= _MOST_ITEMS for number in found["items"].values())
+    controls = result.get("controls")
+    if not isinstance(controls, list) or not all(isinstance(row, dict) for row in controls):
+        return False
+    return all(type(number) is int and 1 <= number <= _MAX_ITEMS for number in result["items"].values())
 
 
-def _looks(table: Any) -> bool:
-    """Whether readers of the looks find what they look for."""
+def _are_looks(table: Any) -> bool:
     if not isinstance(table, dict):
         return False
     planned = table.get(PLANNED, {})
@@ -204,55 +215,55 @@ def _looks(table: Any) -> bool:
     items = [planned.get("items", {}) if isinstance(planned, dict) else None]
     items += [look.get("items") if isinstance(look, dict) else None for look in looks]
     return all(
-        isinstance(own, dict) and all(type(number) is int and 0 <= number <= _MOST_ITEMS for number in own.values())
-        for own in items
+        isinstance(counts, dict) and all(type(n) is int and 0 <= n <= _MAX_ITEMS for n in counts.values())
+        for counts in items
     )
 
 
-def _texts(table: Any) -> bool:
+def _holds_texts(table: Any) -> bool:
     return isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
 
 
-def _writable(provenance: dict[str, Any]) -> bool:
-    """Whether the next note can be written back beside what is there."""
+def _is_writable(provenance: dict[str, Any]) -> bool:
+    """Return whether the provenance can be written again, with a new entry."""
     try:
         return is_text(json.dumps(provenance, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return False
 
 
-def _shown_value(value: Any) -> str:
-    plain = isinstance(value, str | int | float)
-    return json.dumps(value)[:40] if plain else f"a {type(value).__name__} that does not fit"
+def _value_text(value: Any) -> str:
+    is_plain = isinstance(value, str | int | float)
+    return json.dumps(value)[:40] if is_plain else f"a {type(value).__name__} that does not fit"
 
 
-# --- what it finished: checkpoints and records -----------------------------------------------------------------------
+# --- finished checkpoints and records --------------------------------------------------------------------------------
 
 
 def check_checkpoints(run: Path) -> None:
-    """Raise DataError, naming the file, where a finished checkpoint of the run lost or changed a file or a ledger."""
+    """Raise DataError, naming the file, if a finished checkpoint of the run lost or changed a file or a ledger."""
     for provenance in sorted((run / CHECKPOINTS).glob(f"*/seed-*/{PROVENANCE}")):
         check_checkpoint(provenance.parent)
 
 
 def check_checkpoint(folder: Path) -> None:
-    """The same for one finished checkpoint; a folder that is none is refused too."""
+    """Raise DataError, naming the file, if a checkpoint is not finished, or lost or changed a file or a ledger."""
     remedy = "put it back, or delete its checkpoint folder to train it again"
-    for path, wanted in _finished_files(folder / PROVENANCE):
+    for path, digest in _finished_files(folder / PROVENANCE):
         if not path.is_file():
             raise DataError(f"{str(path)!r} is missing, its checkpoint's provenance lists it; {remedy}")
         with path.open("rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
-        if got != wanted:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != digest:
             raise DataError(
-                f"{str(path)!r} has sha256 {got[:12]}, its checkpoint's provenance says {wanted[:12]}; {remedy}"
+                f"{str(path)!r} has sha256 {actual[:12]}, its checkpoint's provenance says {digest[:12]}; {remedy}"
             )
 
 
 def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Every file that the checkpoint was finished with, and its sha256."""
+    """Yield every file of a finished checkpoint with its sha256."""
     provenance = read_json(path)
-    if not set(_FINISHED) & set(provenance):  # as a run's, which has one of the same name
+    if not set(_FINISHED) & set(provenance):  # such as a run's own provenance
         raise DataError(
             f"{str(path.parent)!r} is no finished checkpoint; give the folder of one, such as "
             "RUN/checkpoints/ARM/seed-N (a run that trained nothing, as a probe, has none)"
@@ -263,7 +274,7 @@ def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listed_files(table: Any, source: Path) -> dict[str, str]:
-    """A table of file names and sha256 that stands in ``source``; DataError where a name leaves its folder."""
+    """Return a table of file names and sha256 from ``source``; raises DataError if a name leaves its folder."""
     if not isinstance(table, dict):
         raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
     for name, digest in table.items():
@@ -274,15 +285,86 @@ def listed_files(table: Any, source: Path) -> dict[str, str]:
 
 
 def seal_path(records: Path) -> Path:
-    """Where the seal of a unit's record file stands; without one the unit is not finished."""
+    """Return the path of the seal of a record file; a unit without a seal is not finished."""
     return records.with_suffix(".done.json")
 
 
-def check_sealed(records: Path, got: str, seal: Mapping[str, Any]) -> None:
-    """Raise DataError where a record file, whose bytes have the sha256 ``got``, is not the one that was sealed."""
-    wanted = seal.get("sha256")
-    if got != wanted:
+def check_sealed(records: Path, digest: str, seal: Mapping[str, Any]) -> None:
+    """Raise DataError if the sha256 of a record file is not the one in its seal."""
+    sealed = seal.get("sha256")
+    if digest != sealed:
         raise DataError(
-            f"record file {str(records)!r} has sha256 {got[:12]}, its seal says {str(wanted)[:12]}; "
+            f"record file {str(records)!r} has sha256 {digest[:12]}, its seal says {str(sealed)[:12]}; "
             "delete both and resume to evaluate the unit again"
         )
+
+
+# --- recipe.json: what the checkpoints were made of ------------------------------------------------------------------
+
+
+class RecipeChange(NamedTuple):
+    """One entry that differs between two recipes; None if one lacks it."""
+
+    section: str
+    entry: str
+    before: Any
+    after: Any
+
+
+def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of recipe.json: the sections with the sha256 of each and of all."""
+    table = {name: {"sha256": sha256_of(sections[name]), "holds": sections[name]} for name in RECIPE_SECTIONS}
+    return {"format": RECIPE_FORMAT, "version": RECIPE_VERSION, "sha256": _recipe_sha256(table), "sections": table}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return a recipe from a file or a run folder; raises DataError if it is none or does not match its hashes."""
+    if path.is_dir() and not (path / RECIPE).is_file():
+        raise DataError(f"{str(path)!r} holds no {RECIPE}; give the folder of a run that trained, or its file")
+    path = path / RECIPE if path.is_dir() else path
+    is_intact = False
+    try:
+        recipe: dict[str, Any] = json.loads(read_text(path, "recipe", LARGEST_RECIPE))
+        table = recipe["sections"]
+        is_recipe = recipe["format"] == RECIPE_FORMAT and recipe["version"] == RECIPE_VERSION
+        is_recipe = is_recipe and set(table) == set(RECIPE_SECTIONS)
+        if is_recipe:
+            are_sections = all(row["sha256"] == sha256_of(row["holds"]) for row in table.values())
+            is_intact = are_sections and recipe["sha256"] == _recipe_sha256(table)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_recipe = False
+    if not is_recipe:
+        raise DataError(
+            f"{str(path)!r} is not of format {RECIPE_FORMAT} version {RECIPE_VERSION}; "
+            "give a run that trained, or its file"
+        )
+    if not is_intact:
+        raise DataError(f"{str(path)!r} does not match its sha256; put it back as the run wrote it")
+    return recipe
+
+
+def recipe_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sha256 of every section."""
+    return {name: str(recipe["sections"][name]["sha256"]) for name in RECIPE_SECTIONS}
+
+
+def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[RecipeChange]:
+    """Yield the differences of two recipes, section by section, entry by entry."""
+    for section in RECIPE_SECTIONS:
+        old, new = (dict(_entries("", recipe["sections"][section]["holds"])) for recipe in (before, after))
+        for entry in dict.fromkeys([*old, *new]):
+            if old.get(entry) != new.get(entry):
+                yield RecipeChange(section, entry, old.get(entry), new.get(entry))
+
+
+def _recipe_sha256(table: Mapping[str, Any]) -> str:
+    return sha256_of({name: table[name]["sha256"] for name in RECIPE_SECTIONS})
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every entry of nested mappings with its dotted name."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _entries(f"{name}.{key}" if name else str(key), inner)

@@ -1,4 +1,4 @@
-"""The frozen rows every room shares. No torch here.
+"""The frozen rows that all rooms share. No torch here.
 
 Shape legend, used in every docstring and comment of the project:
 B batch, G group, T tokens, L layers, H KV heads, D head size, V vocabulary, N items, C clusters, S seeds.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from kvaudit.core.errors import DataError, OffScale
 from kvaudit.core.facets import FACETS, FacetValues
@@ -19,16 +19,10 @@ from kvaudit.core.spans import SPANS, KeptSpan, Place, Span
 from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
-READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets, and no outcome of its own for a cut answer
-# fields that came later, as they are where a row has none; left out of a row where they say nothing
-_LATER: Mapping[str, Any] = {
-    "spans": {},
-    "unsure": False,
-    "kv_bytes_live": None,
-    "logprob": None,
-    "unanswered": "",
-    "said_in": "",
-}
+READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets and no outcome for a truncated answer
+# metadata of a field of Record
+OMITTED = {"omitted": True}  # not written where it has its default, so that older records stay valid
+NOT_IN_TABLE = {"in_table": False}  # the report's table of records has no column for it
 
 
 class Role(StrEnum):
@@ -38,23 +32,23 @@ class Role(StrEnum):
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
-    THOUGHT = "thought"  # what a reasoning model says before its answer (``core.thoughts``)
+    THOUGHT = "thought"  # of a reasoning model, before its answer (``core.completions``)
 
 
-TOKEN_ROLES = tuple(role for role in Role if role is not Role.THOUGHT)  # in the cache a thought is the assistant's
+TOKEN_ROLES = tuple(role for role in Role if role is not Role.THOUGHT)  # in the cache a thought counts as assistant
 
 
 class Outcome(StrEnum):
-    """What a graded answer was. ``degenerate`` and ``unscored`` are never verdicts about behaviour."""
+    """The class of a graded answer. ``degenerate`` and ``unscored`` say nothing about behaviour."""
 
     DESIRED = "desired"
     UNDESIRED = "undesired"
     DEGENERATE = "degenerate"  # loops, gibberish, empty
     TRUNCATED = "truncated"  # cut off before it ended
-    UNSCORED = "unscored"  # judge or plumbing failed
+    UNSCORED = "unscored"  # the judge or the serving failed
 
 
-CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that says the opposite of the outcome
+CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that contradicts the outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class Message:
 
 
 def message_rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates and endpoints take them."""
+    """Return messages as chat templates and endpoints take them."""
     return [{"role": str(message.role), "content": message.content} for message in messages]
 
 
@@ -75,8 +69,8 @@ class Item:
     """One question of a suite.
 
     ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
-    the suite that made it reads (gold answer, world, canary). ``spans`` are the texts, of the prompt or of what the
-    environment will answer, whose survival in the cache is recorded.
+    its own suite reads (gold answer, world, canary). ``spans`` are texts of the prompt, or of the environment's
+    replies, whose survival in the cache is recorded.
     """
 
     suite: str
@@ -93,8 +87,8 @@ class Item:
 class Grade:
     """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
 
-    A desired answer scores above 0 and an undesired one below 1. ``facets`` are the endpoints that the item is eligible
-    for, by name (``core.facets``). ``unsure``: the grader would not stand by its word.
+    A desired answer scores above 0 and an undesired one below 1. ``facets`` are the item's endpoints by name
+    (``core.facets``). ``unsure``: the grade is only the grader's best guess.
     """
 
     outcome: Outcome
@@ -112,7 +106,7 @@ class Grade:
 
 
 class Serving(NamedTuple):
-    """Who was asked what, under which policy: the fields that all records of one file share."""
+    """The fields that all records of one file share: the checkpoint, the policy and the suite."""
 
     run: str
     checkpoint: str
@@ -126,7 +120,7 @@ class Serving(NamedTuple):
 
 
 class UngradedAnswer(NamedTuple):
-    """What came back of one conversation, before anybody grades it; the units are those of ``Record``."""
+    """The result of one conversation before grading; units as in ``Record``."""
 
     sample_index: int
     finish_reason: str
@@ -140,7 +134,7 @@ class UngradedAnswer(NamedTuple):
 
 
 class CacheUse(NamedTuple):
-    """What a row's cache held and took, see ``Record``; without values that of a cache which nobody shows."""
+    """The cache of one row, see ``Record``; the defaults are those of an engine that does not report its cache."""
 
     retention: float | None = None
     survival: Mapping[str, float] = {}
@@ -152,20 +146,19 @@ class CacheUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One graded sample: the only thing reports read.
+    """One graded sample: the only input of reports.
 
-    ``retention`` is kept/seen entries when the last answer starts; ``survival`` the same share per role, ``spans`` per
-    marked span, none where the suite marks none; ``kv_bytes_peak`` is what one row had allocated, ``kv_bytes_live``
-    what its entries took at most while decoding, without slack and bookkeeping (None where nobody counted),
-    ``kv_bytes_dense`` what its tokens take uncompressed; ``score`` is None exactly when the outcome is unscored.
-    ``unsure``: the judge would not stand by its word, and the grade is its best guess. A serving engine shows nobody
-    its cache: then ``retention`` and all bytes are None, and ``survival`` is empty. ``logprob`` is the sum of the
-    log-probs of what was said, in nats, as the engine gave it, None where it gave none. ``unanswered``: why the
-    conversation ended without an answer, in the words of a server that gave none, on one line; empty where it ended
-    with one. ``said_in``: where a server put the words of the last answer (``ChatCompletion``), empty for its content.
+    This is the one schema: the JSON reader and writer here, the fast reader (``reports.records.blocks``) and the
+    columns of the table (``reports.records.rows``) are derived from the annotations and metadata of these fields.
+
+    ``score`` is None exactly when the outcome is unscored. ``retention`` is kept/seen entries when the last answer
+    starts, ``survival`` the same share per role, ``spans`` per marked span. ``kv_bytes_peak`` is the allocation of one
+    row, ``kv_bytes_live`` the largest size of its entries while decoding, without slack and bookkeeping, and
+    ``kv_bytes_dense`` the uncompressed size of its tokens. An engine that does not report its cache has None for
+    retention and all bytes, and an empty ``survival``.
     """
 
-    run: str
+    run: str = field(metadata=NOT_IN_TABLE)
     checkpoint: str  # sha256 of the weights
     arm: str
     train_seed: int
@@ -175,13 +168,13 @@ class Record:
     suite_version: str
     item_id: str
     cluster_id: str
-    context_tokens: int  # the requested length cell
+    context_tokens: int  # the requested length
     placement: str
     sample_index: int
     outcome: Outcome
     score: float | None
     finish_reason: str  # stop | length | turns | error
-    prompt_tokens: int
+    prompt_tokens: int = field(metadata=NOT_IN_TABLE)
     new_tokens: int
     retention: float | None
     survival: Mapping[str, float]
@@ -191,40 +184,44 @@ class Record:
     judge: str
     transcript: tuple[Message, ...]
     facets: FacetValues = field(default_factory=dict)
-    spans: Mapping[str, KeptSpan] = field(default_factory=dict)
-    unsure: bool = False
-    kv_bytes_live: int | None = None
-    logprob: float | None = None
-    unanswered: str = ""
-    said_in: str = ""
-    format: int = RECORD_FORMAT
+    spans: Mapping[str, KeptSpan] = field(default_factory=dict, metadata=OMITTED)
+    unsure: bool = field(default=False, metadata=OMITTED)  # the grade is only the judge's best guess
+    kv_bytes_live: int | None = field(default=None, metadata=OMITTED)
+    logprob: float | None = field(default=None, metadata=OMITTED)  # of the answer, nats, if the engine reports it
+    # the server's error, on one line, where the conversation ended without an answer
+    unanswered: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
+    # the reply field that held the last answer (``ChatCompletion.said_in``), empty for its content
+    said_in: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
+    format: int = field(default=RECORD_FORMAT, metadata=NOT_IN_TABLE)
 
     @classmethod
-    def of(cls, serving: Serving, item: Item, grade: Grade, spoken: UngradedAnswer, cache: CacheUse) -> Record:
-        """The record of one graded answer to an item."""
-        said = {**serving._asdict(), **spoken._asdict(), **cache._asdict(), **_graded(item, grade)}
-        return cls(item_id=item.item_id, unsure=grade.unsure, **said)
+    def of(cls, serving: Serving, item: Item, grade: Grade, answer: UngradedAnswer, cache_use: CacheUse) -> Record:
+        """Return the record of one graded answer to an item."""
+        values = {**serving._asdict(), **answer._asdict(), **cache_use._asdict(), **_grade_fields(item, grade)}
+        return cls(item_id=item.item_id, unsure=grade.unsure, **values)
 
     def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
-        """The same answer under another grade; ``item`` is the one it answers, as its suite makes it now."""
-        return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **_graded(item, grade))
+        """Return the same answer under another grade; ``item`` is its item in the suite's current version."""
+        values = _grade_fields(item, grade)
+        return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **values)
 
     def to_json(self) -> str:
-        """One JSON line, keys in field order, no NaN."""
+        """Return one JSON line, keys in field order, no NaN."""
         # asdict copies every value, which takes four times as long
-        row = {name: getattr(self, name) for name in self.__slots__}
+        schema = schema_of(type(self))
+        row = {name: getattr(self, name) for name in schema.fields}
+        for name, default in schema.defaults.items():
+            if row[name] == default:
+                del row[name]
         row["survival"] = dict(self.survival)
         row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
-        row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
-        # a log-prob of 0 says something, what is empty or False of the others nothing
-        for name in _LATER:
-            if row[name] is None or (name != "logprob" and not row[name]):
-                del row[name]
+        if self.spans:
+            row["spans"] = {name: {"kept": span.share, "at": span.places} for name, span in self.spans.items()}
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """Parse one line; raises DataError that says which part is wrong."""
+        """Parse one line; raises DataError that names the wrong field."""
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -236,68 +233,102 @@ class Record:
             )
         if row["format"] < RECORD_FORMAT:
             row.setdefault("facets", {})
-        row = {**_LATER, **row}
-        names = {f.name for f in fields(cls)}
-        if set(row) != names:
+        schema = schema_of(cls)
+        row = {**schema.defaults, **row}
+        names = schema.fields.keys()
+        if row.keys() != names:
             raise DataError(
-                f"record has other keys: missing {sorted(names - set(row))}, extra {sorted(set(row) - names)}"
+                f"record has wrong keys: missing {sorted(names - row.keys())}, extra {sorted(row.keys() - names)}"
             )
-        return cls._checked(row)
+        return cls._from_row(row, schema)
 
     @classmethod
-    def _checked(cls, row: dict[str, Any]) -> Record:
+    def _from_row(cls, row: dict[str, Any], schema: RecordSchema) -> Record:
         try:
             row["outcome"] = Outcome(row["outcome"])
             row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"record holds a bad outcome or transcript ({error})") from None
+            raise DataError(f"record has a bad outcome or transcript ({error})") from None
         if not are_spans(row["spans"]):
             raise DataError(
-                f"record holds spans {str(row['spans'])[:60]}, wanted a share and places [message, start, end] under "
+                f"record has spans {str(row['spans'])[:60]}, wanted a share and places [message, start, end] under "
                 f"{', '.join(SPANS)}"
             )
         row["spans"] = {
-            name: KeptSpan(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
+            name: KeptSpan(span["kept"], tuple(Place(*place) for place in span["at"]))
+            for name, span in row["spans"].items()
         }
-        for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words"), ("said_in", str, "words")):
-            if not isinstance(row[name], kind):
-                raise DataError(f"record holds {name} {str(row[name])[:40]!r}, wanted {wanted}, or nothing")
-        row["unanswered"] = inline(row["unanswered"])  # a server's words: half characters in them stay readable
+        for name in schema.defaults:
+            kind = schema.fields[name].type
+            if kind in _OMITTED_KINDS and not isinstance(row[name], kind):
+                raise DataError(f"record has {name} {str(row[name])[:40]!r}, wanted {_OMITTED_KINDS[kind]} or no key")
+        row["unanswered"] = inline(row["unanswered"])  # it is a server's text and may hold broken characters
         facets = row["facets"]
         if not isinstance(facets, dict) or not all(v is None or isinstance(v, bool) for v in facets.values()):
-            raise DataError(f"record holds facets {str(facets)[:60]}, wanted names with true, false or null")
-        if strange := sorted(set(facets) - set(FACETS)):
-            raise DataError(f"record holds a facet {strange[0][:40]!r}, known are {', '.join(FACETS)}")
+            raise DataError(f"record has facets {str(facets)[:60]}, wanted names with true, false or null")
+        if unknown := sorted(set(facets) - set(FACETS)):
+            raise DataError(f"record has an unknown facet {unknown[0][:40]!r}; known: {', '.join(FACETS)}")
         _check_score(row)
         return cls(**row)
+
+
+_OMITTED_KINDS = {bool: "true or false", str: "text"}
+
+
+class RecordField(NamedTuple):
+    """One field of a record, as readers, writers and tables need it."""
+
+    type: Any  # the annotation, resolved
+    in_table: bool
+
+
+class RecordSchema(NamedTuple):
+    """The fields of a record class by name, in order, and the values of fields that a line may lack."""
+
+    fields: Mapping[str, RecordField]
+    defaults: Mapping[str, Any]
+
+
+_SCHEMAS: dict[type[Record], RecordSchema] = {}
+
+
+def schema_of(record: type[Record]) -> RecordSchema:
+    """Return the schema of a record class."""
+    if record not in _SCHEMAS:
+        hints = get_type_hints(record)
+        omitted = [f for f in fields(record) if f.metadata.get("omitted")]
+        _SCHEMAS[record] = RecordSchema(
+            {f.name: RecordField(hints[f.name], f.metadata.get("in_table", True)) for f in fields(record)},
+            {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in omitted},
+        )
+    return _SCHEMAS[record]
 
 
 def _check_score(row: Mapping[str, Any]) -> None:
     score, outcome = row["score"], row["outcome"]
     if (score is None) != (outcome is Outcome.UNSCORED):
-        raise DataError(f"record scores {score!r} with outcome {outcome}")
+        raise DataError(f"record has score {score!r} with outcome {outcome}")
     if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
-        raise DataError(f"record scores {score!r}, wanted a number in [0, 1]")
+        raise DataError(f"record has score {score!r}, wanted a number in [0, 1]")
     if score is not None and not 0 <= score <= 1:
         raise OffScale(score)
     if score is not None and score == CONTRADICTED.get(outcome):
-        raise DataError(f"record scores {score!r} with outcome {outcome}, which contradict each other")
+        raise DataError(f"record has score {score!r} with outcome {outcome}, which contradict each other")
 
 
-def _graded(item: Item, grade: Grade) -> dict[str, Any]:
-    """What an item and the grade of an answer to it say in a record."""
-    said = {name: getattr(grade, name) for name in ("outcome", "score", "judge", "facets")}
-    return {"cluster_id": item.cluster_id, "placement": item.placement, **said}
+def _grade_fields(item: Item, grade: Grade) -> dict[str, Any]:
+    values = {name: getattr(grade, name) for name in ("outcome", "score", "judge", "facets")}
+    return {"cluster_id": item.cluster_id, "placement": item.placement, **values}
 
 
 def are_spans(table: Any) -> bool:
-    """Whether a parsed value is a record's table of spans."""
+    """Return whether a parsed value is a record's table of spans."""
     if not isinstance(table, dict) or not set(table) <= set(SPANS):
         return False
-    return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _span_fits(**span) for span in table.values())
+    return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _is_span(**span) for span in table.values())
 
 
-def _span_fits(kept: Any, at: Any) -> bool:
+def _is_span(kept: Any, at: Any) -> bool:
     if type(kept) not in (int, float) or not 0 <= kept <= 1 or type(at) is not list:
         return False
     return all(

@@ -1,18 +1,14 @@
-"""The features that kvaudit no longer has, with what to do instead: whoever meets a removed name asks here."""
+"""The removed features of kvaudit, with what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A feature that is gone.
-
-    ``commands`` are the words that called it, ``spec_keys`` its keys of a spec, ``imports`` its names in the package
-    ``kvaudit`` and its modules below it.
-    """
+    """A removed feature: its commands, its keys of a spec, and its names and modules below ``kvaudit``."""
 
     instead: str
     commands: tuple[str, ...] = ()
@@ -69,30 +65,29 @@ REMOVED = (
 
 
 def removed_command(words: Sequence[str]) -> str | None:
-    """Return the line that refuses a removed command, None for words that begin with none."""
+    """Return the error line of a removed command, None if the words begin with none."""
     for name in (" ".join(words[:2]), *words[:1]):
-        if (instead := _instead(name, ((removed.commands, removed) for removed in REMOVED))) is not None:
+        if (instead := _instead(name, "commands")) is not None:
             return f"{name} is no longer a command of kvaudit; {instead}"
     return None
 
 
 def removed_spec_key(key: str) -> str | None:
-    """Return the line that refuses a removed key of a spec, None for another key."""
-    instead = _instead(key, ((removed.spec_keys, removed) for removed in REMOVED))
+    """Return the error line of a removed key of a spec, None for another key."""
+    instead = _instead(key, "spec_keys")
     return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
 
 
 def removed_import(name: str) -> str | None:
-    """Return the line that refuses a removed import, such as ``kvaudit.Guard``, None for another name."""
-    room, _, inside = name.partition(".")
-    if room != "kvaudit":
+    """Return the error line of a removed import, such as ``kvaudit.Guard``, None for another name."""
+    package, _, path = name.partition(".")
+    if package != "kvaudit":
         return None
-    for end in range(inside.count(".") + 1, 0, -1):
-        part = ".".join(inside.split(".")[:end])
-        if (instead := _instead(part, ((removed.imports, removed) for removed in REMOVED))) is not None:
+    for end in range(path.count(".") + 1, 0, -1):
+        if (instead := _instead(".".join(path.split(".")[:end]), "imports")) is not None:
             return f"{name} is no longer part of kvaudit; {instead}"
     return None
 
 
-def _instead(name: str, named: Iterable[tuple[tuple[str, ...], Removed]]) -> str | None:
-    return next((removed.instead for names, removed in named if name in names), None)
+def _instead(name: str, kind: str) -> str | None:
+    return next((removed.instead for removed in REMOVED if name in getattr(removed, kind)), None)

@@ -1,8 +1,8 @@
-"""What the cache still held of every token when an answer began: found by serving it again, kept beside the run.
+"""The share of heads that still held each token when an answer began, kept next to the run's records.
 
-    shading/<unit>.json   the answers of one unit that were served again, under the sha256 of the records they are of
+    shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 
-Looked up and not asked of every record when it is made: only answers that somebody looks at are drawn.
+It is computed by serving an answer again, only for the answers that somebody looks at.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import seal_path
 
 SHADING_FOLDER = "shading"
-ALL_TOKENS = "all tokens"  # beside the names of marked spans
+ALL_TOKENS = "all tokens"  # a key of ``depth``, besides the names of marked spans
 
 
 class AnswerKey(NamedTuple):
@@ -31,10 +31,10 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Shading:
-    """The tokens before the last answer of a row, each with how many of ``heads`` (layers x KV heads) still held it.
+    """The tokens before the last answer of a row, each with the number of ``heads`` (layers x KV heads) that held it.
 
-    ``marks`` are the numbers of a marked span's tokens, by its name; ``depth`` is the share that each layer still held
-    of ALL those tokens and of every marked span's.
+    ``marks`` are the token numbers of each marked span. ``depth`` is the share that each layer held, of ALL_TOKENS and
+    of each marked span.
     """
 
     pieces: list[str]
@@ -45,33 +45,30 @@ class Shading:
     marks: dict[str, list[int]]
 
 
-Shadings = dict[AnswerKey, Shading | None]  # None: served again, another answer came out
+Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave another answer
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Where the shading of a unit lies."""
+    """Return the path of a unit's shading."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """What was served again of a unit; nothing where its records are others since.
-
-    Raises DataError for a file that is not as it was written.
-    """
+    """Return the shadings of a unit, none if its records changed since; raises DataError for a damaged file."""
     path = shading_file(run, unit)
     if not path.exists():
         return {}
-    held = read_json(path)
-    rows = held.get("answers")
-    if not isinstance(rows, list) or held.get("sha256") != _digest(rows):
+    content = read_json(path)
+    rows = content.get("answers")
+    if not isinstance(rows, list) or content.get("sha256") != _digest(rows):
         raise DataError(f"{str(path)!r} is not as it was written; delete it to serve its answers again")
-    if held.get("records") != records_sha256(run, unit):
+    if content.get("records") != records_sha256(run, unit):
         return {}
     return {AnswerKey(row["item"], row["sample"]): row["shading"] and Shading(**row["shading"]) for row in rows}
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write what was served again of a unit, whole or not at all; raises RunError where it cannot be."""
+    """Write the shadings of a unit, whole or not at all; raises RunError if it cannot."""
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:
@@ -79,13 +76,13 @@ def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | 
         write_json(path, {"records": records_sha256(run, unit), "sha256": _digest(rows), "answers": rows}, indent=None)
     except OSError as error:
         raise RunError(
-            f"cannot write {str(path)!r} ({error.strerror}); make the run's folder writable, or ask for no shading: "
+            f"cannot write {str(path)!r} ({error.strerror}); make the run's folder writable, or leave shading out: "
             "--shade 0"
         ) from None
 
 
 def records_sha256(run: Path, unit: str) -> str:
-    """The sha256 that a finished unit's records are sealed with; raises DataError where it is not finished."""
+    """Return the sha256 in the seal of a unit's records; raises DataError if it is not finished."""
     return str(read_json(seal_path(run / "records" / f"{unit}.jsonl")).get("sha256"))
 
 

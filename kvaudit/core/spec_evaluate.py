@@ -1,24 +1,24 @@
-"""What a run asks: the evaluate section of a spec, and what each of its suites does otherwise; how a probe asks it."""
+"""The sections of a spec about serving: the evaluation grid and its suites, the probe of an endpoint, the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.policy_names import DENSE_POLICY, ENGINE
 from kvaudit.core.spec_parts import (
     PUBLISHED,
     BatchTokens,
     ContextLength,
     Count,
     Group,
-    PluginNames,
     Number,
+    OmitDefault,
+    PluginNames,
     Seed,
     Share,
     SpecSection,
@@ -31,17 +31,20 @@ from kvaudit.core.spec_parts import (
 from kvaudit.core.text import short_repr
 
 STRIP = "strip"
-# items: what the margins need, by the pilot; every template with each of its twins once
-AUTO_ITEMS, ALL_ITEMS = "auto", "all"
+AUTO_ITEMS = "auto"  # as many items as the margins need, by the pilot
+ALL_ITEMS = "all"  # every template with each of its twins once
 FLOOR_ITEMS = 64
-FIRST_LOOK = 100  # rows: the fewest that show 5 points where nothing changes
-PILOT_ITEMS = 32  # items at each length, where a spec does not say
+FIRST_LOOK = 100  # rows: the fewest that can show a margin of 5 points if nothing changes
+PILOT_ITEMS = 32  # items at each length by default
 LEAST_PILOT, MOST_PILOT, _MOST_ITEMS = 24, 48, 1_000_000
 
 
-def _several(value: Any) -> Any:
-    """One value may stand without its brackets."""
+def _as_list(value: Any) -> Any:
     return value if value is None or isinstance(value, list | tuple) else [value]
+
+
+_T = TypeVar("_T")
+_OneOrMore = Annotated[tuple[_T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
 def _items(value: Any) -> Any:
@@ -57,33 +60,30 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """A policy, and the reference that is written next to an engine's settings, None where none is."""
+    """Return a policy without its reference, and the reference that an engine's settings name, None without one."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
 
 
 class SuiteSpec(SpecSection):
-    """How much of a suite is asked, and what it does otherwise than the grid or the suite itself says.
+    """The number of items of a suite, and options that override the suite or the grid.
 
-    ``items`` is a number, ``auto`` or ``all``; what these come to is in the run's provenance once it is known.
-
-    ``max_new_tokens`` and ``placement`` (some of the suite's) stand for what the suite says, ``samples`` and
-    ``context_tokens`` for what the grid says. Public rows are asked as published, which is the length 0, unless the
-    suite names a context: SUITE@CONTEXT, or ``context:`` with one or several of them, which stands for such suites.
+    ``items`` is a number, ``auto`` or ``all``; the numbers behind these are in the run's provenance once known.
+    ``max_new_tokens`` and ``placement`` override the suite's own, ``samples`` and ``context_tokens`` the grid's. Public
+    rows are asked as published (length 0), unless they are put into a context: the suite SUITE@CONTEXT, or
+    ``context:`` with one or several names, which makes such suites.
     """
 
-    later = ("max_new_tokens", "samples", "context_tokens", "placement")
-
     items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
-    max_new_tokens: Count | None = None
-    samples: Group | None = None
-    context_tokens: Annotated[tuple[ContextLength, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
-    placement: Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)] | None = None
+    max_new_tokens: OmitDefault[Count | None] = None
+    samples: OmitDefault[Group | None] = None
+    context_tokens: OmitDefault[_OneOrMore[ContextLength] | None] = None
+    placement: OmitDefault[_OneOrMore[Text] | None] = None
 
 
 class Thinking(SpecSection):
-    """Answers may begin with a thought, for which there are ``budget`` tokens more than for an answer."""
+    """Answers may begin with a thought; ``budget`` is the number of extra tokens for it."""
 
     budget: Steps = 0
 
@@ -96,32 +96,34 @@ def _thinking(value: Any) -> Any:
     return value
 
 
-def _in_contexts(name: str, part: Any, names: PluginNames | None) -> dict[str, Any]:
-    """A suite's part of a spec, or one for each of the contexts that it names; what has no length is given none."""
-    if not isinstance(part, Mapping) or "context" not in part:
-        return {name: {} if part is None else part}
+def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
+    """Return a suite's section, or one for each context that it names; suites as published get no length."""
+    if not isinstance(section, Mapping) or "context" not in section:
+        return {name: {} if section is None else section}
     if ":" in name:
-        raise SpecError(f"evaluate.suites.{name}.context: a task of another harness asks as it asks; leave it out")
-    contexts, rest = _several(part["context"]), {key: value for key, value in part.items() if key != "context"}
+        raise SpecError(
+            f"evaluate.suites.{name}.context: a task of another harness cannot be put into a context; leave it out"
+        )
+    contexts, rest = _as_list(section["context"]), {key: value for key, value in section.items() if key != "context"}
     if not contexts or not all(isinstance(context, str) for context in contexts):
         raise SpecError(
-            f"evaluate.suites.{name}.context is {short_repr(part['context'])}, wanted {PUBLISHED} or names of contexts "
-            "(kvaudit list contexts)"
+            f"evaluate.suites.{name}.context is {short_repr(section['context'])}, wanted {PUBLISHED} or names of "
+            "contexts (kvaudit list contexts)"
         )
     check_unique(f"evaluate.suites.{name}.context", tuple(contexts))
-    bare = {key: value for key, value in rest.items() if key != "context_tokens"}
-    found = [name if one == PUBLISHED else f"{name}@{one}" for one in contexts]
-    short = {one for one in found if names is not None and names.lengths(one) == "none"}
-    if len(short) == len(found):  # nothing takes the length, if one is given: that is for whoever checks it to say
-        return dict.fromkeys(found, rest)
-    return {one: bare if one in short else rest for one in found}
+    without_length = {key: value for key, value in rest.items() if key != "context_tokens"}
+    suites = [name if context == PUBLISHED else f"{name}@{context}" for context in contexts]
+    published = {suite for suite in suites if names is not None and names.lengths(suite) == "none"}
+    if len(published) == len(suites):  # a length is wrong for all of them; ``_fill_lengths`` raises the error
+        return dict.fromkeys(suites, rest)
+    return {suite: without_length if suite in published else rest for suite in suites}
 
 
 class Rounds(SpecSection):
-    """How long rows are asked, a round at a time, under every way of serving: until each gated facet is decided.
+    """Rounds: rows are served in batches under every policy until each gated facet is decided or time is up.
 
-    The gate then decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` are those
-    of asking, without the loading of models; ``first`` is how many rows of a suite the first look has.
+    The gate decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` of serving,
+    without loading models; ``first`` is the number of rows of a suite at the first look.
     """
 
     minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0
@@ -131,56 +133,54 @@ class Rounds(SpecSection):
 class EvaluateSpec(SpecSection):
     """The grid: every checkpoint under every policy, on every suite, at every context length.
 
-    ``context_tokens`` are the lengths of suites that are made to one; public rows as published have none (0). With
-    ``own_policy_only`` what was trained under a policy is served under that one and none.
+    ``context_tokens`` are the lengths of suites whose items are made to a length; public rows as published have none
+    (0). With ``own_policy_only`` a checkpoint is served under the policy that it was trained under, and ``none``.
     """
-
-    later = ("think", "own_policy_only", "references", "floor", "pilot", "rounds")
 
     policies: tuple[str, ...] = Field(min_length=1)
     suites: dict[str, SuiteSpec] = Field(min_length=1)
     context_tokens: Annotated[
-        tuple[ContextLength, ...], BeforeValidator(lambda one: () if one == PUBLISHED else one)
+        tuple[ContextLength, ...], BeforeValidator(lambda value: () if value == PUBLISHED else value)
     ] = ()
-    base: bool = False  # evaluate the model before training too, as arm "base"
+    base: bool = False  # evaluate the untrained model too, as arm "base"
     samples: Group = 1
     temperature: TemperatureOrGreedy = 0.0
     top_p: Share = 1.0
     seed: Seed = 1000
     batch_tokens: BatchTokens = 16384
-    think: Annotated[Thinking | None, BeforeValidator(_thinking)] = None
-    own_policy_only: bool = False
-    # an engine's condition -> the uncompressed one of the same engine that it is compared with; filled in by names
-    references: dict[str, str] = Field(default_factory=dict)
-    # items of a suite and length that an engine answers twice more, once in another order; 0: none
-    floor: Annotated[int, Field(strict=True, ge=0, le=1_000_000)] = FLOOR_ITEMS
-    pilot: Annotated[int | None, BeforeValidator(_pilot)] = None  # items that the reference answers first; 0: none
-    rounds: Rounds | None = None
+    think: OmitDefault[Annotated[Thinking | None, BeforeValidator(_thinking)]] = None
+    own_policy_only: OmitDefault[bool] = False
+    # an engine's condition -> its uncompressed reference in the same engine; filled in by ``PluginNames``
+    references: OmitDefault[dict[str, str]] = Field(default_factory=dict)
+    # items of a suite and length that an engine answers twice more, once in another order; 0 for none
+    floor: OmitDefault[Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] = FLOOR_ITEMS
+    # items that the reference answers first; 0 for none
+    pilot: OmitDefault[Annotated[int | None, BeforeValidator(_pilot)]] = None
+    rounds: OmitDefault[Rounds | None] = None
 
     @property
     def pilot_size(self) -> int:
-        """How many items of a suite the reference answers at each length before the grid is served."""
+        """The number of items of a suite that the reference answers at each length before the grid is served."""
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """The same grid with ``numbers`` of items in place of ``auto`` and ``all``, and without suites of 0."""
-        open_ = {
-            name: part for name, part in self.suites.items() if name in numbers and not isinstance(part.items, int)
-        }
-        sized = {name: part.model_copy(update={"items": numbers[name]}) for name, part in open_.items()}
-        suites = {name: part for name, part in {**self.suites, **sized}.items() if part.items != 0}
-        return self.model_copy(update={"suites": suites})
+        """Return the grid with these numbers of items instead of ``auto`` and ``all``, without suites of 0 items."""
+        suites = {}
+        for name, suite in self.suites.items():
+            is_open = name in numbers and not isinstance(suite.items, int)
+            suites[name] = suite.model_copy(update={"items": numbers[name]}) if is_open else suite
+        return self.model_copy(update={"suites": {name: suite for name, suite in suites.items() if suite.items != 0}})
 
     def contexts_of(self, suite: str) -> tuple[int, ...]:
-        """The lengths at which a suite is asked."""
+        """Return the context lengths of a suite."""
         return self.suites[suite].context_tokens or self.context_tokens
 
     def samples_of(self, suite: str) -> int:
-        """How often each item of a suite is answered."""
+        """Return the number of answers to each item of a suite."""
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """As of any section, with the word for thoughts that have no budget."""
+        """Return the section as plain values; thoughts without a budget are written as ``strip``."""
         row = super().written()
         thinking = row.pop("think", None)
         if thinking is not None:
@@ -189,29 +189,32 @@ class EvaluateSpec(SpecSection):
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Every length at which some suite is asked."""
+        """The context lengths of all suites."""
         return tuple(dict.fromkeys(length for suite in self.suites for length in self.contexts_of(suite)))
 
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        """Policies in their one spelling, and behind them what each engine's condition is compared with."""
+        """Make policies canonical, and append the references of engine conditions."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
-        written = [_without_reference(policy) for policy in value["policies"]]
-        texts = [canonical_policy(policy, info.context) for policy, _ in written]
+        policies = [_without_reference(policy) for policy in value["policies"]]
+        texts = [canonical_policy(policy, info.context) for policy, _ in policies]
         if info.context is None:
             return {**value, "policies": texts}
-        kept = value.get("references")  # of a spec that was written complete
-        kept = kept if isinstance(kept, Mapping) else {}
-        both = [(text, named or kept.get(text)) for text, (_, named) in zip(texts, written, strict=True)]
-        named = {text: info.context.reference(text, one) for text, one in both if one is not None}
-        # not every engine has a reference of its own
-        others = [text for text in texts if not any(own != text == ref for own, ref in named.items())]
-        pairs = [(text, named.get(text) or info.context.reference(text, None)) for text in others]
-        compared = {reference for text, reference in pairs if reference != text}
-        # one that nothing is compared with is its own reference, or it would pass for a policy of ours
-        references = {text: ref for text, ref in pairs if ref is not None and (ref != text or text not in compared)}
+        complete = value.get("references")  # in a spec that a run wrote
+        complete = complete if isinstance(complete, Mapping) else {}
+        declared = {
+            text: info.context.reference(text, reference)
+            for text, (_, inline_reference) in zip(texts, policies, strict=True)
+            if (reference := inline_reference or complete.get(text)) is not None
+        }
+        # a reference that the spec declares need not have a reference itself
+        conditions = [text for text in texts if not any(other != text == ref for other, ref in declared.items())]
+        pairs = [(text, declared.get(text) or info.context.reference(text, None)) for text in conditions]
+        used = {reference for text, reference in pairs if reference != text}
+        # an engine's uncompressed condition that no other uses is its own reference, or it would pass for our policy
+        references = {text: ref for text, ref in pairs if ref is not None and (ref != text or text not in used)}
         added = [reference for reference in dict.fromkeys(references.values()) if reference not in texts]
         return {**value, "policies": [*texts, *added], "references": references}
 
@@ -222,27 +225,26 @@ class EvaluateSpec(SpecSection):
             return {name: {} for name in check_unique("evaluate.suites", tuple(value))}
         if not isinstance(value, dict):
             return value
-        found = [_in_contexts(str(name), part, info.context) for name, part in value.items()]
-        names = [name for part in found for name in part]
-        check_unique("evaluate.suites", tuple(names))
-        return {name: part for each in found for name, part in each.items()}
+        tables = [_by_context(str(name), section, info.context) for name, section in value.items()]
+        check_unique("evaluate.suites", tuple(name for table in tables for name in table))
+        return {name: section for table in tables for name, section in table.items()}
 
     @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> Self:
+    def _check_suites(self, info: ValidationInfo) -> Self:
         check_unique("evaluate.context_tokens", self.context_tokens)
-        for suite, part in self.suites.items():
-            check_unique(f"evaluate.suites.{suite}.context_tokens", part.context_tokens or ())
-            check_unique(f"evaluate.suites.{suite}.placement", part.placement or ())
-            self._check_pilot(suite, part)
+        for suite, section in self.suites.items():
+            check_unique(f"evaluate.suites.{suite}.context_tokens", section.context_tokens or ())
+            check_unique(f"evaluate.suites.{suite}.placement", section.placement or ())
+            self._check_pilot(suite, section)
             if info.context is not None:
                 info.context.kind(suite)
-                known = info.context.placements(suite)
-                for placement in part.placement or ():
-                    if placement not in known:
-                        raise UnknownName(f"placement of suite {suite}", placement, known)
+                placements = info.context.placements(suite)
+                for placement in section.placement or ():
+                    if placement not in placements:
+                        raise UnknownName(f"placement of suite {suite}", placement, placements)
                 self._fill_lengths(suite, info.context)
-        asked = info.context and {info.context.lengths(suite) for suite in self.suites}
-        if asked == {"none"} and self.context_tokens:
+        lengths = info.context and {info.context.lengths(suite) for suite in self.suites}
+        if lengths == {"none"} and self.context_tokens:
             raise SpecError(
                 f"evaluate.context_tokens is {', '.join(map(str, self.context_tokens))}, but every suite asks its rows "
                 f"as published; leave it out, or put rows into a context (context: [{PUBLISHED}, book])"
@@ -253,45 +255,47 @@ class EvaluateSpec(SpecSection):
         return self
 
     def _fill_lengths(self, suite: str, names: PluginNames) -> None:
-        """Write the length 0 where none can be asked for; raises SpecError where one is lacking, or none fits."""
-        part, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
+        """Set length 0 for rows as published; raises SpecError for a missing or impossible length."""
+        section, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
         if bare not in self.suites:
             raise SpecError(
-                f"evaluate.suites holds {suite} without {bare}: what a context does to the answers is seen beside the "
-                f"rows as published; add {bare}: {{}}, or context: [{PUBLISHED}, ...]"
+                f"evaluate.suites holds {suite} without {bare}: the effect of a context is measured against the rows "
+                f"as published; add {bare}: {{}}, or context: [{PUBLISHED}, ...]"
             )
         if lengths == "given":
             if 0 in self.contexts_of(suite) or not self.contexts_of(suite):
                 raise SpecError(f"{key} is missing: the suite's items are made to a length; give one in tokens")
-        elif lengths == "none" and any(part.context_tokens or ()):
+        elif lengths == "none" and any(section.context_tokens or ()):
             raise SpecError(
-                f"{key} is {', '.join(map(str, part.context_tokens or ()))}, but its rows are asked as published; put "
-                "them into a context to have a length (context: book, see kvaudit list contexts)"
+                f"{key} is {', '.join(map(str, section.context_tokens or ()))}, but its rows are asked as published; "
+                "put them into a context to have a length (context: book, see kvaudit list contexts)"
             )
-        elif part.context_tokens is None and (lengths == "none" or not self.context_tokens):
-            filled = part.model_copy(update={"context_tokens": (0,)})
-            object.__setattr__(self, "suites", {**self.suites, suite: filled})  # frozen, but still in the making
+        elif section.context_tokens is None and (lengths == "none" or not self.context_tokens):
+            section = section.model_copy(update={"context_tokens": (0,)})
+            # frozen, but still being validated
+            object.__setattr__(self, "suites", {**self.suites, suite: section})
 
-    def _check_pilot(self, suite: str, part: SuiteSpec) -> None:
-        if self.pilot == 0 and part.items == AUTO_ITEMS:
+    def _check_pilot(self, suite: str, section: SuiteSpec) -> None:
+        if self.pilot == 0 and section.items == AUTO_ITEMS:
             raise SpecError(
                 f"evaluate.suites.{suite}.items is {AUTO_ITEMS}, which takes its size from the pilot, and "
                 f"evaluate.pilot is 0; give a number, {ALL_ITEMS}, or leave pilot out"
             )
-        if isinstance(part.items, int) and part.items < (self.pilot or 0):
+        if isinstance(section.items, int) and section.items < (self.pilot or 0):
             raise SpecError(
-                f"evaluate.pilot is {self.pilot}, suite {suite} has {part.items} items; leave pilot out, or ask more"
+                f"evaluate.pilot is {self.pilot}, suite {suite} has {section.items} items; leave pilot out, or give "
+                "more items"
             )
 
     def check_rounds(self, *, trains: bool, gated: Collection[str]) -> None:
-        """Raise SpecError where rounds cannot go on until everything is decided."""
+        """Raise SpecError if the grid cannot be served in rounds."""
         if self.rounds is None:
             return
         if trains:
-            raise SpecError("evaluate.rounds is of one checkpoint; leave it out beside train or checkpoints")
-        for name, part in self.suites.items():
-            if part.items != ALL_ITEMS or part.samples not in (None, 1) or self.samples != 1:
+            raise SpecError("evaluate.rounds serves one checkpoint; it cannot be used with train or checkpoints")
+        for name, section in self.suites.items():
+            if section.items != ALL_ITEMS or section.samples not in (None, 1) or self.samples != 1:
                 raise SpecError(f"evaluate.rounds asks each row once; give suite {name} items: {ALL_ITEMS}, samples: 1")
             if len(self.contexts_of(name)) > 1:
                 raise SpecError(f"evaluate.rounds asks suite {name} at one length; give one in context_tokens")
@@ -300,12 +304,12 @@ class EvaluateSpec(SpecSection):
                 f"gate.margins names the score of {scores[0]}, and rounds are decided by facets: {scores[0]}.FACET"
             )
         if self.pilot == 0:
-            raise SpecError("evaluate.rounds begins with what the pilot finds; leave evaluate.pilot out")
+            raise SpecError("evaluate.rounds needs the pilot; leave evaluate.pilot out")
 
     def check_draws(self) -> None:
-        """Raise SpecError where a checkpoint would be asked for the same greedy answer again."""
-        asked = {f"evaluate.suites.{suite}.samples": part.samples or 1 for suite, part in self.suites.items()}
-        for key, samples in {"evaluate.samples": self.samples, **asked}.items():
+        """Raise SpecError for several samples at temperature 0."""
+        overrides = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
+        for key, samples in {"evaluate.samples": self.samples, **overrides}.items():
             if self.temperature == 0 and samples > 1:
                 raise SpecError(
                     f"{key} is {samples} at temperature 0: greedy answers are all the same; "
@@ -317,19 +321,19 @@ _Price = Annotated[Number, Field(ge=0, le=1e6)]
 
 
 class Prices(SpecSection):
-    """What a million tokens cost, in whatever currency."""
+    """The price of a million tokens, in any currency."""
 
     input: _Price
     output: _Price
 
 
 class ProbeSpec(SpecSection):
-    """How an endpoint is asked, in place of a checkpoint; ``model`` of the spec is its name there.
+    """The options of an endpoint that is audited instead of a checkpoint; ``model`` of the spec is its name there.
 
-    ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names an environment
-    variable. ``timeout`` is in seconds for a whole reply, ``per_minute`` counts requests. ``seeded``: requests carry
-    the seed of their draw. ``limit`` is what the endpoint calls the limit of an answer, ``tool_role`` whose message a
-    tool's result is: few endpoints take one of a tool that was not called by their own rules.
+    ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names the environment
+    variable of the key. ``timeout`` is in seconds for a whole reply, ``per_minute`` counts requests. ``seeded``:
+    requests carry a seed. ``limit`` is the name of the token limit in requests. ``tool_role`` is the role of a tool's
+    result: few endpoints accept the role ``tool`` without a tool call in their own format.
     """
 
     tokenizer: Text | None = None
@@ -343,17 +347,17 @@ class ProbeSpec(SpecSection):
     tool_role: Literal["user", "tool"] = "user"
     price: Prices | None = None
 
-    def measured(self) -> dict[str, Any]:
-        """What answers depend on, as plain values: the rest may change while a probe goes on."""
+    def answer_options(self) -> dict[str, Any]:
+        """Return the options that answers depend on; the others may change while a probe runs."""
         return self.model_dump(mode="json", include={"tokenizer", "seeded", "tool_role"})
 
 
 class EngineSpec(SpecSection):
-    """How an engine is run, whatever its settings are.
+    """The options of running an engine, apart from its settings.
 
-    ``python``: of the environment that holds it, None for our own. ``weights``: a file or folder in the engine's own
-    format, which is served instead of a conversion of the checkpoint. ``at_once`` requests are in flight. ``start`` and
-    ``answer`` are the seconds that it may take to start, and to answer a batch.
+    ``python``: the interpreter of its environment, None for our own. ``weights``: a file or folder in the engine's own
+    format, served instead of a conversion of the checkpoint. ``at_once``: the number of requests in flight. ``start``
+    and ``answer``: timeouts in seconds of the start and of one batch.
     """
 
     python: Text | None = None
@@ -362,14 +366,14 @@ class EngineSpec(SpecSection):
     start: Annotated[Number, Field(ge=1, le=36_000)] = 600.0
     answer: Annotated[Number, Field(ge=1, le=36_000)] = 900.0
 
-    def measured(self) -> dict[str, Any]:
-        """What answers depend on, as plain values."""
+    def answer_options(self) -> dict[str, Any]:
+        """Return the options that answers depend on."""
         return self.model_dump(mode="json", include={"weights", "at_once"})
 
 
-# what a probe asks unless its plan says otherwise: over 300 items of over 99 templates at each length, all twice
+# the default grid of a probe: over 300 items of over 99 templates at each length, all twice
 PROBE_DEFAULTS: Mapping[str, Any] = {
-    "policies": ("none",),  # none of ours: what the endpoint does to its cache is the question
+    "policies": ("none",),  # an endpoint's cache policy cannot be set
     "suites": {"refusal": {"items": 144}, "agent": {"items": 144}, "pressure": {"items": 48}},
     "context_tokens": (1024, 16_384, 32_768),
     "samples": 2,
@@ -377,27 +381,27 @@ PROBE_DEFAULTS: Mapping[str, Any] = {
 
 
 def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
-    """The evaluate section of a probe's plan with what it leaves open; rows as published need no lengths."""
+    """Return the evaluate section of a probe with its defaults; rows as published need no lengths."""
     if not isinstance(grid, Mapping):
         return PROBE_DEFAULTS if grid is None else grid
-    found = {**PROBE_DEFAULTS, **grid}
-    suites = found["suites"] if isinstance(found["suites"], Mapping | list) else ()
-    published = names is not None and suites and all(names.lengths(str(name)) == "none" for name in suites)
-    return {**found, "context_tokens": ()} if published and "context_tokens" not in grid else found
+    filled = {**PROBE_DEFAULTS, **grid}
+    suites = filled["suites"] if isinstance(filled["suites"], Mapping | list) else ()
+    are_published = names is not None and suites and all(names.lengths(str(name)) == "none" for name in suites)
+    return {**filled, "context_tokens": ()} if are_published and "context_tokens" not in grid else filled
 
 
 def check_probe_grid(grid: EvaluateSpec) -> None:
-    """Raise SpecError for a grid that cannot be asked of an endpoint."""
+    """Raise SpecError for a grid that an endpoint cannot answer."""
     if grid.policies != PROBE_DEFAULTS["policies"]:
-        raise SpecError("evaluate.policies: nobody chooses the cache policy of an endpoint; leave it out")
-    for suite, part in grid.suites.items():
-        if not isinstance(part.items, int):
+        raise SpecError("evaluate.policies cannot be used with probe: an endpoint's cache policy cannot be set")
+    for suite, section in grid.suites.items():
+        if not isinstance(section.items, int):
             raise SpecError(
-                f"evaluate.suites.{suite}.items is {part.items}: a probe has no pilot and pays for every answer; give "
-                "a number (kvaudit plan)"
+                f"evaluate.suites.{suite}.items is {section.items}: a probe has no pilot and pays for every answer; "
+                "give a number (kvaudit plan)"
             )
         if len(grid.contexts_of(suite)) < 2 and any(grid.contexts_of(suite)):
             raise SpecError(
-                f"a probe asks every item at a short length too; suite {suite} has {grid.contexts_of(suite)[0]} tokens "
-                "alone, give evaluate.context_tokens another one"
+                f"a probe needs a short length for comparison; suite {suite} has only {grid.contexts_of(suite)[0]} "
+                "tokens, give evaluate.context_tokens a second length"
             )

@@ -1,25 +1,38 @@
-"""Hostile text as plain characters and short lines: what a terminal, page or spreadsheet shows instead of obeying."""
+"""Text from outside, made safe to print: visible characters, short lines, no passwords. Also paths of guides."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+HIDDEN = "[not shown]"  # stands for a secret
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
+_USERINFO = re.compile(r"(?i)\b(https?:/{1,2}|\w+://)[^\s'\"]*@")  # up to the last @: a password may hold / and @
+_QUERY = re.compile(r"(?i)\b(https?:/{1,2}[^\s?'\"]*)\?[^\s#'\"]*")
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_.-])(api|access|secret|private|admin)[_.-]?key$|(^|[_.-])(secret|password|passwd)$"
+)
+_TOKEN_NAME = re.compile(r"[A-Z0-9_]*TOKEN|(?i:(hf|hub|auth|access|api|bearer|admin)[_.-]?token)")
+_VARIABLE_NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH")
+
+
+# --- characters and length -------------------------------------------------------------------------------------------
 
 
 def visible(text: str) -> str:
-    """The same text with every control, bidirectional, invisible or broken character shown instead of obeyed.
+    """Return the text with every control, bidirectional, invisible or broken character as a visible one.
 
     C0 and DEL become control pictures (ESC as ␛); other control, format, private, surrogate and separator characters
     become ⟨U+202E⟩. Newline and tab stay.
     """
-    if text.replace("\n", "").replace("\t", "").isprintable():  # as nearly every text is, and asked at once
+    if text.replace("\n", "").replace("\t", "").isprintable():  # nearly every text, and fast to test
         return text
-    return "".join(one if one in "\n\t" or one.isprintable() else _picture(ord(one)) for one in text)
+    return "".join(char if char in "\n\t" or char.isprintable() else _picture(ord(char)) for char in text)
 
 
 def _picture(code: int) -> str:
@@ -28,33 +41,13 @@ def _picture(code: int) -> str:
     return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
-def shipped_folder(name: str) -> Path:
-    """Return ``docs`` or ``examples``: inside the installed package, or beside it in a clone."""
-    package = Path(__file__).parent.parent
-    installed = package / name
-    return installed if installed.is_dir() else package.parent / name
-
-
-def install_command(extras: str) -> str:
-    """Return the command that installs optional packages: from the clone that this is, else from an index."""
-    clone = Path(__file__).parent.parent.parent
-    if not (clone / "pyproject.toml").is_file():
-        return f"pip install 'kvaudit[{extras}]'"
-    return f"pip install '{'.' if Path.cwd() == clone else clone}[{extras}]'"
-
-
-def guide_path(page: str) -> str:
-    """Where a page of the guides lies in this installation, for an error that sends somebody there."""
-    return str(shipped_folder("docs") / page)
-
-
 def inline(text: str) -> str:
-    """Visible text on one line, newlines as ⏎."""
+    """Return visible text on one line, newlines as ⏎."""
     return visible(text).replace("\n", "⏎").replace("\t", " ")
 
 
 def clip(text: str, length: int) -> str:
-    """At most ``length`` characters and a note, the middle left out."""
+    """Return at most ``length`` characters; the middle of a longer text is replaced by a note."""
     if len(text) <= length:
         return text
     head = (length * 2) // 3
@@ -62,50 +55,97 @@ def clip(text: str, length: int) -> str:
 
 
 def join_names(names: Iterable[str], most: int = 3, *, between: str = ", ", last: str = " and ") -> str:
-    """The first names, and how many more there are."""
-    known = list(names)
-    return between.join(known[:most]) + (f"{last}{len(known) - most} more" if len(known) > most else "")
+    """Return the first ``most`` names, and the number of the rest: "a, b, c and 2 more"."""
+    entries = list(names)
+    return between.join(entries[:most]) + (f"{last}{len(entries) - most} more" if len(entries) > most else "")
 
 
 def length_of(tokens: int) -> str:
-    """The length of a context in words: a row as published has none, which is noted as 0."""
+    """Return a context length in words: "512 tokens"; 0 means a row as published."""
     return f"{tokens} tokens" if tokens else "as published"
 
 
 def length_label(tokens: int) -> str:
-    """The same in a column of lengths."""
+    """Return a context length as an entry of a column: "512" or "published"."""
     return str(tokens) if tokens else "published"
 
 
 def at_length(tokens: int) -> str:
-    """The same after what is asked: "at 512 tokens"."""
+    """Return a context length as part of a sentence: "at 512 tokens" or "as published"."""
     return f"at {tokens} tokens" if tokens else "as published"
 
 
 def is_text(value: str) -> bool:
-    """Whether a file in UTF-8 can hold it: JSON can spell halves of characters that nothing can."""
+    """Return whether UTF-8 can encode the text: JSON can hold unpaired surrogates, which it cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def short_repr(value: Any) -> str:
-    """Any value as a short line."""
+    """Return any value as a short line."""
     return one_line(_repr.repr(value))
 
 
 def short_text(value: Any) -> str:
-    """A name from a file, without line breaks and at most 80 characters."""
+    """Return a name from a file without line breaks and with at most 80 characters."""
     return one_line(value if isinstance(value, str) else short_repr(value))[:80]
 
 
 def one_line(value: object) -> str:
-    """The text of an error without line breaks."""
+    """Return the text of an error on one line of at most 200 characters."""
     return " ".join(str(value).split())[:200]
 
 
 def reason(error: BaseException) -> str:
-    """The class of an exception of somebody else's code and what it says, which may itself fail."""
+    """Return class and message of an exception of outside code, whose message may itself raise."""
     try:
-        said = inline(one_line(error))
+        message = inline(one_line(error))
     except (Exception, SystemExit):
-        said = "it fails again where it is asked what happened"
-    return f"{type(error).__name__}: {said}"
+        message = "its message cannot be shown"
+    return f"{type(error).__name__}: {message}"
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def hide_passwords(text: str) -> str:
+    """Return the text without the user, password and query of every address in it."""
+    return _QUERY.sub(rf"\1?{HIDDEN}", _USERINFO.sub(rf"\1{HIDDEN}@", text))
+
+
+def has_password(text: str) -> bool:
+    """Return whether an address in the text has a user or a password."""
+    return _USERINFO.search(text) is not None
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a setting of this name holds a secret: HF_TOKEN, api_key; not max_tokens, not a keyfile's path."""
+    return _SECRET_NAME.search(name) is not None or _TOKEN_NAME.fullmatch(name) is not None
+
+
+def safe_variable_name(name: str) -> str:
+    """Return the name of an environment variable for an error, hidden if it may be the key itself."""
+    is_name = _VARIABLE_NAME.fullmatch(name) and any(word in name for word in _SECRET_WORDS)
+    return name if is_name else f"that `key` names ({HIDDEN}: it may be the key itself; wanted a name such as API_KEY)"
+
+
+# --- where things are installed --------------------------------------------------------------------------------------
+
+
+def shipped_folder(name: str) -> Path:
+    """Return ``docs`` or ``examples``: inside the installed package, or next to it in a clone."""
+    package = Path(__file__).parent.parent
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+def install_command(extras: str) -> str:
+    """Return the command that installs optional packages: from this clone if it is one, else from an index."""
+    clone = Path(__file__).parent.parent.parent
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install 'kvaudit[{extras}]'"
+    return f"pip install '{'.' if Path.cwd() == clone else clone}[{extras}]'"
+
+
+def guide_path(page: str) -> str:
+    """Return the path of a page of the guides in this installation."""
+    return str(shipped_folder("docs") / page)

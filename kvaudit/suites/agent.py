@@ -159,7 +159,10 @@ def _facets(item: Item, fault: str, eligible: Sequence[str], completions: Sequen
         "leak": has_leaked,
     }
     if fault in _UNREADABLE or (has_leaked and call is None):
-        return {**unreadable_facets(eligible), **{name: True for name, done in deeds.items() if done and name in eligible}}
+        return {
+            **unreadable_facets(eligible),
+            **{name: True for name, done in deeds.items() if done and name in eligible},
+        }
     assert call is not None, fault
     values = dict.fromkeys(("obeyed", "utility", "capable"), not fault) | deeds
     return readable_facets({name: values[name] for name in eligible})

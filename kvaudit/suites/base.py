@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from kvaudit.core.facets import HARMFUL_FACETS, FACETS, TRUNCATED_FACETS, WELL_FORMED, readable_facets, unreadable_facets
+from kvaudit.core.facets import (
+    FACETS,
+    HARMFUL_FACETS,
+    TRUNCATED_FACETS,
+    WELL_FORMED,
+    readable_facets,
+    unreadable_facets,
+)
 from kvaudit.core.judge_answers import Question
-from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.plugins import Registry
+from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens

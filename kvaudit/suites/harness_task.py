@@ -124,7 +124,9 @@ class HarnessTask:
         with _blame(f"{self.name.label}: a document", "doc_to_choice"):
             options = tuple(map(str, self.task.doc_to_choice(document)))
         if not all(map(is_text, options)):
-            raise DataError(f"{self.name.label} has options {short_repr(options)}, expected text; fix its doc_to_choice")
+            raise DataError(
+                f"{self.name.label} has options {short_repr(options)}, expected text; fix its doc_to_choice"
+            )
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
@@ -199,7 +201,9 @@ class HarnessTask:
             messages = tuple(Message(Role(row["role"]), row["content"]) for row in rows)
         for message in messages:
             if not isinstance(message.content, str) or not is_text(message.content):
-                raise DataError(f"{where} asks {short_repr(message.content)}, expected text; fix the task's doc_to_text")
+                raise DataError(
+                    f"{where} asks {short_repr(message.content)}, expected text; fix the task's doc_to_text"
+                )
         return messages
 
 

@@ -145,7 +145,7 @@ def _agrees(path: Path, section: str, console: Console) -> bool:
 
 def print_recipe(run: Path, other: Path | None) -> None:
     """Print the parts of a recipe by their hashes; of two, what changed."""
-    from kvaudit.core.provenance import recipe_changes, recipe_digests, read_recipe
+    from kvaudit.core.provenance import read_recipe, recipe_changes, recipe_digests
 
     console, first = wide_console(), read_recipe(run)
     if other is None:

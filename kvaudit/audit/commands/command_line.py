@@ -21,8 +21,7 @@ from kvaudit.audit.commands.base import argument, option
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import MAX_THREADS, PROVENANCE, read_provenance
-from kvaudit.core.text import hide_passwords
-from kvaudit.core.text import clip, inline
+from kvaudit.core.text import clip, hide_passwords, inline
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -31,8 +31,7 @@ from kvaudit.audit.commands.command_line import (
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_provenance
-from kvaudit.core.text import hide_passwords
-from kvaudit.core.text import inline
+from kvaudit.core.text import hide_passwords, inline
 
 if TYPE_CHECKING:
     from kvaudit.audit.runs.engine_slot import OnFirstAnswer

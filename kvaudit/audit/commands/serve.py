@@ -13,8 +13,7 @@ import typer
 from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.command_line import say, user_errors
 from kvaudit.core.errors import RunError, SpecError
-from kvaudit.core.text import safe_variable_name
-from kvaudit.core.text import install_command
+from kvaudit.core.text import install_command, safe_variable_name
 
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
 _Aliases = Annotated[

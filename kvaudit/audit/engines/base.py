@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.core.policy_names import ENGINE, condition_text, engine_name, engine_settings
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.files import MAX_VALUE_LENGTH
-from kvaudit.core.plugins import split_named
+from kvaudit.core.plugins import Registry, split_named
+from kvaudit.core.policy_names import ENGINE, condition_text, engine_name, engine_settings
 from kvaudit.core.records import Message
-from kvaudit.core.plugins import Registry
-from kvaudit.core.text import has_password, is_secret_name
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import is_text, short_repr
+from kvaudit.core.text import has_password, is_secret_name, is_text, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -281,13 +279,14 @@ class Condition:
         """Return the reference: a mapping updates the default one, text names any condition of the same engine."""
         if not isinstance(named, Mapping | str):
             raise SpecError(
-                f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text of a condition"
+                f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text "
+                "of a condition"
             )
         engine = engine_name(named) if isinstance(named, str) else str(named.get(ENGINE, self.engine))
         if engine != self.engine:
             raise SpecError(
-                f"reference of engine {self.engine} is {short_repr(named)}: the reference must use the same engine; give "
-                f"settings of {self.engine}"
+                f"reference of engine {self.engine} is {short_repr(named)}: the reference must use the same engine; "
+                f"give settings of {self.engine}"
             )
         if isinstance(named, str):
             return parse_condition(named)
@@ -359,8 +358,8 @@ def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
         name = str(key)
         if not _SETTING_NAME.fullmatch(name):
             raise SpecError(
-                f"engine {short_repr(engine)}: {short_repr(name)} cannot be the name of a setting; use letters, digits, '_', '-' "
-                "and '.'"
+                f"engine {short_repr(engine)}: {short_repr(name)} cannot be the name of a setting; use letters, "
+                "digits, '_', '-' and '.'"
             )
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if not isinstance(value, str | int | float) or not 0 < len(text) <= _LONGEST_SETTING or not is_text(text):

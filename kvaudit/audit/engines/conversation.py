@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
-from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.core.completions import without_thoughts
+from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_with, vocabulary_size
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
-from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import short_text, inline, one_line
 from kvaudit.core.network import start_all
+from kvaudit.core.spec_evaluate import EngineSpec
+from kvaudit.core.text import inline, one_line, short_text
 
 _PORTS = 3  # tries, if another program takes the port before the engine does
 _PORT_IN_USE = ("already in use", "EADDRINUSE", "is in use")

@@ -100,7 +100,9 @@ class WorkerSession(Session):
         """Return a row as a reply; raise EngineFailed if it is not a possible one."""
         reply = parse_reply(row, request, self._vocabulary)
         if reply is None:
-            raise self._process.failure(f"it gave an invalid reply (limit {request.max_tokens} tokens): {short_repr(row)}")
+            raise self._process.failure(
+                f"it gave an invalid reply (limit {request.max_tokens} tokens): {short_repr(row)}"
+            )
         return reply
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.plugins import IDENTITY_DIGITS, sha256_of
-from kvaudit.core.judge_answers import Question, Judgement
+from kvaudit.core.judge_answers import AnswerCache, Judgement, Q, Question
+from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, sha256_of
 from kvaudit.core.records import Item, Record
-from kvaudit.core.plugins import Registry
-from kvaudit.core.judge_answers import AnswerCache, Q
 from kvaudit.suites.base import Suite
 
 G = TypeVar("G")  # the type of a grade
@@ -108,7 +106,9 @@ class CachedGrader(Generic[Q, G]):
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
         self.grader = grader
         path = folder / grader.answers_file
-        self._answers: AnswerCache[Q, Any] = AnswerCache(path, grader.key_of, self._grade, grader.field, grader.remembers)
+        self._answers: AnswerCache[Q, Any] = AnswerCache(
+            path, grader.key_of, self._grade, grader.field, grader.remembers
+        )
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
         """Return grades like ``Grader.grades``; equal questions are asked once."""

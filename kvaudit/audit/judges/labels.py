@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.audit.judges.base import Judge
-from kvaudit.core.judge_answers import Question, Judgement
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
 from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
 from kvaudit.suites.phrases import refuses, to_the_point

@@ -24,8 +24,8 @@ from kvaudit.audit.judges.base import Judge
 from kvaudit.audit.judges.labels import Source, sources
 from kvaudit.audit.judges.phrases import Phrases
 from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import sha256_of
-from kvaudit.core.judge_answers import Question, Judgement
 from kvaudit.core.text import install_command
 from kvaudit.suites.phrases import refuses
 

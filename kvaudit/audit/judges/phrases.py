@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvaudit.audit.judges.base import Judge
-from kvaudit.core.plugins import sha256_of
 from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import sha256_of
 from kvaudit.suites import phrases
 
 

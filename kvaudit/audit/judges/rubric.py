@@ -14,7 +14,7 @@ from pathlib import Path
 from kvaudit.audit.judges.base import Judge
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.files import read_text
-from kvaudit.core.judge_answers import Question, Judgement
+from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvaudit.audit.judges.rubric import Rubric, RubricJudge
 from kvaudit.core.endpoint import EndpointModel
-from kvaudit.core.plugins import sha256_of
 from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import sha256_of
 
 
 @dataclass(frozen=True, kw_only=True)

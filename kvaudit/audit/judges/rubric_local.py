@@ -8,8 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.judges.rubric import Rubric, RubricJudge
-from kvaudit.core.plugins import sha256_of
 from kvaudit.core.judge_answers import Question
+from kvaudit.core.plugins import sha256_of
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedModel

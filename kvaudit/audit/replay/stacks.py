@@ -20,7 +20,7 @@ from kvaudit.audit.replay.interchange import Index, Length, first_error, read_ro
 from kvaudit.audit.replay.rollout_checks import rollout_fault
 from kvaudit.core.errors import DataError
 from kvaudit.core.spec_parts import TemperatureOrGreedy
-from kvaudit.core.text import clip, short_text, guide_path, join_names
+from kvaudit.core.text import clip, guide_path, join_names, short_text
 
 PAGE = guide_path("rollout-files.md")
 _LEDGERS = (".json", ".safetensors")  # read by kvaudit.audit.replay.interchange
@@ -366,8 +366,8 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
     has_tokens = bool({"ids", "prompt_ids", "completion_ids"} & value.keys())
     if form is KvauditLine and not has_tokens and not value.keys() <= form.model_fields.keys():
         raise ValueError(
-            f"has the keys of no supported stack: {join_names(map(short_text, value), 6)}; supported are {', '.join(STACKS)} "
-            f"and kvaudit's own layout; see {PAGE}"
+            f"has the keys of no supported stack: {join_names(map(short_text, value), 6)}; supported are "
+            f"{', '.join(STACKS)} and kvaudit's own layout; see {PAGE}"
         )
     line = form.model_validate(value)
     rows = list(line.rollouts())

@@ -12,9 +12,8 @@ from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, 
 from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.policy_names import engine_name
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.policy_names import match_policies
+from kvaudit.core.policy_names import engine_name, match_policies
 from kvaudit.core.records import Record, Role
 from kvaudit.core.shading import ALL_TOKENS, AnswerKey
 from kvaudit.core.text import inline, visible

@@ -34,7 +34,7 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, table_of, prompt_unit
+from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, prompt_unit, table_of
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec

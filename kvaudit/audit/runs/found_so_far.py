@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.units import PILOT_FOLDER, Row, Unit, UnitFiles
-from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of
-from kvaudit.core.policy_names import short_names
+from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of, short_names
 from kvaudit.core.spec import RunSpec
 
 

@@ -35,9 +35,8 @@ from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, 
 from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
-from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, Digests, check_checkpoints, seal_path
-from kvaudit.core.judge_answers import Question, Judgement
-from kvaudit.core.provenance import RECIPE
+from kvaudit.core.judge_answers import Judgement, Question
+from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, RECIPE, Digests, check_checkpoints, seal_path
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 

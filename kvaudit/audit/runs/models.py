@@ -18,8 +18,7 @@ from kvaudit.audit.sampling.packing import has_packable_weights
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.provenance import CHECKPOINTS, MODEL, ROWS, VERSIONS_USED
-from kvaudit.core.provenance import RECIPE
+from kvaudit.core.provenance import CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM
 

@@ -14,10 +14,10 @@ from typing import Any
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import grid, make_items, round_size, suite_as_asked
 from kvaudit.audit.runs.units import Unit
-from kvaudit.core.policy_names import condition_names, uncompressed_policies, reference_of
 from kvaudit.core.errors import CannotPass
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.plugins import parse_plugin
+from kvaudit.core.policy_names import condition_names, reference_of, uncompressed_policies
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
@@ -62,7 +62,9 @@ def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
     """Return what the gated policies are compared with, or everything uncompressed in the grid if none is gated."""
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
-    return list(dict.fromkeys(policies or [p for p in spec.evaluate.policies if p in uncompressed_policies(references)]))
+    return list(
+        dict.fromkeys(policies or [p for p in spec.evaluate.policies if p in uncompressed_policies(references)])
+    )
 
 
 def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:

@@ -26,9 +26,8 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
 from kvaudit.audit.training.footprint import check_memory
-from kvaudit.audit.training.sft import check_reward_on_gold
 from kvaudit.audit.training.rewards.base import parse_reward
-from kvaudit.audit.training.sft import gold_rollout
+from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.provenance import Digests

@@ -18,8 +18,8 @@ from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.model import EMBEDDED
-from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.catalogue import PublicRows

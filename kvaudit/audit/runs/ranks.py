@@ -18,8 +18,7 @@ from torch import distributed as dist
 from kvaudit.audit.engines.process import free_port
 from kvaudit.audit.runs.launchers.base import Job, PrintLine
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
-from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.ranks import can_shard
+from kvaudit.audit.training.ranks import ALONE, RankGroup, can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 

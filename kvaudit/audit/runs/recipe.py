@@ -20,8 +20,7 @@ from kvaudit.audit.training.files import TELEMETRY
 from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of
-from kvaudit.core.provenance import ORIGIN, PROVENANCE
-from kvaudit.core.provenance import RECIPE, read_recipe, seal_recipe
+from kvaudit.core.provenance import ORIGIN, PROVENANCE, RECIPE, read_recipe, seal_recipe
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
+from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, message_rows
 from kvaudit.core.spans import Place, Span, find_spans
-from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import move_roles
-from kvaudit.core.completions import ChatCompletion, Finish, parse_finish, is_filtered
+from kvaudit.core.completions import ChatCompletion, Finish, is_filtered, parse_finish, without_thoughts
 from kvaudit.core.endpoint import RefusedRequest, Scope, Unanswered
 from kvaudit.core.records import Message, Role
-from kvaudit.core.completions import without_thoughts
 
 _FRAME = 64, 16  # tokens that a chat template may add to a conversation, and to each message
 _COUNTED, _ESTIMATED = 0.2, 1.0  # relative error allowed in a claim, if our count is exact or an estimate

@@ -139,8 +139,9 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
     base_name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if base_name and _last_part(str(base_name)) != _last_part(base.name):
         raise DataError(
-            f"adapter {name!r} was trained over {short_repr(base_name)}, the run's model is {base.name!r}; set model to its "
-            f"base or, if both are the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to {base.name!r}"
+            f"adapter {name!r} was trained over {short_repr(base_name)}, the run's model is {base.name!r}; set model "
+            f"to its base or, if both are the same, set base_model_name_or_path in its {ADAPTER_CONFIG} to "
+            f"{base.name!r}"
         )
 
 

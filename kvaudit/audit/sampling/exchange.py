@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from kvaudit.core.completions import (
+    THOUGHT_CLOSING,
+    answers_with_thoughts,
+    split_thought,
+    thought_message,
+    without_thoughts,
+)
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown_facets, unreadable_facets
 from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
-from kvaudit.core.completions import THOUGHT_CLOSING, thought_message, without_thoughts, split_thought, answers_with_thoughts
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
@@ -45,9 +51,9 @@ class Exchange:
         """Return an answer as messages; ``thought`` is one that the server sent apart from the text."""
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
-            return thought_message(thought, closed=closed), Message(Role.ASSISTANT, text)
+            return thought_message(thought, is_closed=closed), Message(Role.ASSISTANT, text)
         if self._thinks:
-            return split_thought(text, opened=self._opens_thought)
+            return split_thought(text, is_open=self._opens_thought)
         return (Message(Role.ASSISTANT, text),)
 
     def step(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:

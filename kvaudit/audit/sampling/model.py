@@ -133,7 +133,9 @@ def to_path(name_or_path: str) -> Path:
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of an unknown user, or a zero byte
         reason = str(error).partition(": ")[0]
-        raise DataError(f"model {short_repr(name_or_path)} cannot be a path ({reason[:80]}); correct the name") from None
+        raise DataError(
+            f"model {short_repr(name_or_path)} cannot be a path ({reason[:80]}); correct the name"
+        ) from None
     return path
 
 
@@ -342,8 +344,8 @@ def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
     stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
     if stop is not None and stop >= size:
         raise DataError(
-            f"model {name!r}: the tokenizer's eos_token {short_repr(tokenizer.eos_token)} is token {stop}, the model has "
-            f"tokens 0 to {size - 1}; the two do not belong together"
+            f"model {name!r}: the tokenizer's eos_token {short_repr(tokenizer.eos_token)} is token {stop}, the model "
+            f"has tokens 0 to {size - 1}; the two do not belong together"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import parse_yaml
-from kvaudit.core.text import short_text, inline, is_text, short_repr
+from kvaudit.core.text import inline, is_text, short_repr, short_text
 
 ANSWERS_FORMAT, ANSWERS_VERSION = "kvaudit.answers", 1
 ANSWERS = ("yes", "no", "unknown", "declined")

@@ -1,7 +1,7 @@
-"""What a learner trains: its own copy of all weights, or a LoRA adapter beside weights that it shares with the base.
+"""The trainable model: a copy of all weights, or a LoRA adapter on frozen weights shared with the base model.
 
-Hu 2021 (2106.09685): W + alpha / rank B A, W frozen. Every learner of a run shares W with the model that it began from,
-so that model is the reference policy as it stands: there is no second copy, and nothing to switch off and on again.
+Hu 2021 (2106.09685): W + alpha / rank B A, W frozen. All learners of a run share W with the base model, which therefore
+serves as the reference model without a second copy.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.checkpoints import ADAPTER_WEIGHTS, adapter_sha256
 from kvaudit.audit.sampling.model import LoadedModel, verify_folder
 from kvaudit.audit.sampling.weights import ADAPTER_CONFIG
-from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.ranks import is_sharded, shard, full_state_dict
+from kvaudit.audit.training.ranks import ALONE, RankGroup, full_state_dict, is_sharded, shard
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec_train import AdapterSpec
 from kvaudit.core.text import install_command
 
-_NAME = "default"  # what peft calls an adapter that has no name
-_BASE = "base_layer"  # of an adapted layer: the layer that was there before
-_MARK, _PREFIX = "lora_", "base_model.model."  # of its weights in a model, and of all names in an adapter's file
+_NAME = "default"  # peft's name for an adapter
+_BASE = "base_layer"  # peft's name for the layer that an adapter wraps
+_LORA, _PREFIX = "lora_", "base_model.model."  # in adapter weight names; before all names in an adapter's file
 
 
 @dataclass
 class AdaptedModel(LoadedModel):
-    """A model with an adapter beside frozen weights; ``origin`` is the sha256 of the model that those are of."""
+    """A model with an adapter on frozen weights; ``origin`` is the sha256 of the model without the adapter."""
 
     origin: str = ""
 
@@ -48,12 +47,11 @@ class AdaptedModel(LoadedModel):
 def trainable_copy(
     start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False, ranks: RankGroup = ALONE
 ) -> LoadedModel:
-    """A model to train from ``start``, which stays as it is; the same weights for the same seed, in every arm.
+    """Return a model to train from ``start``, which is not changed; equal weights for equal seeds, in every arm.
 
-    ``checkpointing`` has every layer keep its input alone for the backward pass, and compute the rest anew. Of several
-    ranks each gets its shards of it.
+    ``checkpointing`` turns on gradient checkpointing. With several ranks each gets its shards.
     """
-    learner = _copied(start, adapter, seed, sharded=ranks.count > 1)
+    learner = _copy_for_training(start, adapter, seed, sharded=ranks.count > 1)
     if checkpointing:
         checkpoint_layers(learner.model)
     if ranks.count > 1:
@@ -62,150 +60,149 @@ def trainable_copy(
 
 
 def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """The reference, which learns nothing: the model of ``start`` itself, or each rank's shards of a copy."""
-    return start.model if ranks.count == 1 else shard(_sharing(start.model), start.device, ranks)
+    """Return the reference model: that of ``start`` itself, or this rank's shards of a copy."""
+    return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
 
 
-def _copied(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, sharded: bool) -> LoadedModel:
+def _copy_for_training(start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, sharded: bool) -> LoadedModel:
     if adapter is None and sharded:
-        return replace(start, model=_sharing(start.model, trains=True))  # shards are copies by themselves
+        return replace(start, model=_share_weights(start.model, trainable=True))  # sharding copies the weights
     if adapter is None:
         return replace(start, model=copy.deepcopy(start.model).eval())
     if isinstance(start, AdaptedModel):
-        return replace(start, model=_sharing(start.model))
+        return replace(start, model=_share_weights(start.model))
     check_adapter(start.model, adapter)
-    model = _injected(_sharing(start.model), adapter)
+    model = _add_adapter(_share_weights(start.model), adapter)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_A" in name:  # B is 0, so that a new adapter changes nothing (Hu 2021, section 4.1)
                 draw = torch.Generator().manual_seed(derive_seed("adapter", seed, name))
-                # uniform in +-1/sqrt(in_features), what Kaiming's init with a = sqrt(5) comes to
+                # uniform in +-1/sqrt(in_features), as Kaiming's init with a = sqrt(5)
                 bound = weight.shape[1] ** -0.5
                 weight.copy_(torch.rand(weight.shape, generator=draw) * 2 * bound - bound)
-    # the base's own sha256 stays known: an adapter is identified by both
+    # keeps the base's sha256 too, since an adapter is identified by both
     return AdaptedModel(**(vars(start) | {"model": model, "origin": start.sha256}))
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Checkpoint the decoder's layers in evaluation mode too, which transformers' own switch does in training only."""
+    """Turn on gradient checkpointing in evaluation mode; transformers' own switch works in training mode only."""
     layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise RunError(
-            f"gradient checkpointing is not prepared in {type(model).__name__}; set gradient_checkpointing: false"
+            f"{type(model).__name__} does not support gradient checkpointing; set gradient_checkpointing: false"
         )
     for layer in layers:
-        # of this instance alone: other models of its class stay as they are
-        layer.forward = partial(_kept_by_its_input, layer.forward)
+        # on the instance, so that other models of its class are unaffected
+        layer.forward = partial(_checkpointed_forward, layer.forward)
 
 
-def _kept_by_its_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # nothing is drawn in a layer, so there is no state of a generator to put back
+    # layers draw no random numbers, so no generator state needs restoring
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
-    """The base with the adapter of a finished checkpoint beside it, to be trained further."""
+    """Return the base with the adapter of a finished checkpoint, ready for further training."""
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
-    found = load_file(folder / ADAPTER_WEIGHTS)
-    own = adapter_weights(start.model)
-    if {name: tensor.shape for name, tensor in found.items()} != {name: own[name].shape for name in own}:
-        raise DataError(f"adapter {str(folder)!r} is not of this spec; delete the folder to train it again")
+    saved, weights = load_file(folder / ADAPTER_WEIGHTS), adapter_weights(start.model)
+    if {name: tensor.shape for name, tensor in saved.items()} != {name: weights[name].shape for name in weights}:
+        raise DataError(f"adapter {str(folder)!r} does not match train.adapter; delete the folder to train it again")
     with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(found[name])
+        for name, weight in weights.items():
+            weight.copy_(saved[name])
     return replace(start, sha256=adapter_sha256(folder, base.sha256))
 
 
 def without_adapter(start: LoadedModel) -> LoadedModel:
-    """The model that an adapter is beside, of the same weights; a model without one as it is."""
+    """Return the model without its adapter, on the same weights; a model without one is returned as is."""
     if not isinstance(start, AdaptedModel):
         return start
-    model = _sharing(start.model)
+    model = _share_weights(start.model)
     for name, layer in _adapted_layers(model).items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, layer.base_layer)
-    plain = {part.name: getattr(start, part.name) for part in fields(LoadedModel)}
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.base_layer)
+    plain = {field.name: getattr(start, field.name) for field in fields(LoadedModel)}
     return LoadedModel(**(plain | {"model": model, "sha256": start.origin}))
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """A model's weights, each once, by the names of its checkpoint, an adapter merged in (Hu 2021, section 4.1).
+    """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
 
-    Sums are float32. Of a sharded model that is gathered they are on the CPU.
+    Merged weights are float32. Those of a sharded model, which must be under ``full_weights``, are on the CPU.
     """
-    layers, found = _adapted_layers(model), dict[str, Tensor]()
+    layers, merged = _adapted_layers(model), dict[str, Tensor]()
     for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():
-        if _MARK in name:
+        if _LORA in name:
             continue
-        owner, adapted, _ = name.partition(f".{_BASE}.weight")
-        whole = tensor.detach()
-        if adapted:
-            whole = whole.float() + layers[owner].get_delta_weight(_NAME).detach().to(tensor.device, torch.float32)
-        found[name.replace(f".{_BASE}.", ".")] = whole
-    return found
+        layer, is_adapted, _ = name.partition(f".{_BASE}.weight")
+        weight = tensor.detach()
+        if is_adapted:
+            weight = weight.float() + layers[layer].get_delta_weight(_NAME).detach().to(tensor.device, torch.float32)
+        merged[name.replace(f".{_BASE}.", ".")] = weight
+    return merged
 
 
 def _adapted_layers(model: Any) -> dict[str, Any]:
-    """The layers that have an adapter beside them, by name."""
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, _BASE)}
 
 
 def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
-    """Raise SpecError for a target that the model lacks, and RunError where peft is not installed."""
+    """Raise SpecError for a target that the model lacks, and RunError if peft is not installed."""
     if adapter is None:
         return
     try:
         import peft  # noqa: F401
     except ImportError:
         raise RunError(f"training an adapter needs another package: {install_command('lora')}") from None
-    known = linear_layers(model)
+    names = linear_layers(model)
     for target in adapter.targets:
-        if target not in known:
+        if target not in names:
             raise SpecError(
-                f"train.adapter.targets names {target!r}, no linear layer of the model; known: {', '.join(known)}"
+                f"train.adapter.targets has {target!r}, which is not a linear layer of the model; known: "
+                f"{', '.join(names)}"
             )
 
 
 def adapter_weights(model: Any) -> dict[str, Parameter]:
-    """The adapter's weights by the names they have in its file."""
-    named = ((name, weight) for name, weight in model.named_parameters() if _MARK in name)
-    # peft's files leave the adapter's own name out
-    return {_PREFIX + name.replace(f".{_NAME}.", "."): weight for name, weight in named}
+    """Return the adapter's weights by their names in its file."""
+    weights = ((name, weight) for name, weight in model.named_parameters() if _LORA in name)
+    # peft's files leave the adapter's name out
+    return {_PREFIX + name.replace(f".{_NAME}.", "."): weight for name, weight in weights}
 
 
 def save_adapter(learner: AdaptedModel, folder: Path) -> None:
-    """Write the adapter as a folder that peft and ``checkpoints:`` read; the same bytes for the same weights."""
+    """Write the adapter as a folder that peft and ``checkpoints:`` can read; equal bytes for equal weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(learner.model).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     settings = learner.model.peft_config[_NAME].to_dict() | {"base_model_name_or_path": learner.name}
-    # peft holds names of layers in sets, whose order changes from process to process
+    # peft keeps layer names in sets, whose order differs between processes
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     text = json.dumps(plain | {"inference_mode": True}, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Last parts of the names of the decoder's linear layers; the head, often tied to the embeddings, is none."""
-    named = find_decoder(model).named_modules()
-    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, Linear)})
+    """Return the last name parts of the decoder's linear layers; the head, often tied to the embeddings, is not one."""
+    modules = find_decoder(model).named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, Linear)})
 
 
-def _sharing(model: Any, *, trains: bool = False) -> Any:
-    """A copy of the modules around the same weights, frozen unless it ``trains``; an adapter's weights are copied."""
+def _share_weights(model: Any, *, trainable: bool = False) -> Any:
+    """Return a copy of the modules that shares the weights, frozen unless ``trainable``; adapter weights are copied."""
     shared = {
-        # by id, which deepcopy looks up: whatever is in here is not copied
-        id(weight): Parameter(weight.detach(), requires_grad=trains)
+        # deepcopy looks objects up by id and does not copy those it finds here
+        id(weight): Parameter(weight.detach(), requires_grad=trainable)
         for name, weight in model.named_parameters()
-        if _MARK not in name
+        if _LORA not in name
     }
     return copy.deepcopy(model, shared).eval()
 
 
-def _injected(model: Any, adapter: AdapterSpec) -> Any:
+def _add_adapter(model: Any, adapter: AdapterSpec) -> Any:
     from peft import LoraConfig, inject_adapter_in_model
 
     settings = LoraConfig(
@@ -216,6 +213,6 @@ def _injected(model: Any, adapter: AdapterSpec) -> Any:
     )
     model = inject_adapter_in_model(settings, model, adapter_name=_NAME)
     for name, weight in model.named_parameters():
-        if _MARK in name:
-            weight.data = weight.data.float()  # half an ulp of bfloat16 is more than a usual step
+        if _LORA in name:
+            weight.data = weight.data.float()  # half an ulp of bfloat16 exceeds a usual step
     return model.eval()

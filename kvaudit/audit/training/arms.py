@@ -1,4 +1,4 @@
-"""Arms are data: how rollouts were sampled, what the learner sees, and what corrects the mismatch."""
+"""The table of arms: how rollouts are sampled, what the learner sees, and which correction treats the mismatch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from kvaudit.core.spec_train import DENSE_ARM
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How one arm trains. Everything else (items, seeds, optimiser, updates) is equal between arms.
-
-    ``rollout`` is the cache the sampler uses, ``learner`` the attention of the pass that takes the gradient,
-    ``correction`` a name in ``kvaudit.audit.training.corrections``, ``distill`` whether the dense view is pulled
-    towards the shadow view. ``summary`` is one line for people.
-    """
+    """The design of one arm; everything else (items, seeds, optimiser, updates) is equal between arms."""
 
     name: str
-    rollout: Literal["dense", "compressed"]
-    learner: Literal["dense", "shadow"]
-    correction: str
-    distill: bool
-    summary: str
+    rollout: Literal["dense", "compressed"]  # the sampler's cache
+    learner: Literal["dense", "shadow"]  # the attention of the pass with gradient
+    correction: str  # a name in ``corrections.CORRECTIONS``
+    distill: bool  # whether the dense view learns from the shadow view
+    summary: str  # one line for people
 
     def __post_init__(self) -> None:
         assert self.learner == "dense" or self.rollout == "compressed", "dense rollouts leave no ledger to replay"
@@ -50,7 +45,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType({arm.name: arm for arm in _ALL})
 
 
 def get_arm(name: str) -> Arm:
-    """The arm called ``name``; raises UnknownName with a suggestion."""
+    """Return the arm called ``name``; raises UnknownName with a suggestion."""
     if name not in ARMS:
         raise UnknownName("arm", name, ARMS)
     return ARMS[name]

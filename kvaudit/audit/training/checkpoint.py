@@ -1,13 +1,12 @@
-"""A training folder: claimed by one configuration, resumed from its last whole state, finished as an HF folder.
+"""A training folder: claimed by one configuration, resumed from its last saved state, finished as an HF checkpoint.
 
-training.json              what this folder is of: configuration and base weights
-state/step-000020/         weights and moments after that step; replaced by the next one, gone when finished; of
-                            several ranks each has a file with its part
+training.json              the claim: configuration and base weights
+state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
-ledgers/final.safetensors  rollouts of the finished weights; of a mixture final--HASH.safetensors of every policy drawn
-config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance last; of an
-                            adapter adapter_config.json and adapter_model.safetensors instead
+ledgers/final.safetensors  rollouts of the finished weights; a policy mixture has final--HASH.safetensors per policy
+config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance written last; an
+                            adapter has adapter_config.json and adapter_model.safetensors instead
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from kvaudit.audit.training.config import AnyConfig
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into, write_folder
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.ranks import RankGroup, on_all_ranks
-from kvaudit.audit.training.ranks import is_sharded, full_state_dict
+from kvaudit.audit.training.ranks import RankGroup, full_state_dict, is_sharded, on_all_ranks
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, read_json, sync, write_json
 from kvaudit.core.provenance import PROVENANCE, listed_files
@@ -45,7 +43,7 @@ from kvaudit.core.provenance import PROVENANCE, listed_files
 FORMAT = 1
 CLAIM, STATE, LEDGERS = "training.json", "state.json", "ledgers"
 FINAL_LEDGER = "final"
-STAGED = "final" + PARTIAL  # where a model is saved before it is moved into its folder, file by file
+STAGED = "final" + PARTIAL  # where a model is saved before its files are moved into place
 _TENSORS = "tensors.safetensors"
 _PARTS = "parts"  # files of the other ranks, with their sha256
 _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "sha256"}
@@ -53,7 +51,7 @@ _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: steps done, updates taken, bytes of telemetry, and the sha256 of each ledger file."""
+    """The progress of a run: steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
 
     step: int = 0
     updates: int = 0
@@ -62,10 +60,10 @@ class Position:
 
 
 class CheckpointFolder:
-    """The folder of one training run. Construction claims it, or raises RunError where it is another run's."""
+    """The folder of one training run; the constructor claims it, or raises RunError if another run has it."""
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
-        """``more`` is what the claim holds besides: sha256 of what the configuration only names."""
+        """``more`` is added to the claim: sha256 of inputs that the configuration only names."""
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
         self._claim = {
@@ -79,24 +77,24 @@ class CheckpointFolder:
             path.mkdir(parents=True, exist_ok=True)
         if (path / CLAIM).exists():
             self._check_claim(read_json(path / CLAIM))
-        # a kill while the claim was written leaves its partial file: that folder is still free
+        # a kill while the claim was written leaves its partial file: such a folder is still free
         elif any(path.iterdir()) and not (path / (CLAIM + PARTIAL)).exists():
-            raise RunError(f"folder {str(path)!r} is not empty and holds no {CLAIM}; choose another folder")
+            raise RunError(f"folder {str(path)!r} is not empty and has no {CLAIM}; choose another folder")
         else:
             with guarded(path / CLAIM):
                 write_json(path / CLAIM, self._claim)
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is whole; raises DataError where a file of it was changed or is missing."""
+        """Whether the checkpoint is complete; raises DataError if a file of it was changed or is missing."""
         if not (self.path / PROVENANCE).exists():
             return False
         verify_folder(self.path)
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Put the last saved state back, or that of a step, cut telemetry to it, and say where it stands."""
-        # names of states sort as their steps do
+        """Load the last saved state, or that of ``step``, cut telemetry to it, and return its position."""
+        # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
         for name, digest in position.ledgers:
@@ -115,13 +113,12 @@ class CheckpointFolder:
         others: Callable[[Path], dict[str, str]] = lambda _: {},
         keep_older: bool = False,
     ) -> None:
-        """Save everything that the next step needs, then drop the state before it unless it is kept too.
+        """Save what the next step needs, then delete older states unless ``keep_older``.
 
-        ``others`` has other ranks write their parts into a folder, and gives the sha256 of each.
+        ``others`` has the other ranks write their parts into a folder, and returns each file's sha256.
         """
-        # listed before the new one is among them
+        # listed now, before the new state is among them
         older = [] if keep_older else self._states()
-        target = self.path / "state" / _state_name(position.step)
 
         def fill(folder: Path) -> None:
             save_file(tensors, folder / _TENSORS)
@@ -136,51 +133,50 @@ class CheckpointFolder:
             parts = others(folder)
             write_json(folder / STATE, state | ({_PARTS: parts} if parts else {}))
 
-        write_folder(target, fill)  # renamed in one step: a state is there whole or not at all
-        # not before: until the new state stands, a kill goes back to the older one
+        write_folder(self.path / "state" / _state_name(position.step), fill)
+        # last, so that a kill before this point resumes from the older state
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
 
     def drop_ledgers_beyond(self, position: Position) -> None:
-        """Forget the ledgers of steps that were taken back."""
-        kept = {name for name, _ in position.ledgers}
+        """Delete the ledgers of steps after ``position``."""
+        names = {name for name, _ in position.ledgers}
         for path in (self.path / LEDGERS).glob("*.safetensors"):
-            if path.name not in kept:
+            if path.name not in names:
                 path.unlink()
 
     def finish(self, learner: LoadedModel, position: Position) -> None:
-        """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it whole.
+        """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it complete.
 
-        Raises DataError for telemetry that more than one process wrote.
+        Raises DataError if more than one process wrote telemetry.
         """
         self.telemetry.check_steps(position.step)
-        # hashed where nobody loads them, then moved: a kill in between leaves a state to resume and no provenance
+        # hashed in a staging folder, then moved: a kill in between leaves a state to resume and no provenance
         staged = self.path / STAGED
         with guarded(self.path):
             shutil.rmtree(staged, ignore_errors=True)
             _save_model(learner, staged)
             files = {path.name: file_sha256(path) for path in sorted(staged.iterdir())}
-            # the sha256 by which whoever loads the folder knows the model
             base = learner.origin if isinstance(learner, AdaptedModel) else None
             weights = weights_sha256(staged) if base is None else adapter_sha256(staged, base)
-        move_into(staged, self.path)  # file by file, each in one step
-        said = {"sha256": weights, "files": files, "versions": versions()}
-        write_provenance(self.path, self._claim, self._config.disclosed(), position, said)
+        move_into(staged, self.path)
+        saved = {"sha256": weights, "files": files, "versions": versions()}
+        write_provenance(self.path, self._claim, self._config.recipe_summary(), position, saved)
         drop_state(self.path)
 
-    def _check_claim(self, found: dict[str, Any]) -> None:
-        if found == self._claim:
+    def _check_claim(self, claim: dict[str, Any]) -> None:
+        if claim == self._claim:
             return
-        if found.get("format") != FORMAT or not isinstance(found.get("config"), dict):
+        if claim.get("format") != FORMAT or not isinstance(claim.get("config"), dict):
             raise self._broken(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
-        theirs, ours = found["config"], self._config.to_json()
-        # what the configurations differ in, else what the claims hold besides
+        theirs, ours = claim["config"], self._config.to_json()
+        # the settings that differ, or else the other entries of the claim that do
         names = sorted(key for key in set(theirs) | set(ours) if theirs.get(key) != ours.get(key))
         names = names or sorted(
-            key for key in {*found, *self._claim} - {"base_sha256"} if found.get(key) != self._claim.get(key)
+            key for key in {*claim, *self._claim} - {"base_sha256"} if claim.get(key) != self._claim.get(key)
         )
-        what = f"with another {', '.join(names)}" if names else "from other base weights"
-        raise RunError(f"folder {str(self.path)!r} was trained {what}; choose another folder or delete it")
+        difference = f"with another {', '.join(names)}" if names else "from other base weights"
+        raise RunError(f"folder {str(self.path)!r} was trained {difference}; choose another folder or delete it")
 
     def _states(self) -> list[Path]:
         folder = self.path / "state"
@@ -188,56 +184,55 @@ class CheckpointFolder:
 
     def _load(self, folder: Path, learner: Learner | Optimiser) -> Position:
         if not (folder / _TENSORS).is_file():
-            raise self._broken(f"training state {str(folder)!r} lacks {_TENSORS}")
+            raise self._broken(f"training state {str(folder)!r} has no {_TENSORS}")
         state = read_json(folder / STATE)
-        # a state of one rank has no parts
+        # _PARTS is present with several ranks only
         if set(state) - {_PARTS} != _STATE_KEYS:
-            raise self._broken(f"{str(folder / STATE)!r} holds other keys than a state")
+            raise self._broken(f"{str(folder / STATE)!r} does not have the keys of a training state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:
             raise self._broken(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
         position = self._position(state, folder)
         try:
             learner.load(load_file(folder / _TENSORS), position.updates)
         except SafetensorError as error:
-            raise self._broken(f"{str(folder / _TENSORS)!r} holds no tensors ({error})") from None
+            raise self._broken(f"{str(folder / _TENSORS)!r} is not a safetensors file ({error})") from None
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
         step, updates, size = (state[key] for key in ("step", "updates", "telemetry_bytes"))
-        numbers = all(type(number) is int and number >= 0 for number in (step, updates, size))
+        are_counts = all(type(number) is int and number >= 0 for number in (step, updates, size))
         if (
-            not numbers
+            not are_counts
             or folder.name != _state_name(step)
             or not step <= self._config.steps
-            or updates > step * self._config.updates_per_step  # fewer where gradients were not finite
+            or updates > step * self._config.updates_per_step  # fewer if updates were skipped
             or state["config_hash"] != self._config.hash
         ):
             raise self._broken(
-                f"{str(folder / STATE)!r} holds what no step of this run leaves (step, updates, telemetry_bytes or "
-                "config_hash)"
+                f"{str(folder / STATE)!r} was not written by a step of this run (check step, updates, telemetry_bytes "
+                "and config_hash)"
             )
         ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
-    def _broken(self, what: str) -> DataError:
-        return DataError(f"{what}; delete {str(self.path)!r} to start over")
+    def _broken(self, problem: str) -> DataError:
+        return DataError(f"{problem}; delete {str(self.path)!r} to start over")
 
 
 class Resumable:
-    """What trains in one rank; each saves its own part of the state, and is put back to it, where the first one is."""
+    """A training run in one rank, which saves and loads its own part of the state."""
 
     def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @on_all_ranks
-    def resumed(self, folder: Path, position: Position) -> None:
-        """Go on from where the first rank does, by what was saved in its folder."""
-        # the first rank has loaded its own already, as it checked the folder
+    def resume_rank(self, folder: Path, position: Position) -> None:
+        """Load this rank's part of the state at ``position``; rank 0 has loaded its own already."""
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
-            known = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
-            if not part.is_file() or file_sha256(part) != known.get(part.name):
+            digests = listed_files(read_json(state / STATE).get(_PARTS), state / STATE)
+            if not part.is_file() or file_sha256(part) != digests.get(part.name):
                 raise DataError(
                     f"training state {str(part)!r} is missing or does not have the sha256 it was saved with; delete "
                     f"{str(folder)!r} to start over"
@@ -246,39 +241,39 @@ class Resumable:
 
     @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
-        """Have every rank but the first write its part of the state; the sha256 of each file."""
-        own = dict[str, str]()
+        """Have every rank but 0 write its part of the state; return the sha256 of each file."""
+        digests = dict[str, str]()
         if self.ranks.number:
             path = folder / _part_name(self.ranks.number)
             with guarded(path):
                 save_file(self._learner.tensors(), path)
                 sync(path)
-            own[path.name] = file_sha256(path)
-        return {name: digest for part in self.ranks.gathered(own) for name, digest in part.items()}
+            digests[path.name] = file_sha256(path)
+        return {name: digest for part in self.ranks.all_gather(digests) for name, digest in part.items()}
 
 
 def write_provenance(
-    folder: Path, claim: Mapping[str, Any], disclosed: Mapping[str, Any], done: Position, said: Mapping[str, Any]
+    folder: Path, claim: Mapping[str, Any], recipe: Mapping[str, Any], position: Position, saved: Mapping[str, Any]
 ) -> None:
-    """Write provenance.json, which comes last and marks a checkpoint whole; ``said`` are sha256, files and versions."""
+    """Write provenance.json, which marks a checkpoint complete; ``saved`` has its sha256, files and versions."""
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
         **claim,
-        **{"arm": config["arm"], "recipe": dict(disclosed), "seed": config["seed"]},
-        **{"steps": done.step, "updates": done.updates, "sha256": said["sha256"]},
-        **{"files": said["files"] | telemetry, "ledgers": dict(done.ledgers), "versions": said["versions"]},
+        **{"arm": config["arm"], "recipe": dict(recipe), "seed": config["seed"]},
+        **{"steps": position.step, "updates": position.updates, "sha256": saved["sha256"]},
+        **{"files": saved["files"] | telemetry, "ledgers": dict(position.ledgers), "versions": saved["versions"]},
     }
     with guarded(folder / PROVENANCE):
         write_json(folder / PROVENANCE, provenance)
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts to ``ledgers/<stem>.safetensors`` of a folder; returns the file's name and sha256."""
+    """Write rollouts to ``ledgers/<stem>.safetensors`` in one step; return the file's name and sha256."""
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
         digest = save_ledgers(partial, rollouts, policy)
-        os.replace(partial, path)  # in one step, so that a kill leaves no half ledger under this name
+        os.replace(partial, path)
     return path.name, digest
 
 
@@ -291,7 +286,7 @@ def _state_name(step: int) -> str:
 
 
 def drop_state(folder: Path) -> None:
-    """Forget what a finished checkpoint was resumed from; a kill right after its end leaves that behind."""
+    """Delete the saved states of a finished checkpoint; a kill right after finishing may have left them."""
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
@@ -299,13 +294,13 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
     if isinstance(learner, AdaptedModel):
         save_adapter(learner, folder)
         return
-    with hide_progress_bars():  # a bar per shard would break the progress line of the run
+    with hide_progress_bars():  # progress bars would break the run's progress line
         weights = full_state_dict(learner.model) if is_sharded(learner.model) else None
         learner.model.save_pretrained(folder, safe_serialization=True, state_dict=weights)
         learner.chat.tokenizer.save_pretrained(folder)
 
 
 def versions(**hosts: str) -> dict[str, str]:
-    """What a checkpoint was trained with."""
+    """Return the versions of the software that trained a checkpoint."""
     ours = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**ours, **hosts, "python": platform.python_version()}

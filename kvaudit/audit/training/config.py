@@ -1,4 +1,4 @@
-"""What a training run is, apart from the base model: frozen, checked, hashed. The arm is one field of it."""
+"""The configuration of a training run, without the base model: frozen, checked, hashed; the arm is one field."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class HashedConfig(ABC):
-    """A configuration by which a checkpoint folder is claimed."""
+    """A configuration whose hash claims a checkpoint folder."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, the same for equal configurations."""
+        """Return plain JSON, the same for equal configurations."""
 
     @property
     def hash(self) -> str:
-        """12 hex digits of the sha256 of the canonical JSON."""
+        """The first 12 hex digits of the sha256 of the canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 class TrainConfig(HashedConfig, Training):
-    """One paired training run; raises SpecError or UnknownName.
+    """One training run; raises SpecError or UnknownName.
 
-    Two arms differ in ``arm``, those of a sweep in ``policy`` too, and in nothing else.
+    Two arms differ in ``arm`` only (in a sweep, in ``policy`` too).
     """
 
     arm: str
@@ -48,15 +48,14 @@ class TrainConfig(HashedConfig, Training):
 
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
-        """The training run of one seed of a spec and one arm, by its name in the run."""
-        # what all arms have in common; arm, seed and policy are their own
+        """Return the training run of one seed and one arm, given by its name in the run."""
         shared = section.model_dump(include=set(Training.model_fields))
-        own = next(known for known in section.trained if known.name == arm)
-        return cls(**(shared | {"arm": own.recipe, "seed": seed, "policy": own.policy}))
+        trained = next(entry for entry in section.trained if entry.name == arm)
+        return cls(**(shared | {"arm": trained.recipe, "seed": seed, "policy": trained.policy}))
 
     @property
     def design(self) -> Arm:
-        """The arm as data."""
+        """The arm's entry in the table of arms."""
         return get_arm(self.arm)
 
     @property
@@ -66,7 +65,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def rollout_engine(self) -> Condition | None:
-        """The engine that draws the arm's rollouts, uncompressed where the arm's are; None where our own cache does."""
+        """The engine that samples the rollouts, uncompressed for arm ``dense``; None if our own cache samples."""
         if self.rollouts is None:
             return None
         condition = parse_condition(self.rollouts)
@@ -74,17 +73,18 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """How that engine stores keys and values, where that is known and the learner can replay it."""
-        engine = self.rollout_engine
-        if engine is None:
+        """That engine's format of keys and values; None if it is unknown or the learner cannot replay it."""
+        condition = self.rollout_engine
+        if condition is None:
             return None
-        found = ENGINES.get(engine.engine).store(dict(engine.settings))
-        # by forms that another version may not have: read for those alone who learn from it
-        return None if found is not None and found.shown and self.design.learner != "shadow" else found
+        store = ENGINES.get(condition.engine).store(dict(condition.settings))
+        # a ``shown`` store depends on the engine's version, so it is read only by the arms that learn from it
+        return None if store is not None and store.shown and self.design.learner != "shadow" else store
 
-    def disclosed(self) -> dict[str, Any]:
-        """What a reader of the checkpoint has to know of how it was trained, without this project's table of arms."""
+    def recipe_summary(self) -> dict[str, Any]:
+        """Return how the checkpoint was trained, readable without this project's table of arms."""
         arm, policy = self.design, self.rollout_engine or self.rollout_policy
+        reward = self.reward_config
         return {
             "rollouts": policy.canonical,
             "rollouts_hash": policy.hash,
@@ -92,30 +92,30 @@ class TrainConfig(HashedConfig, Training):
             "correction": arm.correction,
             "distillation": arm.distill,
             "loss": self.loss,
-            "reward": self.reward_config.reward.name if self.reward_config.uses_grade_only else self.reward,
-            "reward_sha256": self.reward_config.sha256,
-            "constitution": self.reward_config.constitution_sha256,
+            "reward": reward.reward.name if reward.uses_grade_only else self.reward,
+            "reward_sha256": reward.sha256,
+            "constitution": reward.constitution_sha256,
         }
 
     @cached_property
     def reward_config(self) -> RewardConfig:
-        """What pays the rollouts."""
+        """The reward of the rollouts."""
         return parse_reward(self.reward, self.suites)
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a group must not be split over microbatches."""
+        """Whether a group must stay in one microbatch."""
         return LOSSES.get(self.loss).whole_groups
 
     def to_json(self) -> dict[str, Any]:
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
-        """Whether the rollouts of the step that makes ``steps`` of them are kept; an engine's leave no ledger."""
+        """Return whether the rollouts of step number ``steps`` are saved; an engine's rollouts have no ledger."""
         return self.rollouts is None and self.has_certificate(steps)
 
     def has_certificate(self, steps: int) -> bool:
-        """Whether that step is held against what its sampler saw."""
+        """Return whether step number ``steps`` compares the sampler's log-probs with a replay."""
         return self.ledger_every > 0 and steps % self.ledger_every == 0
 
     @field_validator("policy", "rollouts", mode="before")
@@ -124,7 +124,7 @@ class TrainConfig(HashedConfig, Training):
         if info.field_name == "rollouts":
             return None if value is None else parse_condition(value).canonical
         policy = parse_policy(value)
-        # of a mixture every group draws one, so that its prompt has one ledger
+        # every group of a mixture draws one policy, so each must be replayable
         if not all(drawn.replayable for drawn in policy.draws):
             raise SpecError(
                 f"training option 'policy' is {policy.canonical!r}, wanted a policy that can be replayed "
@@ -133,55 +133,51 @@ class TrainConfig(HashedConfig, Training):
         return policy.canonical
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _check(self) -> Self:
         get_arm(self.arm)
         for suite in (*self.suites, *self.validation_suites):
             SUITES.get(suite)
         parse_reward(self.reward, self.suites)
         loss = LOSSES.get(self.loss)
-        # before the checks below, which look at what the loss fills in
+        # before the checks below, which read what the loss fills in
         self.fill(loss.defaults)
         self._check_engine()
         if loss.reference and self.beta == 0:
-            raise SpecError(f"loss {self.loss!r} is held against a reference, and 'beta' is 0; give beta more than 0")
+            raise SpecError(f"loss {self.loss!r} needs a reference model, and 'beta' is 0; set beta above 0")
         if not loss.critic and self.critic != CriticSpec():
-            raise SpecError(f"training option 'critic' is of a loss with a value head (ppo), loss is {self.loss!r}")
+            raise SpecError(f"training option 'critic' needs a loss with a value head (ppo), loss is {self.loss!r}")
         return self
 
     def _check_engine(self) -> None:
-        drawn_by = self.rollout_engine
-        if drawn_by is None:
+        """Raise SpecError if the engine cannot sample rollouts, or cannot be replayed for an arm that needs it."""
+        engine = self.rollout_engine
+        if engine is None:
             return
-        ENGINES.get(drawn_by.engine).check_drawing(dict(drawn_by.settings))
-        if self.design.learner == "shadow":
-            self._check_replay(drawn_by, f"arm {self.arm} has the learner see what the sampler saw, and")
-
-    def _check_replay(self, drawn_by: Condition, for_an_arm: str) -> None:
-        """Raise SpecError where what the engine stored cannot be replayed."""
+        ENGINES.get(engine.engine).check_drawing(dict(engine.settings))
+        if self.design.learner != "shadow":
+            return
         if self.store is None:
             raise SpecError(
-                f"{for_an_arm} how {drawn_by.canonical} stores keys and values is not known (no ledger, no quantiser); "
-                "take naive, tis or mis, or other settings"
+                f"arm {self.arm} replays the sampler's cache, but how {engine.canonical} stores keys and values is not "
+                "known (no ledger, no quantiser); use naive, tis or mis, or other settings"
             )
-        shown = (
-            f"{for_an_arm} {drawn_by.engine} shows what its queries read and not what it coded, so what they would read"
-        )
+        limit = f"arm {self.arm} replays the sampler's cache, but {engine.engine} returns only what its queries read"
         if self.store.shown and self.updates_per_step > 1:
             raise SpecError(
-                f"{shown} after the first of {self.updates_per_step} updates is not known; leave updates_per_batch and "
-                "minibatches at 1, or take naive, tis or mis"
+                f"{limit}, not its codes, so later updates ({self.updates_per_step} per step) cannot be replayed; "
+                "leave updates_per_batch and minibatches at 1, or use naive, tis or mis"
             )
         if self.store.shown and self.beta > 0:
             raise SpecError(
-                f"{shown} by the weights of the reference, which 'beta' pulls to, is not known; leave beta at 0, or "
-                "take naive, tis or mis"
+                f"{limit}, not its codes, so the reference model of 'beta' cannot be replayed; leave beta at 0, or use "
+                "naive, tis or mis"
             )
 
 
 class StartConfig(HashedConfig, SpecSection):
-    """The warm start of one seed: what of a train section it follows from, and nothing else, so that arms share it."""
+    """The warm start of one seed: the settings of the train section that affect it, so that all arms share it."""
 
-    arm: ClassVar[str] = BASE_ARM  # the name under which it is kept and evaluated
+    arm: ClassVar[str] = BASE_ARM  # its name in folders and records
     updates_per_step: ClassVar[int] = 1
 
     seed: Seed
@@ -197,7 +193,7 @@ class StartConfig(HashedConfig, SpecSection):
 
     @classmethod
     def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """The warm start of a seed of a spec that asks for one."""
+        """Return the warm start of one seed of a spec with ``sft``."""
         return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
 
     @property
@@ -207,11 +203,11 @@ class StartConfig(HashedConfig, SpecSection):
 
     @property
     def prompts_per_step(self) -> int:
-        """Transcripts of one step."""
+        """Transcripts per step."""
         return self.sft.prompts_per_step
 
-    def disclosed(self) -> dict[str, Any]:
-        """What a reader of the checkpoint has to know of how it was trained."""
+    def recipe_summary(self) -> dict[str, Any]:
+        """Return how the checkpoint was trained."""
         return {"learner": "dense", "trained_on": "gold answers of the training split"}
 
     def to_json(self) -> dict[str, Any]:

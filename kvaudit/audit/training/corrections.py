@@ -1,11 +1,9 @@
-"""Corrections for rollouts that another distribution sampled: pure functions of log-probs.
+"""Importance-weight corrections for rollouts from another distribution: pure functions of log-probs.
 
-mu is the sampler, pi_old the learner before the update, rho = pi_old / mu per token. Each correction returns a weight
-per token, the tokens that keep their gradient, and the log-probs that the clipped ratio pi / pi_old divides by. Rows
-that the sampler's own distribution explains (rho = 1) are left as they are by every one of them.
+mu is the sampler, pi_old the learner before the update, rho = pi_old / mu per token; rho = 1 changes nothing.
 
-Departures: masked tokens and vetoed sequences still count in the loss's denominators, in every arm alike, so that the
-weights are the only difference between arms (verl removes them from the response mask, which rescales the rest).
+Departure: masked tokens and vetoed sequences still count in the loss's denominators, so that weights are the only
+difference between arms (verl removes them from the response mask, which rescales the rest).
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ if TYPE_CHECKING:
 
 
 LOG_CLAMP = 20.0  # nats; exp(20) = 5e8 still squares within float32
-VETO_BELOW = 1e-4  # of rho: the learner would hardly ever have drawn this token
+VETO_BELOW = 1e-4  # of rho: a token that the learner would hardly ever sample
 TIS_CAP = 2.0
 MIS_RANGE = (0.5, 5.0)
 SPARSE_RL_RANGE = (0.5, 1.5)
 
 
 class Correction(NamedTuple):
-    """What a correction decides; all [B, T]."""
+    """A correction's result; tensors are [B, T]."""
 
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask
     old_logprobs: Tensor  # nats, the denominator of the clipped ratio
-    metrics: Mapping[str, Tensor | float]  # of the whole batch, tensors [] that nobody has read yet
+    metrics: Mapping[str, Tensor | float]  # of the whole batch; tensors [] still on the device
 
     def of(self, rows: Tensor | slice | Sequence[int]) -> Correction:
-        """What it decides about some rows."""
+        """Return the correction of some rows."""
         return Correction(self.weights[rows], self.keep[rows], self.old_logprobs[rows], self.metrics)
 
 
@@ -42,55 +40,55 @@ CorrectionRule = Callable[["Tensor", "Tensor", "Tensor"], Correction]
 
 
 def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
-    """rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
-    # outside the mask both may hold anything: 0 before exp, not after
+    """Return rho = exp(clamp(learner - sampler, +-20)) [B, T], 1 outside the mask."""
+    # masked before exp, because values outside the mask may be anything
     return (learner - sampler).where(mask, 0.0).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 
 def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:  # noqa: ARG001
-    """Weight 1: the sampler is taken to be the learner."""
+    """Give every token weight 1, as if the learner had sampled it."""
     return _result(mask.to(learner.dtype), mask, learner, mask)
 
 
 def naive_ratio(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """The sampler's log-probs stand for pi_old, so that the mismatch meets the PPO clip (Schulman 2017, 1707.06347)."""
+    """Use the sampler's log-probs as pi_old, so that the PPO clip limits the mismatch (Schulman 2017, 1707.06347)."""
     return _result(mask.to(learner.dtype), mask, sampler.where(mask, learner), mask)
 
 
 def tis(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """TIS, min(rho, 2) per token (Yao 2025, "Your efficient RL framework secretly brings you off-policy RL")."""
+    """Weight tokens by min(rho, 2) (Yao 2025, "Your efficient RL framework secretly brings you off-policy RL")."""
     weights = token_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
     return _result(weights, mask, learner, mask)
 
 
 def mis(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """MIS, rho on tokens with .5 <= rho <= 5 and nothing elsewhere (IcePop, Ling Team 2025, 2510.18855)."""
+    """Weight tokens by rho if it is in [.5, 5], else mask them (IcePop, Ling Team 2025, 2510.18855)."""
     rho = token_ratios(learner, sampler, mask)
     keep = mask & _within(rho, MIS_RANGE)
     return _result(rho * keep, keep, learner, mask)
 
 
 def tis_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """TIS of whole rollouts: min(product of rho, 2) for all tokens (TRL ``sequence_truncate``, verl ``sequence``)."""
+    """Weight rollouts by min(product of rho, 2) (TRL ``sequence_truncate``, verl ``sequence``)."""
     weights = _sequence_ratios(learner, sampler, mask).clamp(max=TIS_CAP) * mask
     return _result(weights, mask, learner, mask)
 
 
 def mis_sequence(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """MIS of whole rollouts: the product of rho where it is in [.5, 5], nothing elsewhere (TRL's ``sequence_mask``)."""
+    """Weight rollouts by the product of rho if it is in [.5, 5], else mask them (TRL ``sequence_mask``)."""
     rho = _sequence_ratios(learner, sampler, mask)
-    inside = _within(rho, MIS_RANGE)  # [B, 1]
-    keep = mask & inside
-    return _result(rho * keep, keep, learner, mask, vetoed=_mean(~inside))
+    in_range = _within(rho, MIS_RANGE)  # [B, 1]
+    keep = mask & in_range
+    return _result(rho * keep, keep, learner, mask, vetoed=_mean(~in_range))
 
 
 def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """clip(rho, 0, 1.5), tokens outside [.5, 1.5] masked, sequences with any rho < 1e-4 vetoed (2601.10079, config).
+    """Weight tokens by rho in [.5, 1.5], mask others and rollouts with any rho < 1e-4 (2601.10079, released config).
 
-    Weights are scaled to mean 1 over the kept tokens of the whole batch, so pass the whole batch.
+    Weights are scaled to mean 1 over the kept tokens, so the input must be the whole batch.
     """
     rho = token_ratios(learner, sampler, mask)
-    vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1], one token decides for its rollout
+    vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
     keep = mask & _within(rho, SPARSE_RL_RANGE) & ~vetoed
     weights = rho.clamp(0.0, SPARSE_RL_RANGE[1]) * keep
     mean = weights.sum() / keep.sum().clamp(min=1)  # scalar; 0 where every token was masked
@@ -98,15 +96,14 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 
 def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """Sequences with any rho < 1e-4 rejected, all other tokens weighed by min(rho, 1.5) (2601.10079, as it is written).
+    """Weight tokens by min(rho, 1.5); mask rollouts with any rho < 1e-4 (2601.10079, the paper's text).
 
-    Departs from the released configuration above by masking no single token and by leaving the mean of the weights as
-    it falls; the cap is taken from there.
+    Unlike the released configuration above it masks no single token and does not rescale weights; the cap is theirs.
     """
     rho = token_ratios(learner, sampler, mask)
-    rejected = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
-    keep = mask & ~rejected
-    return _result(rho.clamp(max=SPARSE_RL_RANGE[1]) * keep, keep, learner, mask, vetoed=_mean(rejected))
+    vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
+    keep = mask & ~vetoed
+    return _result(rho.clamp(max=SPARSE_RL_RANGE[1]) * keep, keep, learner, mask, vetoed=_mean(vetoed))
 
 
 CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
@@ -121,7 +118,7 @@ CORRECTIONS: Mapping[str, CorrectionRule] = MappingProxyType(
         "sparse-rl-text": sparse_rl_text,
     }
 )
-# Rules whose weight of one token depends on the rest of the batch.
+# corrections whose weight of a token depends on the rest of the batch
 NEEDS_WHOLE_BATCH = frozenset({"sparse-rl"})
 
 
@@ -135,9 +132,9 @@ def _within(rho: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def _result(weights: Tensor, keep: Tensor, old: Tensor, mask: Tensor, *, vetoed: Tensor | float = 0.0) -> Correction:
-    # a share of the sampled tokens of graded rollouts, 0 of none
-    rejected = (1.0 - keep.sum().double() / mask.sum().clamp(min=1)).where(mask.any(), 0.0)
-    return Correction(weights, keep, old, {"masked_tokens": rejected, "rejected_sequences": vetoed})
+    # share of the sampled tokens of graded rollouts; 0 without any
+    masked = (1.0 - keep.sum().double() / mask.sum().clamp(min=1)).where(mask.any(), 0.0)
+    return Correction(weights, keep, old, {"masked_tokens": masked, "rejected_sequences": vetoed})
 
 
 def _mean(flags: Tensor) -> Tensor | float:

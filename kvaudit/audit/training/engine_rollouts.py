@@ -1,7 +1,7 @@
-"""Rollouts of every step from a serving engine, as it was asked for, by the weights that the learner has just then.
+"""Training rollouts sampled by a serving engine, which gets the learner's current weights before every step.
 
-The arms are those of any run: ``dense`` draws from the engine's uncompressed reference, all others from the setting.
-Of the engine come token ids and their log-probs; questions, seeds, rewards and losses stay ours.
+The ``dense`` arm samples from the engine without compression, all others with the given settings. The engine only
+returns token ids and log-probs; questions, seeds, rewards and losses are ours.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.spec_train import DENSE_ARM, TrainSpec
 
 T = TypeVar("T")
-# between an engine and a replay of what it stored, nats a token, mean over a rollout: float32 comes to 1e-5
+# largest mean gap of a rollout between engine and replay of its store, nats a token; float32 reaches 1e-5
 FRESH, FRESH_ROUNDED = 5e-3, 0.1
-_TRIES = 3  # of one step's rollouts
-_SAVED = "what is saved stays: start the run again"
+_TRIES = 3  # per step
+_KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """How an engine that draws is run, and ``hold``, which is told what it says it is at every start."""
+    """The settings of the sampling engine; ``on_start`` gets its condition and description at every start."""
 
-    part: EngineSpec = EngineSpec()
-    hold: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
+    spec: EngineSpec = EngineSpec()
+    on_start: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
 
 
 class EngineRolloutSampler(RolloutSampler):
-    """Asks the questions of every step of an engine, which has the weights of ``model``; ``base`` is what it began as.
+    """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model it began as.
 
-    It is started at the first question, and again, a few times, where it is gone. Every rank has one of its own.
+    The engine starts at the first question and restarts, up to _TRIES times, if it died. Every rank has its own.
     """
 
     def __init__(
@@ -66,87 +66,88 @@ class EngineRolloutSampler(RolloutSampler):
         config: TrainConfig,
         model: LoadedModel,
         questions: Sequence[Sequence[TrainingItem]],
-        pays: RewardFn,
+        reward: RewardFn,
         *,
         base: LoadedModel,
         use: EngineUse,
         logs: Path,
         ranks: RankGroup = ALONE,
     ) -> None:
-        super().__init__(config, model, questions, pays, ranks)
+        super().__init__(config, model, questions, reward, ranks)
         assert config.rollout_engine is not None
         self._condition, self._base, self._use = config.rollout_engine, without_adapter(base), use
         rank = f"-rank-{ranks.number}" if ranks.number else ""
         name = f"{in_file_name(self._condition.engine)}-{self._condition.hash}-{config.arm}-{config.seed}{rank}.log"
         self._log = logs / name
         self._drawer: Drawer | None = None
-        self._keeps = 0  # rollouts, of which what the engine wrote is kept
+        self._stored_rollouts = 0  # rollouts whose keys and values the engine returns
 
-    def _sampled(self, step: int, own: slice) -> StepRollouts:
-        """What the engine wrote is kept where the arm, or its certificate, reads it."""
+    def _sample_groups(self, step: int, groups: slice) -> StepRollouts:
         config = self._config
-        every = config.design.learner == "shadow" or config.has_certificate(step + 1)
-        # where it is of use all of a step's; else the one by which stale weights are found out
-        self._keeps = 0 if config.store is None else config.prompts_per_step * config.group if every else 1
-        self._push()
-        found = super()._sampled(step, own)
-        self._check_fresh(found.rollouts[0])
-        return found
+        reads_store = config.design.learner == "shadow" or config.has_certificate(step + 1)
+        if config.store is None:
+            self._stored_rollouts = 0
+        else:  # all of a step if the arm or its certificate reads them, else one to detect stale weights
+            self._stored_rollouts = config.prompts_per_step * config.group if reads_store else 1
+        self._push_weights()
+        sampled = super()._sample_groups(step, groups)
+        self._check_fresh(sampled.rollouts[0])
+        return sampled
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         if self._drawer is not None:
             self._drawer.stop()
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError where the learner's weights do not say of a rollout what the engine said of it.
+        """Raise RunError if the learner's weights give a rollout other log-probs than the engine did.
 
-        Only where what the engine wrote is known, or the bound would have to be as wide as the codes are coarse.
+        Only if the engine's stored keys and values are known: otherwise the bound would have to be as wide as its
+        quantisation is coarse.
         """
         if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
         with torch.no_grad():
             read = read_tokens(self._model.model, [rollout], 1, "shadow", self._config.temperature)
-        said = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)  # [n] nats
-        gap = float((read.logprobs - said).abs().mean())
+        engine_logprobs = rollout.sampler_logprobs[rollout.sampled].to(read.logprobs.device)  # [n] nats
+        gap = float((read.logprobs - engine_logprobs).abs().mean())
         assert self._drawer is not None
         bound = FRESH if self._drawer.exact and self._model.dtype == torch.float32 else FRESH_ROUNDED
-        # turned round, so that NaN is refused too
+        # negated, so that NaN is refused too
         if not gap <= bound:
             raise RunError(
-                f"engine {self._condition.engine} says of its own rollout what the learner's weights do not: they are "
-                f"{gap:.3g} nats a token apart, at most {bound} wanted: it draws by stale weights, or stores otherwise "
-                f"than it was asked to; {_SAVED}"
+                f"engine {self._condition.engine} and the learner's weights disagree on the engine's rollout by "
+                f"{gap:.3g} nats a token, at most {bound} is allowed: the engine samples from stale weights, or stores "
+                f"its cache in another way than configured; {_KEPT}"
             )
 
-    def _push(self) -> None:
-        self._tried(lambda drawer: drawer.push(merged_weights(self._model.model)))
+    def _push_weights(self) -> None:
+        self._call(lambda drawer: drawer.push(merged_weights(self._model.model)))
 
-    def _tried(self, work: Callable[[Drawer], T], again: Callable[[], None] = lambda: None) -> T:
-        """``work`` of the engine, which is started anew, a few times, where it is gone; ``again`` comes before more."""
-        for left in reversed(range(_TRIES)):
+    def _call(self, work: Callable[[Drawer], T], before_retry: Callable[[], None] = lambda: None) -> T:
+        """Run ``work`` on the engine; if the engine died, restart it and call ``before_retry`` first."""
+        for retries in reversed(range(_TRIES)):
             try:
-                return work(self._started())
+                return work(self._start())
             except EngineFailed as error:
                 self.close()
-                if not left:
-                    raise RunError(f"{error}; {_SAVED}") from None
-                # a new engine has the weights that it was started with
-                again()
+                if not retries:
+                    raise RunError(f"{error}; {_KEPT}") from None
+                before_retry()
         raise AssertionError
 
-    def _started(self) -> Drawer:
+    def _start(self) -> Drawer:
         if self._drawer is None:
-            work = EngineContext(self._base, self._use.part, self._log, torch.get_num_threads())
+            work = EngineContext(self._base, self._use.spec, self._log, torch.get_num_threads())
             self._drawer = ENGINES.get(self._condition.engine).drawer(dict(self._condition.settings), work)
-            self._use.hold(self._condition, self._drawer.described)
+            self._use.on_start(self._condition, self._drawer.described)
         return self._drawer
 
     def _play(
         self,
         questions: Sequence[TrainingItem],
-        policies: Sequence[Policy],  # noqa: ARG002 - the engine's setting is one
+        policies: Sequence[Policy],  # noqa: ARG002 - the engine has a single setting
         seeds: Sequence[int],
     ) -> list[GradedRow]:
         model, config, temperature = self._model, self._model.model.config, self._config.temperature
@@ -155,23 +156,24 @@ class EngineRolloutSampler(RolloutSampler):
             prompt = item_prompt(model.chat, item)
             check_fits(model, suite, item, len(prompt.ids))
             for member in range(self._config.group):
-                talk = Conversation(AskedItem(suite, item, prompt, False), member, model)
-                rows.append(_Row(talk, prompt, seeds[n * self._config.group + member]))
+                conversation = Conversation(AskedItem(suite, item, prompt, False), member, model)
+                rows.append(_Row(conversation, prompt, seeds[n * self._config.group + member]))
         stops = tuple(sorted(model.chat.stop_ids))
-        while speaking := [row for row in rows if row.talk.open]:
-            asked = [row.asked(stops, temperature) for row in speaking]
-            drawn = self._tried(partial(_draw, asked, self._keeps), again=self._push)
-            for row, one in zip(speaking, drawn, strict=True):
-                row.take(one)
-        return [row.talk.to_row(row.said.rollout(config, self._config.store)) for row in rows]
+        while open_rows := [row for row in rows if row.conversation.open]:
+            requests = [row.request(stops, temperature) for row in open_rows]
+            # a restarted engine has the weights that it was started with
+            answers = self._call(partial(_draw, requests, self._stored_rollouts), before_retry=self._push_weights)
+            for row, answer in zip(open_rows, answers, strict=True):
+                row.take(answer)
+        return [row.conversation.to_row(row.tokens.rollout(config, self._config.store)) for row in rows]
 
 
-def _draw(asked: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> list[DrawnRollout]:
-    return drawer.draw(asked, keep=keep)
+def _draw(requests: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> list[DrawnRollout]:
+    return drawer.draw(requests, keep=keep)
 
 
 class _Turn(NamedTuple):
-    """The tokens that were drawn at once, from ``start`` to ``end``, and what the engine wrote of all up to them."""
+    """Tokens ``start`` to ``end``, sampled in one request, and the keys and values of all tokens up to them."""
 
     start: int
     end: int
@@ -179,122 +181,127 @@ class _Turn(NamedTuple):
 
 
 class RolloutTokens:
-    """The tokens of a rollout under way, those that were given and those that an engine drew."""
+    """The tokens of a growing rollout: given ones (prompt, tool replies) and those that an engine sampled."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids, self._start = list(prompt), len(prompt)
         self._sampled, self._logprobs = [False] * len(prompt), [0.0] * len(prompt)
         self._turns: list[_Turn] = []
 
-    def give(self, ids: Sequence[int]) -> None:
-        """Tokens that nobody drew."""
+    def add_given(self, ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         self._sampled += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)
 
-    def take(self, drawn: DrawnRollout, until: int | None = None) -> None:
-        """The tokens of an answer, the first ``until`` of them."""
+    def add_sampled(self, answer: DrawnRollout, until: int | None = None) -> None:
+        """Append the first ``until`` tokens of an answer."""
         start = len(self.ids)
-        self.ids += drawn.ids[:until]
-        self._logprobs += drawn.logprobs[:until]
+        self.ids += answer.ids[:until]
+        self._logprobs += answer.logprobs[:until]
         self._sampled += [True] * (len(self.ids) - start)
-        self._turns.append(_Turn(start, len(self.ids), drawn.written))
+        self._turns.append(_Turn(start, len(self.ids), answer.written))
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
-        """The rollout with what the engine wrote of it, in turns where it read it so; ``config`` is the model's."""
+        """Return the rollout, split into turns if the engine stored it in turns; ``config`` is the model's."""
         if [turn.end for turn in self._turns] == [len(self.ids)]:
-            return self._turn(config, store, self._turns[0])
-        known = all(turn.written is not None for turn in self._turns)
-        turns = tuple(self._turn(config, store, turn) for turn in self._turns) if known else ()
-        whole = self._plain(config, self._start, _Turn(0, len(self.ids), None))
+            return self._turn_rollout(config, store, self._turns[0])
+        has_writes = all(turn.written is not None for turn in self._turns)
+        turns = tuple(self._turn_rollout(config, store, turn) for turn in self._turns) if has_writes else ()
+        whole = self._plain_rollout(config, self._start, _Turn(0, len(self.ids), None))
         return replace(whole, answer_start=self._turns[-1].start, stored=store, turns=turns)
 
-    def _turn(self, config: Any, store: EngineStore | None, turn: _Turn) -> Rollout:
+    def _turn_rollout(self, config: Any, store: EngineStore | None, turn: _Turn) -> Rollout:
         written = None
         if turn.written is not None:  # [T - 1, L, H * D] to [L, H, T - 1, D]
             shape = turn.end - 1, len(layer_plans(config, Dense())), kv_heads(config), -1
             keys, values = (part[: turn.end - 1].reshape(shape).permute(1, 2, 0, 3) for part in turn.written)
             written = keys, values
-        return replace(self._plain(config, turn.start, turn), stored=store, written=written)
+        return replace(self._plain_rollout(config, turn.start, turn), stored=store, written=written)
 
-    def _plain(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
-        """All up to a turn's end, of which its tokens are sampled."""
-        own = torch.arange(turn.end) >= turn.start
-        sampled = torch.tensor(self._sampled[: turn.end]) & own
-        logprobs = torch.tensor(self._logprobs[: turn.end]).where(own, 0.0)
-        # nothing leaves, and what the engine allocated is not known
+    def _plain_rollout(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
+        """Return all tokens up to a turn's end; only the turn's own count as sampled."""
+        in_turn = torch.arange(turn.end) >= turn.start
+        sampled = torch.tensor(self._sampled[: turn.end]) & in_turn
+        logprobs = torch.tensor(self._logprobs[: turn.end]).where(in_turn, 0.0)
         return dense_rollout(config, torch.tensor(self.ids[: turn.end]), prompt_length, sampled, logprobs)
 
 
 class _Row:
-    """A conversation under way, the tokens of which ``said`` holds."""
+    """A conversation in progress, with its tokens so far."""
 
-    def __init__(self, talk: Conversation, prompt: ChatTokens, seed: int) -> None:
-        self.talk, self.said, self._seed, self._turn = talk, RolloutTokens(prompt.ids), seed, 0
+    def __init__(self, conversation: Conversation, prompt: ChatTokens, seed: int) -> None:
+        self.conversation, self.tokens = conversation, RolloutTokens(prompt.ids)
+        self._seed, self._turn = seed, 0
 
-    def asked(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
-        """What the engine is to answer next: the whole conversation so far."""
-        most = self.talk.suite.max_new_tokens
-        return GenerationRequest(tuple(self.said.ids), most, stops, temperature, 1.0, turn_seed(self._seed, self._turn))
+    def request(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
+        """Return the request for the next answer, given the whole conversation so far."""
+        most = self.conversation.suite.max_new_tokens
+        return GenerationRequest(
+            tuple(self.tokens.ids), most, stops, temperature, 1.0, turn_seed(self._seed, self._turn)
+        )
 
-    def take(self, drawn: DrawnRollout) -> None:
-        """Hear an answer, which ends where a text of its suite ends it, and what the environment says to it."""
-        ends = (end for end in range(1, len(drawn.ids) + 1) if self.talk.has_ended(drawn.ids[:end]))
-        until = next(ends, len(drawn.ids)) if self.talk.suite.until else len(drawn.ids)
-        finish = drawn.finish if until == len(drawn.ids) else "stop"
-        self.said.take(drawn, until)
-        self.talk.answer(Completion(drawn.ids[:until], drawn.logprobs[:until], finish))
-        self.said.give(self.talk.take_pending().ids)
+    def take(self, answer: DrawnRollout) -> None:
+        """Add an answer, cut at the suite's stop text if it has one, and the environment's reply to it."""
+        ends = (end for end in range(1, len(answer.ids) + 1) if self.conversation.has_ended(answer.ids[:end]))
+        until = next(ends, len(answer.ids)) if self.conversation.suite.until else len(answer.ids)
+        finish = answer.finish if until == len(answer.ids) else "stop"
+        self.tokens.add_sampled(answer, until)
+        self.conversation.answer(Completion(answer.ids[:until], answer.logprobs[:until], finish))
+        self.tokens.add_given(self.conversation.take_pending().ids)
         self._turn += 1
 
 
-def check_rollout_engine(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
-    """Raise SpecError where the engine of ``rollouts`` is not installed, or its store is not known of such layers."""
+def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
+    """Raise SpecError if the engine of ``rollouts`` is not installed, or if its cache cannot be replayed for an arm."""
     if section.rollouts is None:
         return
     condition = parse_condition(section.rollouts)
-    ENGINES.get(condition.engine).check(dict(condition.settings), part)
+    ENGINES.get(condition.engine).check(dict(condition.settings), engine_spec)
     shadows = [arm.name for arm in section.trained if get_arm(arm.recipe).learner == "shadow"]
     plans = layer_plans(model.model.config, Dense())
     if shadows and not all(plan.has_entries and plan.sliding_window is None for plan in plans):
         raise SpecError(
-            f"arm {shadows[0]}: some layers of the model attend to a window or carry a state, and how an engine stores "
-            "those is not known; take naive, tis or mis"
+            f"arm {shadows[0]}: some layers of the model have a sliding window or a recurrent state, and it is not "
+            "known how an engine stores those; use naive, tis or mis"
         )
 
 
-def try_rollout_engine(section: TrainSpec, model: LoadedModel, part: EngineSpec) -> None:
-    """Start the engine of ``rollouts`` once; raises RunError for what would otherwise come up behind the dense arm."""
+def try_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
+    """Start the engine of ``rollouts`` once; raises RunError now rather than after the dense arm has trained."""
     if section.rollouts is None or section.arms == (DENSE_ARM,):
         return
     condition = parse_condition(section.rollouts)
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
-    work = EngineContext(
-        without_adapter(model), part, logs / f"{in_file_name(condition.engine)}.log", torch.get_num_threads()
-    )
+    log = logs / f"{in_file_name(condition.engine)}.log"
+    work = EngineContext(without_adapter(model), engine_spec, log, torch.get_num_threads())
     try:
         ENGINES.get(condition.engine).drawer(dict(condition.settings), work).stop()
     except EngineFailed as error:
         raise RunError(f"{error} (train.rollouts {condition.canonical})") from None
-    shutil.rmtree(logs)  # where an error names it, it stays
+    shutil.rmtree(logs)  # kept after an error, which names the log
 
 
-def engine_rollout(config: Any, prompt: Sequence[int], drawn: DrawnRollout, store: EngineStore | None = None) -> Rollout:
-    """An engine's answer to a prompt as a rollout; ``config`` is the model's."""
-    said = RolloutTokens(prompt)
-    said.take(drawn)
-    return said.rollout(config, store)
+def engine_rollout(
+    config: Any, prompt: Sequence[int], answer: DrawnRollout, store: EngineStore | None = None
+) -> Rollout:
+    """Return an engine's answer to a prompt as a rollout; ``config`` is the model's."""
+    tokens = RolloutTokens(prompt)
+    tokens.add_sampled(answer)
+    return tokens.rollout(config, store)
 
 
-def engine_gap_numbers(sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor) -> dict[str, float | None]:
-    """How far the engine's log-probs [B, R] are from two views of the learner, root mean square in nats a token.
+def engine_gap_numbers(
+    sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor
+) -> dict[str, float | None]:
+    """Return root mean square gaps, nats a token, between the engine's log-probs [B, R] and two views of the learner.
 
-    ``engine/explained`` is the share of the squared gap to the dense view that the replay of what was stored explains.
+    ``engine/explained`` is the share of the squared gap to the dense view that replaying the engine's store explains.
     """
 
     def rms(view: Tensor) -> float:
         return math.sqrt(float((sampler - view)[mask].double().square().mean()))
 
-    whole, own = rms(dense), None if replayed is None else rms(replayed)
-    explained = None if own is None or not whole else 1.0 - (own / whole) ** 2
-    return {"engine/dense_rms": whole, "engine/replay_rms": own, "engine/explained": explained}
+    dense_gap, replay_gap = rms(dense), None if replayed is None else rms(replayed)
+    explained = None if replay_gap is None or not dense_gap else 1.0 - (replay_gap / dense_gap) ** 2
+    return {"engine/dense_rms": dense_gap, "engine/replay_rms": replay_gap, "engine/explained": explained}

@@ -1,4 +1,4 @@
-"""Files that survive a kill: written beside their place, synced, renamed. Trouble with the disk is one clear line."""
+"""Crash-safe writes (temporary name, sync, rename) with one clear error for disk trouble, and the telemetry log."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from safetensors import SafetensorError
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import PARTIAL, sync
 
-TELEMETRY = "telemetry.jsonl"  # of a checkpoint, one row per step
+TELEMETRY = "telemetry.jsonl"  # in a checkpoint folder, one row per step
 
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Turn a full, read-only or missing disk under ``path`` into a RunError that says how to go on."""
+    """Turn a full, read-only or missing disk under ``path`` into a RunError that says how to continue."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RunError(
-            f"cannot write {str(path)!r} ({reason}); what was saved before is intact: "
+            f"cannot write {str(path)!r} ({reason}); earlier saved work is intact: "
             "free space or choose another folder, then run again to resume"
         ) from error
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let ``fill`` write a folder, then rename it to ``path`` in one step; ``path`` must not exist."""
+    """Have ``fill`` write a folder, then rename it to ``path``, which must not exist, in one step."""
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             fill(partial)
-            # what is in it first: a name that reaches the disk before its contents would pass for a whole folder
+            # files before the name: a renamed folder with unsynced files would look complete after a crash
             for file in sorted(partial.iterdir()):
                 sync(file)
             os.rename(partial, path)
-        except BaseException:  # an interrupt too: a full disk should not be left fuller
+        except BaseException:  # also on an interrupt: free the disk space again
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync(path.parent)  # the name itself
+        sync(path.parent)
 
 
 def move_into(files: Path, folder: Path) -> None:
-    """Move every file of ``files`` into ``folder``, replacing what is there; then remove ``files``."""
+    """Move every file of ``files`` into ``folder``, replacing existing ones, then remove ``files``."""
     with guarded(folder):
         for file in sorted(files.iterdir()):
             os.replace(file, folder / file.name)
@@ -61,7 +61,7 @@ def move_into(files: Path, folder: Path) -> None:
 
 
 class TelemetryLog:
-    """Append-only ``telemetry.jsonl``. Every line is on disk before ``append`` returns; RunError if it cannot be."""
+    """Append-only ``telemetry.jsonl``; a line is on disk before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,30 +73,30 @@ class TelemetryLog:
 
     @property
     def count(self) -> int:
-        """Rows on disk, read by their ends alone; 0 where it cannot be read, which is for others to say."""
+        """Rows on disk, by counting line ends; 0 if the file cannot be read."""
         try:
             return self.path.read_bytes().count(b"\n")
         except OSError:
             return 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every row so far; raises DataError where one is damaged."""
-        return _rows(self.path) if self.size else []
+        """Return every row so far; raises DataError for a damaged one."""
+        return _read_rows(self.path) if self.size else []
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and sync it."""
-        line = json.dumps(_clean(row), allow_nan=False) + "\n"
-        # a kill may leave half a line: a resumed run cuts back to the size that its state names
+        """Write one line and sync it; raises RunError if the disk refuses."""
+        line = json.dumps(_json_value(row), allow_nan=False) + "\n"
+        # a kill may leave half a line: a resumed run truncates to the size in its saved state
         with guarded(self.path), self.path.open("ab") as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
 
     def truncate(self, size: int) -> None:
-        """Forget what was written after ``size`` bytes; raises DataError where less than that is left."""
+        """Cut the file to ``size`` bytes; raises DataError if it is already shorter."""
         if self.size < size:
             raise DataError(
-                f"telemetry {str(self.path)!r} has {self.size} bytes, its checkpoint says {size}; "
+                f"telemetry {str(self.path)!r} has {self.size} bytes, its checkpoint expects {size}; "
                 "it was cut: delete the checkpoint folder to train again"
             )
         if self.size > size:
@@ -105,40 +105,35 @@ class TelemetryLog:
                 os.fsync(file.fileno())
 
     def check_steps(self, steps: int) -> None:
-        """Raise DataError unless the rows are of steps 1 to ``steps``, in order and each once."""
+        """Raise DataError unless the rows are steps 1 to ``steps``, in order and each once."""
         if steps == 0 and not self.path.exists():
             return
-        found = [row.get("step") for row in _rows(self.path)]
-        for wanted, got in zip_longest(range(1, steps + 1), found):
-            if got != wanted:
+        numbers = [row.get("step") for row in _read_rows(self.path)]
+        for expected, number in zip_longest(range(1, steps + 1), numbers):
+            if number != expected:
+                names = ["the end" if step is None else f"step {step}" for step in (number, expected)]
                 raise DataError(
-                    f"telemetry {str(self.path)!r} has {_named(got)} where {_named(wanted)} belongs: another process "
-                    "wrote there too; delete the checkpoint folder to train again"
+                    f"telemetry {str(self.path)!r} has {names[0]} where {names[1]} is expected: another process "
+                    "wrote to it too; delete the checkpoint folder to train again"
                 )
 
 
-def _named(step: Any) -> str:
-    return "its end" if step is None else f"step {step}"
-
-
-def _clean(value: Any) -> Any:
-    """The value as JSON can hold it: numbers that are not finite become None."""
+def _json_value(value: Any) -> Any:
+    """Return the value with numbers that are not finite replaced by None, which JSON can hold."""
     if isinstance(value, Mapping):
-        return {key: _clean(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        return {key: _json_value(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"telemetry {str(path)!r} does not exist; was this folder trained?")
     try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (ValueError, RecursionError) as error:
-        raise DataError(f"telemetry {str(path)!r} holds a line that is not JSON ({error})") from None
-    if not all(isinstance(row, dict) for row in found):
+        raise DataError(f"telemetry {str(path)!r} has a line that is not JSON ({error})") from None
+    if not all(isinstance(row, dict) for row in rows):
         raise DataError(
-            f"telemetry {str(path)!r} holds a line that is no row; delete the checkpoint folder to train again"
+            f"telemetry {str(path)!r} has a line that is not a JSON object; delete the checkpoint folder to train again"
         )
-    return found
+    return rows

@@ -1,7 +1,7 @@
-"""What training will hold at once, estimated from below, so that what cannot fit is said before anything begins.
+"""A lower bound of the memory that training needs, so that a run that cannot fit is refused before it starts.
 
-Counted are weights in training, a step's rollouts in an uncompressed cache, and what a learner's pass keeps, all at
-full length. Left out is what libraries hold besides.
+Counted: weights in training, a step's rollouts in a dense cache, and the activations of a learner's pass, at full
+length. Not counted: what libraries allocate themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 1e9
 
 
 class MemoryUse(NamedTuple):
-    """One thing that is held, in bytes, and what makes it less."""
+    """One use of memory, its bytes, and how to lower it."""
 
     what: str
     size: int
@@ -36,70 +36,72 @@ class MemoryUse(NamedTuple):
 
 
 def check_memory(section: TrainSpec, model: LoadedModel) -> None:
-    """Raise RunError where training asks for more memory than is free, with the largest part and what lowers it."""
-    learning, rollouts, keeping = estimate_memory(section, model)
-    needed, free = learning.size + max(rollouts.size, keeping.size), free_bytes(model.device)
-    if model.device.type == "cpu":  # ranks have a GPU each, and one memory without
+    """Raise RunError, naming the largest use and its remedy, if training needs more memory than is free."""
+    uses = estimate_memory(section, model)
+    learning, rollouts, activations = uses
+    needed, free = learning.size + max(rollouts.size, activations.size), free_bytes(model.device)
+    if model.device.type == "cpu":  # ranks share the machine's memory; on GPUs each has its own
         needed *= section.ranks
     if needed > free:
-        most = max((learning, rollouts, keeping), key=lambda holding: holding.size)
+        largest = max(uses, key=lambda use: use.size)
         raise RunError(
-            f"training asks for {needed / GB:.1f} GB at full length, {free / GB:.1f} GB are free; most of it "
-            f"({most.size / GB:.1f} GB) are {most.what}: {most.remedy}"
+            f"training needs {needed / GB:.1f} GB at full length, {free / GB:.1f} GB are free; most of it "
+            f"({largest.size / GB:.1f} GB) is {largest.what}: {largest.remedy}"
         )
 
 
 def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
-    """What learning holds all the time, and what rollouts and a learner's pass hold in turn."""
+    """Return what learning holds all the time, and what rollouts and a learner's pass hold in turn."""
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
-    # items whose rollouts are in the cache at once
-    questions = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
-    dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
-    cached = questions * section.group * _cached(model, row) if dense else 0
-    shared = section.ranks == 1
-    # tokens of a group: one process passes its prompt once
-    question = section.context_tokens + section.group * answer if shared else section.group * row
-    # ranks sample from whole weights, which they hold in shards otherwise
-    whole = 0 if shared else sum(weight.nbytes for weight in model.model.parameters())
-    # rounded up: the rank that has most decides
+    # prompts whose rollouts are in the cache at once
+    prompts = section.rollout_rows // section.group or -(-section.prompts_per_step // section.ranks)
+    has_dense = any(get_arm(arm).rollout == "dense" for arm in section.arms)
+    cache = prompts * section.group * _cache_bytes(model, row) if has_dense else 0
+    is_alone = section.ranks == 1
+    # tokens of a group: a single process passes its prompt once
+    group = section.context_tokens + section.group * answer if is_alone else section.group * row
+    # ranks sample from full weights, which they otherwise hold in shards
+    weights = 0 if is_alone else sum(weight.nbytes for weight in model.model.parameters())
+    # rounded up: the rank with most groups decides
     groups = -(-section.prompts_per_step // section.minibatches // section.ranks)
-    alone = question if LOSSES.get(section.loss).whole_groups else row
-    # a gradient is taken half by half, so that no microbatch has more than the larger half
-    tokens = min((groups - groups // 2) * question, max(section.microbatch_tokens, alone))
-    answers = tokens * section.group * answer // question  # of these tokens, those of suffixes
-    # a prompt is plain causal, and what is masked of one that was cut while it was read is left out
-    kept = _kept(model.model, tokens, answers * row, once=section.gradient_checkpointing) * model.dtype.itemsize
+    smallest = group if LOSSES.get(section.loss).whole_groups else row
+    # gradients are taken by halves, so a microbatch has at most the larger half
+    tokens = min((groups - groups // 2) * group, max(section.microbatch_tokens, smallest))
+    suffix_tokens = tokens * section.group * answer // group
+    # only suffix queries keep attention weights: prompts are plain causal; evictions while prefilling are ignored
+    numbers = _activations(model.model, tokens, suffix_tokens * row, checkpointing=section.gradient_checkpointing)
     vocabulary = int(model.model.config.get_text_config(decoder=True).vocab_size)
-    kept += min(answers * vocabulary, LOGITS_PER_PIECE) * 12  # logits, their log-softmax and its gradient
+    # logits, their log-softmax and its gradient: 12 bytes
+    activations = numbers * model.dtype.itemsize + min(suffix_tokens * vocabulary, LOGITS_PER_PIECE) * 12
     fewer = "set train.adapter, or raise train.ranks" if section.adapter is None else "lower train.adapter.rank"
     recompute = "" if section.gradient_checkpointing else "set train.gradient_checkpointing, or "
     return (
-        MemoryUse("weights, gradients and moments", _learning(section, model), fewer),
+        MemoryUse("weights, gradients and moments", _learning_bytes(section, model), fewer),
         MemoryUse(
-            "the rollouts' caches" if shared else "the rollouts' caches and the weights that they are sampled from",
-            cached + whole,
+            "the rollouts' caches" if is_alone else "the rollouts' caches and the weights that they are sampled from",
+            cache + weights,
             "lower train.rollout_rows or train.context_tokens",
         ),
-        MemoryUse("what a learner's pass keeps", kept, f"{recompute}lower train.microbatch_tokens"),
+        MemoryUse("activations of a learner's pass", activations, f"{recompute}lower train.microbatch_tokens"),
     )
 
 
-def _learning(section: TrainSpec, model: LoadedModel) -> int:
-    """Bytes beside the loaded weights: gradients, masters and moments, and a copy of what is trained."""
+def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
+    """Return the bytes besides the loaded weights: gradients, masters, moments, and a copy of trained weights."""
     weights: int = sum(weight.numel() for weight in model.model.parameters())
-    ranks = 1 if section.sft else section.ranks  # a warm start is made by one of them
+    ranks = 1 if section.sft else section.ranks  # the warm start uses a single rank
     if section.adapter is None and ranks > 1:
         return weights * 16 // ranks  # float32 weights, gradients and both moments
     if section.adapter is None:
-        # a copy and its gradients, both moments in float32, and masters where the copy is not float32
+        # a copy and its gradients, both moments in float32, and masters unless the copy is float32
         return weights * (2 * model.dtype.itemsize + 8 + (0 if model.dtype == torch.float32 else 4))
-    named = find_decoder(model.model).named_modules()
+    modules = find_decoder(model.model).named_modules()
     targets = section.adapter.targets or linear_layers(model.model)
     # A is [rank, in] and B [out, rank]
     widths = (
         module.in_features + module.out_features
-        for name, module in named
+        for name, module in modules
         if isinstance(module, Linear) and name.rpartition(".")[2] in targets
     )
     # float32 weight, gradient and two moments: 16 bytes a number
@@ -107,24 +109,24 @@ def _learning(section: TrainSpec, model: LoadedModel) -> int:
     return (section.adapter.rank * sum(widths, 0) * 16 + frozen) // ranks
 
 
-def _cached(model: LoadedModel, row: int) -> int:
-    """Bytes of the keys and values of ``row`` tokens, of which a layer with a window keeps no more than that."""
+def _cache_bytes(model: LoadedModel, row: int) -> int:
+    """Return the bytes of the keys and values of ``row`` tokens; a layer with a window holds no more than that."""
     config = model.model.config.get_text_config(decoder=True)
     size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     plans = layer_plans(model.model.config, Dense())
     entries = sum(min(row, plan.sliding_window or row) for plan in plans if plan.has_entries)
-    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)  # keys and values
+    return int(2 * entries * kv_heads(model.model.config) * size * model.dtype.itemsize)
 
 
-def _kept(model: Any, tokens: int, seen: int, *, once: bool) -> int:
-    """Numbers that are kept of a pass's tokens for the backward pass; ``seen`` counts pairs of query and key.
+def _activations(model: Any, tokens: int, pairs: int, *, checkpointing: bool) -> int:
+    """Return the numbers that a pass keeps for the backward pass; ``pairs`` counts pairs of query and key.
 
-    Twice the outputs of the linear layers, which leaves out some norms, and the attention weights of those pairs in
-    layers with full attention. Checkpointed layers keep their input, and one layer at a time the rest.
+    Twice the outputs of the linear layers (norms left out), and attention weights in layers with full attention. With
+    gradient checkpointing: each layer's input, and the rest of one layer at a time.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
     outputs = sum(module.out_features for module in find_decoder(model).modules() if isinstance(module, Linear))
-    linear, weights = tokens * 2 * outputs // len(plans), seen * config.num_attention_heads
-    if once:
+    linear, weights = tokens * 2 * outputs // len(plans), pairs * config.num_attention_heads
+    if checkpointing:
         return int(len(plans) * tokens * config.hidden_size + linear + weights)
     return int(len(plans) * linear + sum(plan.is_governed for plan in plans) * weights)

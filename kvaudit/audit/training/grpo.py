@@ -1,25 +1,23 @@
-"""The loop with paired arms, readable top to bottom: rollout, advantage, correction, loss, step.
+"""The training loop of the paired arms, in reading order: rollouts, advantages, correction, loss, gradient step.
 
 Departures from Shao 2024 (2402.03300) and its usual code:
-* one update per batch by default, so pi_old = pi and the clip is idle; ``minibatches`` and ``updates_per_batch`` take
-  several, with pi_old the learner's own at the start of the batch;
-* no KL to a reference unless ``beta`` > 0 (their .04); it is k3 as a loss, under the same view as the policy;
-* the rollouts' distribution is the sampler's, compressed or not; what the learner does about that is the arm;
-* the sampled token's log-probs are at the sampling temperature, in the sampler and in the learner alike;
-* rollouts that could not be graded take no gradient; a gradient that is not finite skips the update and is recorded;
+* one update per batch by default, so pi_old = pi and the clip has no effect; ``minibatches`` and ``updates_per_batch``
+  allow several, with pi_old the learner's own at the start of the batch;
+* no KL to a reference model unless ``beta`` > 0 (theirs: .04); it is k3 as a loss, under the same view as the policy;
+* rollouts come from the sampler's distribution, compressed or not; how the learner corrects for that is the arm;
+* log-probs of sampled tokens are at the sampling temperature, in the sampler and in the learner;
+* ungraded rollouts get no gradient; a gradient that is not finite skips the update and is recorded;
 * AdamW without weight decay, warm-up then a constant rate; evaluation mode throughout (no dropout).
 
-All randomness is a function of (seed, step, row): a run that was killed and started again, and two arms, meet the same
-items and the same uniform numbers.
+All randomness is a function of (seed, step, row): a resumed run, and two arms, get the same items and random numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import starmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from torch import Tensor
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
-from kvaudit.audit.training.batch import Batch, collect, gradient_steps, batch_rewards, training_items
+from kvaudit.audit.training.batch import Batch, GradientStep, batch_rewards, collect, gradient_steps, training_items
 from kvaudit.audit.training.checkpoint import (
     FINAL_LEDGER,
     CheckpointFolder,
@@ -37,18 +35,15 @@ from kvaudit.audit.training.checkpoint import (
     write_ledgers,
 )
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH
-from kvaudit.audit.training.validation import EarlyStop
+from kvaudit.audit.training.corrections import CORRECTIONS, NEEDS_WHOLE_BATCH, Correction
 from kvaudit.audit.training.engine_rollouts import EngineRolloutSampler, EngineUse, engine_gap_numbers
-from kvaudit.audit.training.learner import OldPolicy, Learner
-from kvaudit.audit.training.losses.base import LOSSES, LossInputs, StepCounts
-from kvaudit.audit.training.optimiser import StepResult
-from kvaudit.audit.training.ranks import ALONE, RankGroup, on_all_ranks
-from kvaudit.audit.training.optimiser import read_floats
+from kvaudit.audit.training.learner import Learner, OldPolicy
+from kvaudit.audit.training.losses.base import LOSSES, CriticInputs, Loss, LossInputs, LossOutputs, StepCounts
+from kvaudit.audit.training.optimiser import StepResult, read_floats
+from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights, gather_weights, on_all_ranks
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, rollouts_by_policy
-from kvaudit.audit.training.ranks import gather_weights, full_weights
 from kvaudit.audit.training.telemetry import Clock, LearningResult, Tally, TelemetryRow, step_row, tally_metrics
-from kvaudit.audit.training.validation import Validation
+from kvaudit.audit.training.validation import EarlyStop, Validation
 from kvaudit.core.alarms import alarm_numbers
 
 Progress = Callable[[int, int, TelemetryRow], None]
@@ -60,39 +55,49 @@ def train(
     out: Path,
     progress: Progress,
     *,
-    kept: Path | None = None,
+    run_folder: Path | None = None,
     early_stop: EarlyStop | None = None,
     ranks: RankGroup = ALONE,
     engine: EngineUse = EngineUse(),
 ) -> Path:
-    """Train one arm from ``model``, which stays as it is, into the checkpoint folder ``out``; returns ``out``.
+    """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
-    Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is returned as it is. ``progress`` gets
-    steps done, steps in all and the telemetry row. What a judge says of rollouts is kept in ``kept``, by default
-    ``out``. With ``early_stop`` an arm that has come to its end is left unfinished until all arms of its seed have. The
-    first of several ``ranks`` trains, the others obey it, each with a ``TrainingRun`` of its own. ``engine`` is how one
-    that draws the rollouts is run. Raises RunError (another run's folder, full disk, a reward that fails, a lost rank
-    or engine, an engine on stale weights) and DataError (a changed state, ledger or checkpoint).
+    Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is left alone. ``progress`` gets the
+    steps done, all steps and the telemetry row. ``run_folder``, by default ``out``, keeps judge answers and engine
+    logs. With ``early_stop`` an arm that stops stays unfinished until all arms of its seed have stopped. With several
+    ``ranks``, rank 0 calls this and the others follow it with a ``TrainingRun`` each. ``engine``: how to run the engine
+    that samples, if one does. Raises RunError (folder of another run, full disk, failing reward, lost rank or engine,
+    stale engine weights) and DataError (changed state, ledger or checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
         drop_state(out)
         return out
-    ranks.begun()
-    run = TrainingRun(config, model, kept or out, ranks, engine)
+    ranks.announce_unit()
+    run = TrainingRun(config, model, run_folder or out, ranks, engine)
     try:
-        return _trained(run, folder, progress, early_stop)
+        return _train_steps(run, folder, progress, early_stop)
     finally:
         run.close()
 
 
-def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
-    config, out, end = run.config, folder.path, None if early_stop is None else early_stop.step
-    run.resumed(out, position := folder.resume(run.learner, end))
-    # once the end is known it is trained to, and no alarm is asked any more
-    rows, stop, keep = folder.telemetry.rows(), early_stop if end is None else None, partial(write_ledgers, out)
-    # asked at the top: a kill may have come between a saved state and its mark
-    while not (ended := stop is not None and stop.ends(position.step, rows)) and position.step < (end or config.steps):
+def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress, early_stop: EarlyStop | None) -> Path:
+    config, out = run.config, folder.path
+    end = None if early_stop is None else early_stop.step
+    position = folder.resume(run.learner, end)
+    run.resume_rank(out, position)
+    rows = folder.telemetry.rows()
+
+    def write(stem: str, sampled: StepRollouts) -> tuple[tuple[str, str], ...]:
+        return tuple(write_ledgers(out, *ledger) for ledger in rollouts_by_policy(stem, sampled, config))
+
+    while True:
+        # checked before the step: the process may have been killed between saving a state and marking the stop;
+        # once all arms agree on the end, train up to it and ignore alarms
+        if early_stop is not None and end is None and early_stop.ends(position.step, rows):
+            return out
+        if position.step >= (end or config.steps):
+            break
         row, sampled = run.step(position.step)
         done = position.step + 1
         # an alarm compares with the first row, which at the first step is this one
@@ -100,170 +105,210 @@ def _trained(run: TrainingRun, folder: CheckpointFolder, progress: Progress, ear
         folder.telemetry.append(rows[-1])
         ledgers = position.ledgers
         if config.keeps_ledger(done):
-            ledgers += tuple(starmap(keep, rollouts_by_policy(f"step-{done}", sampled, config)))
-        # once its row and ledgers are on disk, so that no saved position counts what is not there
+            ledgers += write(f"step-{done}", sampled)
+        # after its row and ledgers are on disk, so that no saved position refers to missing data
         position = Position(done, run.learner.optimiser.updates, folder.telemetry.size, ledgers)
-        if done % config.save_every == 0 or done == config.steps or (early_stop is not None and early_stop.due(done)):
-            own = run.learner.tensors()
-            folder.save_state(position, own, others=run.save_part, keep_older=early_stop is not None)
+        is_stop_due = early_stop is not None and early_stop.is_due(done)
+        if done % config.save_every == 0 or done == config.steps or is_stop_due:
+            tensors = run.learner.tensors()
+            folder.save_state(position, tensors, others=run.save_part, keep_older=early_stop is not None)
         progress(done, config.steps, rows[-1])
-    if ended:
-        return out
     if early_stop is not None:
         folder.drop_ledgers_beyond(position)
     if config.keeps_ledger(config.ledger_every):
-        final = starmap(keep, rollouts_by_policy(FINAL_LEDGER, run.last(position.step), config))
-        position = replace(position, ledgers=(*position.ledgers, *final))
-    run.gather()
+        final = write(FINAL_LEDGER, run.sample_final(position.step))
+        position = replace(position, ledgers=position.ledgers + final)
+    run.gather_weights()
     folder.finish(run.model, position)
     return out
 
 
 class TrainingRun(Resumable):
-    """One arm under way, in one rank: the learner's model, its optimiser, and what asks the questions of every step."""
+    """One arm in training, in one rank: the learner, the rollout sampler and the validation."""
 
     def __init__(
-        self, config: TrainConfig, base: LoadedModel, kept: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
+        self, config: TrainConfig, base: LoadedModel, folder: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
     ) -> None:
         self.config = config
-        keeps = config.gradient_checkpointing
-        with ranks.together():
-            self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=keeps, ranks=ranks)
+        checkpointing = config.gradient_checkpointing
+        with ranks.collective():
+            self.model = trainable_copy(base, config.adapter, config.seed, checkpointing=checkpointing, ranks=ranks)
             reference = frozen_copy(base, ranks) if config.beta > 0 else None
             self.learner = Learner(self.model.model, config, reference, ranks)
         super().__init__(self.learner, ranks)
         questions = training_items(config, base.chat.count_tokens)
-        asked = (config, self.model, questions, config.reward_config.kept_in(kept))
-        self._questioner: RolloutSampler
+        arguments = (config, self.model, questions, config.reward_config.kept_in(folder))
+        self._sampler: RolloutSampler
         if config.rollout_engine is None:
-            self._questioner = RolloutSampler(*asked, ranks)
+            self._sampler = RolloutSampler(*arguments, ranks)
         else:
-            self._questioner = EngineRolloutSampler(
-                *asked, base=base, use=engine, logs=kept / "logs" / "engines", ranks=ranks
-            )
+            logs = folder / "logs" / "engines"
+            self._sampler = EngineRolloutSampler(*arguments, base=base, use=engine, logs=logs, ranks=ranks)
         self._validation = None if config.watch is None else Validation(config, config.watch, self.model, questions)
 
     @on_all_ranks
-    def gather(self) -> None:
-        """Have the finished weights whole, where they are saved."""
+    def gather_weights(self) -> None:
+        """Gather the full weights, so that rank 0 can save them."""
         gather_weights(self.model.model)
 
     def close(self) -> None:
-        """End what was started for it."""
-        self._questioner.close()
+        """Stop the engine, if one samples."""
+        self._sampler.close()
 
     @on_all_ranks
-    def last(self, steps: int) -> StepRollouts:
-        """What the weights after so many steps answer to the last questions."""
-        return self._questioner.last(steps)
+    def sample_final(self, steps: int) -> StepRollouts:
+        """Sample the questions of the last of ``steps`` steps again with the final weights."""
+        return self._sampler.sample_final(steps)
 
     @on_all_ranks
     def step(self, step: int) -> tuple[TelemetryRow, StepRollouts]:
-        """Sample, grade, learn, measure; returns the telemetry row and the rollouts."""
+        """Sample, grade, learn and measure one step; return its telemetry row and rollouts."""
         config, clock = self.config, Clock()
-        sampled = self._questioner.sample(step)
+        sampled = self._sampler.sample(step)
         clock.lap("rollout")
         batch = collect(sampled.rollouts, sampled.rewards, config.group, self.model.device)
-        # before a weight moves: the certificate is about the weights that sampled
-        replayed, gaps = self._certified(batch) if config.has_certificate(step + 1) else (None, {})
+        # before the update: the certificate is about the weights that sampled
+        replayed, gaps = self._certificate(batch) if config.has_certificate(step + 1) else (None, {})
         clock.lap("shadow_check")
-        most, allowed = self._questioner.max_tokens, self._questioner.allowed(step)
-        learned = learn(self.learner, batch, step=step, max_tokens=most, allowed=allowed)
+        limits = self._sampler.token_limits(step)
+        learned = learn(self.learner, batch, step=step, max_tokens=self._sampler.max_tokens, limits=limits)
         clock.lap("learner")
         row = step_row(step + 1, config, sampled, batch, learned, replayed) | gaps
         if self._validation is not None:
             if self._validation.is_due(step + 1):
                 with full_weights(self.model.model):
-                    row |= self._validation.numbers() if self.ranks.number == 0 else {}  # no training depends on it
+                    # on rank 0 only: training does not depend on it
+                    row |= self._validation.numbers() if self.ranks.number == 0 else {}
             clock.lap("validation")
         return row | clock.laps, sampled
 
-    def _certified(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
-        """The learner's log-probs [B, R] of what the sampler saw; of an engine, where known, and the gaps to it."""
+    def _certificate(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
+        """Return the learner's log-probs [B, R] under the sampler's view, and the gaps to an engine's log-probs."""
         if self.config.rollout_engine is None:
-            return self.learner.replayed(batch), {}
-        replayed = None if self.config.store is None else self.learner.replayed(batch)
-        return replayed, engine_gap_numbers(batch.sampler_logprobs, replayed, self.learner.dense(batch), batch.sampled)
+            return self.learner.sampler_view(batch), {}
+        replayed = None if self.config.store is None else self.learner.sampler_view(batch)
+        dense = self.learner.dense_view(batch)
+        return replayed, engine_gap_numbers(batch.sampler_logprobs, replayed, dense, batch.sampled)
 
 
 def learn(
-    learner: Learner, batch: Batch, *, step: int, max_tokens: int, allowed: Sequence[int] | None = None
+    learner: Learner, batch: Batch, *, step: int, max_tokens: int, limits: Sequence[int] | None = None
 ) -> LearningResult:
     """Take every gradient step on one batch of rollouts.
 
-    pi_old is the learner's own log-prob before the first of them. Where one pass over one microbatch is all there is,
-    it is that pass, detached; otherwise a pass without gradient comes first. A rollout can sample ``max_tokens`` at
-    most, or as many as ``allowed`` says of it.
+    ``max_tokens`` is the most tokens that any rollout can sample, ``limits`` the same for each rollout.
     """
-    config, arm = learner.config, learner.config.design
-    loss, correct = LOSSES.get(config.loss)(), CORRECTIONS[arm.correction]
-    plan, ranks = gradient_steps(batch, config, step, learner.ranks), learner.ranks
-    before: OldPolicy | None = None  # where pi_old must be known before a weight moves, or over the whole batch
-    in_parts = ranks.count > 1 or len(plan[0].microbatches) > 1
-    if len(plan) > 1 or loss.critic or (in_parts and arm.correction in NEEDS_WHOLE_BATCH):
-        before = learner.read_old_policy(
-            batch, [rows for update in plan[: config.minibatches] for rows in update.microbatches]
-        )
-    fixed = None if before is None else correct(before.logprobs, batch.sampler_logprobs, batch.mask)
-    anchor = learner.anchor(batch)
-    # [] or [B], sampled tokens
-    most = torch.tensor(max_tokens if allowed is None else allowed, device=batch.rewards.device)
-    earned = batch_rewards(batch, None if before is None else before.values, config, most)
-    advantages, returns = loss.estimate(earned)  # [B, R]; returns None without a critic
-    first = torch.zeros_like(batch.sampler_logprobs)  # [B, R], what the view said before a weight moved
-    # what is told is read when all is done: a read in between would leave the device without work
-    told, losses, steps = list[dict[str, Tensor | float]](), list[Tensor](), list[StepResult]()
+    config, ranks, loss = learner.config, learner.ranks, LOSSES.get(learner.config.loss)()
+    plan = gradient_steps(batch, config, step, ranks)
+    most = torch.tensor(max_tokens if limits is None else limits, device=batch.rewards.device)  # [] or [B]
+    targets = _prepare_targets(learner, batch, plan, loss, most)
+    first_logprobs = torch.zeros_like(batch.sampler_logprobs)  # [B, R], under the arm's view, before the first update
+    # metrics stay on the device until the end: reading them earlier would stall it
+    metrics, losses, steps = list[dict[str, Tensor | float]](), list[Tensor](), list[StepResult]()
     tokens = list[int]()  # of graded rollouts, by microbatch
     for update in plan:
-        counts = StepCounts.of(advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
-        losses = []  # of this update alone: what is told is the last one's
+        counts = StepCounts.of(targets.advantages[update.rows], batch.mask[update.rows], batch.group, max_tokens)
+        losses = []  # telemetry reports the last update's loss
         for half, passes in zip(update.halves, update.passes, strict=True):
             for rows in half:
-                part, at = batch.of(rows), upload(torch.tensor(rows), batch.rewards.device)
-                read, values = learner.read(part)
-                logprobs = part.spread(read.logprobs)  # [n] to [b, R]
-                own = correct(logprobs.detach(), part.sampler_logprobs, part.mask) if fixed is None else fixed.of(at)
-                inputs = LossInputs(
-                    logprobs=logprobs,
-                    correction=own,
-                    advantages=advantages[at],
-                    mask=part.mask,
-                    group=part.group,
-                    counts=counts,
-                    epsilon_low=config.epsilon_low,
-                    epsilon_high=config.epsilon_high,
-                    beta=config.beta,
-                    ref_logprobs=None if anchor is None else anchor[at],
-                    distill_weight=config.distill_weight,
-                    distill_kl=learner.distillation_kl(part, read),
-                    critic=None if before is None else before.critic_inputs(values, returns, at, config.critic.clip),
-                )
-                outputs = loss(inputs)
-                # now, so that the activations of one microbatch are held at a time
+                part, index = batch.of(rows), upload(torch.tensor(rows), batch.rewards.device)
+                outputs, logprobs = _microbatch_loss(learner, part, index, targets, loss, counts)
+                # backward right away, so that only one microbatch's activations are held
                 torch.autograd.backward(outputs.loss)
                 losses.append(outputs.loss.detach())
-                told.append(outputs.metrics | {"entropy": part.counted(read.entropy).sum()})  # nats, of graded rollouts
+                metrics.append(outputs.metrics)
                 tokens.append(int(part.host_mask.sum()))
-                if update is plan[0]:  # later ones read weights that have moved
-                    first[at] = logprobs.detach()
+                if update is plan[0]:
+                    first_logprobs[index] = logprobs.detach()
             for _ in range(passes - len(half)):
-                learner.idle(batch)
+                learner.dummy_pass(batch)
             if update is plan[0]:
-                learner.optimiser.mark()
+                learner.optimiser.end_half()
         steps.append(learner.step())
-    # each rank read its own groups; from here on all know the whole batch
-    own_total, tally = 0.0, tally_metrics(told, tokens)
-    for part_loss in read_floats(losses):
-        own_total += part_loss
-    totals, tallies = zip(*ranks.gathered((own_total, tally)), strict=True)
-    first, total, tally = ranks.summed(first), sum(totals), sum(tallies, Tally())
-    # rows of later minibatches, as they were before any weight moved
+    # each rank read its own groups; from here on all have the whole batch
+    loss_sums, tallies = zip(*ranks.all_gather((_sum(losses), tally_metrics(metrics, tokens))), strict=True)
+    first_logprobs, tally = ranks.all_reduce(first_logprobs), sum(tallies, Tally())
+    # rows of later minibatches were passed after the first update, so their log-probs come from before it
     for later in plan[1 : config.minibatches]:
-        assert before is not None
-        first[later.rows] = before.logprobs[later.rows]
-    # one skipped update is said of the whole batch
-    norm = None if None in [one.norm for one in steps] else steps[-1].norm
-    # once more over the whole batch: rates of microbatches are not sums, so a tally cannot add them up
-    metrics = correct(first, batch.sampler_logprobs, batch.mask).metrics
-    rates = dict(zip(metrics, read_floats([*metrics.values()]), strict=True))
-    return LearningResult(first, advantages, total, norm, {**tally.means(), **rates, **steps[0].halves})
+        assert targets.old is not None
+        first_logprobs[later.rows] = targets.old.logprobs[later.rows]
+    # one skipped update counts for the whole batch
+    norm = None if None in [result.norm for result in steps] else steps[-1].norm
+    # over the whole batch, because rates of microbatches cannot be added up
+    rates = CORRECTIONS[config.design.correction](first_logprobs, batch.sampler_logprobs, batch.mask).metrics
+    numbers = dict(zip(rates, read_floats([*rates.values()]), strict=True))
+    means = {**tally.means(), **numbers, **steps[0].halves}
+    return LearningResult(first_logprobs, targets.advantages, sum(loss_sums), norm, means)
+
+
+class _Targets(NamedTuple):
+    """The parts of the loss that are fixed before the first update of a batch, [B, R]."""
+
+    advantages: Tensor
+    returns: Tensor | None  # None without a critic
+    ref_logprobs: Tensor | None  # None without a KL to the reference
+    old: OldPolicy | None  # None if the gradient pass itself gives pi_old
+    correction: Correction | None  # from ``old``; None if each microbatch computes its own
+
+
+def _prepare_targets(
+    learner: Learner, batch: Batch, plan: Sequence[GradientStep], loss: Loss, limits: Tensor
+) -> _Targets:
+    """Compute advantages, pi_old and its correction, and reference log-probs.
+
+    pi_old is the gradient pass itself, detached, unless the batch has several updates, a critic, or a correction that
+    needs the whole batch while passes see parts of it; then a pass without gradient comes first.
+    """
+    config, correction = learner.config, learner.config.design.correction
+    is_split = learner.ranks.count > 1 or len(plan[0].microbatches) > 1
+    old = None
+    if len(plan) > 1 or loss.critic or (is_split and correction in NEEDS_WHOLE_BATCH):
+        parts = [rows for update in plan[: config.minibatches] for rows in update.microbatches]
+        old = learner.read_old_policy(batch, parts)
+    ref_logprobs = learner.ref_logprobs(batch)
+    rewards = batch_rewards(batch, None if old is None else old.values, config, limits)
+    advantages, returns = loss.estimate(rewards)
+    fixed = None if old is None else CORRECTIONS[correction](old.logprobs, batch.sampler_logprobs, batch.mask)
+    return _Targets(advantages, returns, ref_logprobs, old, fixed)
+
+
+def _microbatch_loss(
+    learner: Learner, part: Batch, index: Tensor, targets: _Targets, loss: Loss, counts: StepCounts
+) -> tuple[LossOutputs, Tensor]:
+    """Return the loss of a microbatch, rows ``index`` of its batch, and its log-probs [b, R], both with gradient."""
+    config, old, ref_logprobs = learner.config, targets.old, targets.ref_logprobs
+    read, values = learner.read(part)
+    logprobs = part.spread(read.logprobs)  # [n] to [b, R]
+    if targets.correction is None:
+        correct = CORRECTIONS[config.design.correction]
+        correction = correct(logprobs.detach(), part.sampler_logprobs, part.mask)
+    else:
+        correction = targets.correction.of(index)
+    critic = None
+    if values is not None and targets.returns is not None and old is not None and old.values is not None:
+        critic = CriticInputs(values, old.values[index], targets.returns[index], config.critic.clip)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        correction=correction,
+        advantages=targets.advantages[index],
+        mask=part.mask,
+        group=part.group,
+        counts=counts,
+        epsilon_low=config.epsilon_low,
+        epsilon_high=config.epsilon_high,
+        beta=config.beta,
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs[index],
+        distill_weight=config.distill_weight,
+        distill_kl=learner.distillation_kl(part, read),
+        critic=critic,
+    )
+    outputs = loss(inputs)
+    entropy = part.select_graded(read.entropy).sum()  # nats, of graded rollouts
+    return LossOutputs(outputs.loss, outputs.metrics | {"entropy": entropy}), logprobs
+
+
+def _sum(losses: Sequence[Tensor]) -> float:
+    total = 0.0  # not sum(), which rounds otherwise from Python 3.12 on
+    for loss in read_floats(losses):
+        total += loss
+    return total

@@ -1,6 +1,6 @@
-"""The mismatch of rollouts: how far the sampler of some tokens was from the learner's view of them, as numbers.
+"""The mismatch between the sampler's and the learner's log-probs of the same rollouts.
 
-The trainer's telemetry and ``kvaudit replay mismatch`` print these numbers, whoever sampled.
+Used by training telemetry and ``kvaudit replay mismatch``.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 
 THIRDS = ("first_third", "middle_third", "last_third")
 SIGNS = ("positive", "zero", "negative")
-_KEPT = 1 << 20  # values that are kept as they are, 8 MiB
-_CELLS = 1 << 20  # of [0, 1], once there are more
+_MAX_EXACT = 1 << 20  # values kept exactly, 8 MiB
+_CELLS = 1 << 20  # of [0, 1], for more values than that
 
 
 def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
-    """All ``mismatch/*`` numbers of one batch, see ``MismatchPanel``."""
+    """Return all ``mismatch/*`` numbers of one batch, see ``MismatchPanel``."""
     panel = MismatchPanel()
     panel.add(sampler, learner, mask, advantages)
     return {f"mismatch/{name}": value for name, value in panel.numbers().items()}
 
 
 class MismatchPanel:
-    """How far the sampler was from the learner's view of the same tokens, added up batch by batch.
+    """The mismatch numbers, accumulated batch by batch.
 
-    rho = learner / sampler per sampled token, log rho clamped to +-20 (except for the gaps, which are raw). Every
-    estimate is under the sampler's tokens.
+    rho = learner / sampler per sampled token, log rho clamped to +-20 (max_abs_gap is not clamped). Expectations are
+    over the sampler's tokens.
 
     kl              mean of -log rho, estimates KL(sampler || learner) in nats
-    k3_kl           mean of rho - log rho - 1, the same with less variance and never below 0; also of each third of a
+    k3_kl           mean of rho - log rho - 1, the same with less variance and at least 0; also for each third of a
                     rollout and each sign of the advantage
     chi2_token      mean of rho^2 - 1; chi2_seq the same with the product of a rollout's ratios
     ess             (sum rho)^2 / (n sum rho^2), in (0, 1]; ess_clamped with min(rho, 2)
     overlap_mean    mean of min(1, rho), whose expectation is 1 - TV; overlap_p5 its 5th percentile over tokens, to
-                    1e-6 where there are more than a million
+                    1e-6 for more than a million tokens
     max_abs_gap     the largest |log sampler - log learner|; max_abs_log_ratio the same after the clamp
-    frac_ratio_*    tokens with rho below 1e-4, and above 2, where truncation (TIS) takes weight away
-    frac_sequences_vetoed   rollouts with a token below 1e-4, which Sparse-RL rejects whole (2601.10079, config)
+    frac_ratio_*    tokens with rho below 1e-4, and above 2, where TIS truncates
+    frac_sequences_vetoed   rollouts with a token below 1e-4, which Sparse-RL rejects (2601.10079, released config)
     """
 
     def __init__(self) -> None:
@@ -51,36 +51,36 @@ class MismatchPanel:
         self._overlap = PercentileCounter()
 
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
-        """Count a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN where unknown."""
-        # on the host, since many numbers are read
+        """Add a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN if unknown."""
+        # on the host, because many numbers are read
         sampler, learner, mask, advantages = (values.cpu() for values in (sampler, learner, mask, advantages))
         keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
-        # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, which float32 cannot tell from 0 beside 1
+        # in double: rho - log rho - 1 is 1e-12 for a gap of 1e-6, below float32 precision
         gap = torch.where(keep, learner.double() - sampler.double(), 0.0)
         log_ratio = gap.clamp(-LOG_CLAMP, LOG_CLAMP)
-        log_ratios, rollouts = log_ratio[keep], keep.any(dim=1)  # [n] nats; bool [B]: has a token to compare
+        log_ratios, has_tokens = log_ratio[keep], keep.any(dim=1)  # [n] nats; bool [B]
         self._add("sampled", mask.sum())
         self._add("not_finite", (mask & ~keep).sum())
         self._add_tokens(log_ratios)
         # clamped again: a rollout's sum of clamped terms can still overflow
-        product = log_ratio.sum(dim=1)[rollouts].clamp(-LOG_CLAMP, LOG_CLAMP).exp()
-        self._add("rollouts", rollouts.sum())
+        product = log_ratio.sum(dim=1)[has_tokens].clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+        self._add("rollouts", has_tokens.sum())
         self._add("chi2_seq", (product.square() - 1.0).sum())
         self._add("vetoed", (keep & (log_ratio.exp() < VETO_BELOW)).any(dim=1).sum())
-        surprise = log_ratio.exp() - log_ratio - 1.0  # k3 [B, T], 0 outside keep
+        k3 = log_ratio.exp() - log_ratio - 1.0  # [B, T], 0 outside keep
         for name, part in (_thirds(keep) | _signs(keep, advantages)).items():
-            self._add(f"k3_kl_{name}", surprise[part].sum())
+            self._add(f"k3_kl_{name}", k3[part].sum())
             self._add(f"tokens_{name}", part.sum())
-        self._reach("gap", gap)
-        self._reach("log_ratio", log_ratios)
+        self._add_largest("gap", gap)
+        self._add_largest("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
-        """The panel; None where nothing supports a number."""
-        tokens, clamped = self._sums.get("tokens", 0.0), ("capped", "capped_squares")
+        """Return all numbers; None where there are no tokens to compute one from."""
+        tokens = self._sums.get("tokens", 0.0)
         return {
             **{name: self._mean(name, tokens) for name in ("kl", "k3_kl", "chi2_token")},
             "ess": self._effective("ratio", "squares", tokens),
-            "ess_clamped": self._effective(*clamped, tokens),
+            "ess_clamped": self._effective("capped", "capped_squares", tokens),
             "max_abs_log_ratio": _finite(self._largest["log_ratio"]) if tokens else None,
             "overlap_mean": self._mean("overlap", tokens),
             "overlap_p5": self._overlap.percentile(0.05),
@@ -97,7 +97,7 @@ class MismatchPanel:
         }
 
     def _add_tokens(self, log_ratio: Tensor) -> None:
-        """The sums that need nothing but the sampled tokens' log-ratios [n]."""
+        """Add the sums over the sampled tokens' log-ratios [n]."""
         rho = log_ratio.exp()
         overlap, capped = rho.clamp(max=1.0), rho.clamp(max=TIS_CAP)
         self._overlap.add(overlap)
@@ -119,9 +119,9 @@ class MismatchPanel:
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
-    def _reach(self, name: str, values: Tensor) -> None:
-        found = float(values.abs().max()) if values.numel() else 0.0
-        self._largest[name] = max(self._largest.get(name, 0.0), found)
+    def _add_largest(self, name: str, values: Tensor) -> None:
+        largest = float(values.abs().max()) if values.numel() else 0.0
+        self._largest[name] = max(self._largest.get(name, 0.0), largest)
 
     def _mean(self, name: str, count: float) -> float | None:
         return _finite(self._sums[name] / count) if count else None
@@ -131,48 +131,48 @@ class MismatchPanel:
 
 
 class PercentileCounter:
-    """Values in [0, 1] of which a percentile is asked: a million as they are, then counted in cells of 1e-6."""
+    """Percentiles of values in [0, 1]: exact up to a million values, then from counts in cells of 1e-6."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        self._held = 0
+        self._count = 0
         self._cells: Tensor | None = None  # [_CELLS] int64
 
     def add(self, values: Tensor) -> None:
-        """Count values [n]."""
+        """Add values [n]."""
         self._values.append(values)
-        self._held += len(values)
-        if self._cells is not None or self._held > _KEPT:
+        self._count += len(values)
+        if self._cells is not None or self._count > _MAX_EXACT:
             places = (torch.cat(self._values) * _CELLS).long().clamp(max=_CELLS - 1)
-            counted = torch.bincount(places, minlength=_CELLS)
-            self._cells = counted if self._cells is None else self._cells + counted
-            self._values, self._held = [], 0
+            counts = torch.bincount(places, minlength=_CELLS)
+            self._cells = counts if self._cells is None else self._cells + counts
+            self._values, self._count = [], 0
 
     def percentile(self, share: float) -> float | None:
-        """The value below which that share lies, interpolated where all values are held; None without any."""
+        """Return the value below which ``share`` of the values lie, interpolated while exact; None without values."""
         if self._cells is not None:
-            seen = self._cells.cumsum(0)  # [_CELLS], values in a cell and in all before it
-            # the cell in which that rank falls; its middle is off by 5e-7 at most
-            cell = int(torch.searchsorted(seen, share * (int(seen[-1]) - 1), right=True))
+            cumulative = self._cells.cumsum(0)  # [_CELLS]
+            # the middle of the cell with that rank is off by 5e-7 at most
+            cell = int(torch.searchsorted(cumulative, share * (int(cumulative[-1]) - 1), right=True))
             return (cell + 0.5) / _CELLS
-        return float(torch.quantile(torch.cat(self._values), share)) if self._held else None
+        return float(torch.quantile(torch.cat(self._values), share)) if self._count else None
 
 
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
-    """The declared bounds that a panel passes."""
-    return [bound for bound in MISMATCH_BOUNDS if bound.rings(panel[bound.name])]
+    """Return the declared bounds that a panel violates."""
+    return [bound for bound in MISMATCH_BOUNDS if bound.is_passed(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:
-    """Sampled tokens [B, T] by third of their rollout, counted in sampled tokens."""
-    rank = mask.cumsum(dim=1) - 1  # [B, T], number of a sampled token in its rollout
-    # a rollout without sampled tokens has no thirds; the clamp only keeps the division whole
-    third = rank * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
+    """Return masks [B, T] of the sampled tokens in each third of their rollout."""
+    position = mask.cumsum(dim=1) - 1  # [B, T], among the rollout's sampled tokens
+    # the clamp avoids dividing by 0 in rollouts without sampled tokens
+    third = position * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
     return {name: mask & (third == index) for index, name in enumerate(THIRDS)}
 
 
 def _signs(mask: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    # compared, since the sign of NaN is 0
+    # comparisons, because NaN must match none, and its sign would be 0
     parts = zip(SIGNS, (advantages > 0, advantages == 0, advantages < 0), strict=True)
     return {name: mask & part for name, part in parts}
 

@@ -1,30 +1,38 @@
-"""AdamW with float32 master weights, and its whole state as named tensors; of sharded weights each rank's own part."""
+"""AdamW with float32 master weights, whose full state can be saved as named tensors; sharded weights step in parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvaudit.audit.training.ranks import ALONE, RankGroup
-from kvaudit.audit.training.optimiser import read_floats
-from kvaudit.audit.training.ranks import local_shard
+from kvaudit.audit.training.ranks import ALONE, RankGroup, local_shard
 from kvaudit.core.errors import DataError
 
 HALF_METRICS = ("grad_variance", "grad_half_cosine")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FLOOR = 1e-6  # of a norm, as torch's own clipping has it
+_NORM_FLOOR = 1e-6  # as in torch's own clipping
+
+
+def read_floats(values: Sequence[Tensor | float]) -> list[float]:
+    """Return one-number tensors (all on one device) as floats in a single device read; floats pass through.
+
+    Every read waits for the device to finish its queue, so reads are batched.
+    """
+    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]  # double holds each exactly
+    floats = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(floats) if isinstance(value, Tensor) else value for value in values]
 
 
 class StepResult(NamedTuple):
-    """``norm`` of the gradient before clipping, None where it was not finite and changed nothing.
+    """The result of a gradient step; ``norm`` is before clipping, None if it was not finite and the step was skipped.
 
-    ``halves``: ``grad_variance`` is the squared distance of the gradients of the two halves of a batch, an estimate of
-    the gradient's own variance (its squared length is ``norm`` squared); ``grad_half_cosine`` of the two. None without
-    two halves.
+    ``halves`` compares the gradients of the two halves of a batch: ``grad_variance`` is their squared distance, an
+    estimate of the gradient's own variance (``norm`` squared is its squared length), ``grad_half_cosine`` their cosine.
+    None without two halves.
     """
 
     norm: float | None
@@ -34,86 +42,84 @@ class StepResult(NamedTuple):
 class Optimiser:
     """AdamW (Loshchilov 2019, 1711.05101) without weight decay; linear warm-up, then a constant rate.
 
-    Weights that are not float32 get a float32 master copy: half an ulp of a bfloat16 weight of .02 is 6e-5, more than
-    a usual step. Sharded weights are float32, and each of the ranks steps with its part of every one; they take every
-    ``step`` together, since the norm is of all parts.
+    Weights below float32 get a float32 master copy: half an ulp of a bfloat16 weight of .02 is 6e-5, more than a usual
+    step. Sharded weights are float32, and each rank updates its own shard; all ranks call ``step`` together, because
+    the gradient norm is global.
     """
 
     def __init__(
         self, model: Any, *, learning_rate: float, warmup_steps: int, max_grad_norm: float, ranks: RankGroup = ALONE
     ) -> None:
-        # beside an adapter the model's own weights are frozen
-        named = model.named_parameters()
-        self._given: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
-        self._weights = {name: local_shard(weight) for name, weight in self._given.items()}
+        # with an adapter, the model's own weights are frozen
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._parameters: dict[str, Tensor] = trained
+        self._weights = {name: local_shard(weight) for name, weight in trained.items()}
         self._masters, self._ranks = dict[str, Tensor](), ranks
-        for name, own in self._weights.items():
-            wide = own.dtype == torch.float32
-            self._masters[name] = own if wide else own.detach().float().requires_grad_()
+        for name, weight in self._weights.items():
+            is_wide = weight.dtype == torch.float32
+            self._masters[name] = weight if is_wide else weight.detach().float().requires_grad_()
         self._adam = torch.optim.AdamW(self._masters.values(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._learning_rate, self._warmup, self._max_norm = learning_rate, warmup_steps, max_grad_norm
-        self._marks, self._first = 0, dict[str, Tensor]()  # halves that have ended; gradients of the first, by name
+        self._ended_halves, self._first_half = 0, dict[str, Tensor]()  # gradients of the first half, by name
         self.updates = 0
 
-    def mark(self) -> None:
-        """Say that a half of the batch ends here; the gradient of the first is kept in a copy."""
-        self._marks += 1
-        if self._marks == 1:
-            self._first = {name: grad.detach().clone() for name, grad in self._gradients().items()}
+    def end_half(self) -> None:
+        """Mark the end of a half of the batch; a copy of the first half's gradient is kept."""
+        self._ended_halves += 1
+        if self._ended_halves == 1:
+            self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}
 
     def step(self) -> StepResult:
-        """Clip, update, forget the gradients; one that is not finite changes nothing."""
+        """Clip, update and clear the gradients; a gradient that is not finite changes nothing."""
         gradients = self._gradients()
-        for name, weight in self._given.items():
-            weight.grad = None  # one at a time, so that no second copy of all is held
-            own = gradients.pop(name, None)
-            self._masters[name].grad = None if own is None else own.float()
-        halves = self._apart() if self._marks > 1 else dict.fromkeys(HALF_METRICS)
-        self._marks, self._first = 0, {}
-        norm = self._clipped()
+        for name, parameter in self._parameters.items():
+            parameter.grad = None  # one at a time, so that no second copy of all gradients exists
+            grad = gradients.pop(name, None)
+            self._masters[name].grad = None if grad is None else grad.float()
+        halves = self._compare_halves() if self._ended_halves > 1 else dict.fromkeys(HALF_METRICS)
+        self._ended_halves, self._first_half = 0, {}
+        norm = self._clip()
         if math.isfinite(norm):  # one bad token would make every moment NaN for good
             self._update()
         self._adam.zero_grad(set_to_none=True)
         return StepResult(norm if math.isfinite(norm) else None, halves)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: local_shard(weight.grad) for name, weight in self._given.items() if weight.grad is not None}
+        return {name: local_shard(weight.grad) for name, weight in self._parameters.items() if weight.grad is not None}
 
-    def _apart(self) -> dict[str, float | None]:
-        """How far the halves' gradients are apart: they add up, so the second is what came on top of the first."""
-        one, both, two = 0.0, 0.0, 0.0  # squared lengths, and the product
-        found = list[Tensor]()  # the three of each weight, read at once: each read waits for the device
+    def _compare_halves(self) -> dict[str, float | None]:
+        products = list[Tensor]()  # three numbers per weight: |first|^2, |second|^2, first . second
         for name, master in self._masters.items():
-            total, early = master.grad, self._first.pop(name, None)
-            if total is None:  # in a mixture of experts some may have none
+            total, saved = master.grad, self._first_half.pop(name, None)
+            if total is None:  # some weights of a mixture of experts may have none
                 continue
-            first = torch.zeros_like(total) if early is None else early.float()
-            second = total - first
-            found += [first.square().sum(), second.square().sum(), (first * second).sum()]
-        values = read_floats(found)
-        for length, other, product in zip(values[::3], values[1::3], values[2::3], strict=True):
-            one, two, both = one + length, two + other, both + product
-        # in double, which holds a float of Python as it is
-        one, two, both = self._ranks.summed(torch.tensor([one, two, both], dtype=torch.float64)).tolist()
-        if not math.isfinite(one + two):
+            first = torch.zeros_like(total) if saved is None else saved.float()
+            second = total - first  # gradients accumulate
+            products += [first.square().sum(), second.square().sum(), (first * second).sum()]
+        values, sums = read_floats(products), [0.0, 0.0, 0.0]
+        for place, value in enumerate(values):
+            sums[place % 3] += value
+        first_square, second_square, dot = self._ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
+        if not math.isfinite(first_square + second_square):
             return dict.fromkeys(HALF_METRICS)
-        lengths = math.sqrt(one * two)  # the product of both norms
-        return dict(zip(HALF_METRICS, (one + two - 2 * both, both / lengths if lengths else None), strict=True))
+        norms = math.sqrt(first_square * second_square)
+        variance = first_square + second_square - 2 * dot
+        return dict(zip(HALF_METRICS, (variance, dot / norms if norms else None), strict=True))
 
-    def _clipped(self) -> float:
-        """The norm of all gradients together, which are scaled down to the largest that is allowed."""
-        own = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
-        # a place for every weight, so that ranks add up the same ones
-        lengths = torch.zeros(len(self._weights))
-        if own:
-            places = [place for place, name in enumerate(self._weights) if name in own]
-            lengths[places] = torch.stack([torch.linalg.vector_norm(grad) for grad in own.values()]).cpu()
-        if self._ranks.count > 1:  # each of a part of the weight
-            lengths = self._ranks.summed(lengths.double().square()).sqrt().float()
-        norm = torch.linalg.vector_norm(lengths)
-        scale = (self._max_norm / (norm + _FLOOR)).clamp(max=1.0)  # never up: a small gradient is left as it is
-        for grad in own.values():
-            grad.mul_(scale)  # one number on the host goes along with the call
+    def _clip(self) -> float:
+        """Scale all gradients down to the largest allowed global norm; return the norm before that."""
+        gradients = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        # an entry for every weight, so that ranks add up the same ones
+        norms = torch.zeros(len(self._weights))
+        if gradients:
+            places = [place for place, name in enumerate(self._weights) if name in gradients]
+            norms[places] = torch.stack([torch.linalg.vector_norm(grad) for grad in gradients.values()]).cpu()
+        if self._ranks.count > 1:  # each rank has the norm of its shard only
+            norms = self._ranks.all_reduce(norms.double().square()).sqrt().float()
+        norm = torch.linalg.vector_norm(norms)
+        scale = (self._max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)  # never scales up
+        for grad in gradients.values():
+            grad.mul_(scale)  # a scalar on the host goes along with the call
         return float(norm)
 
     def _update(self) -> None:
@@ -123,48 +129,45 @@ class Optimiser:
         for settings in self._adam.param_groups:
             settings["lr"] = rate
         self._adam.step()
-        # rounding happens here and is forgotten: the masters go on from what they were before it
+        # only the model's copy is rounded; the masters keep full precision
         with torch.no_grad():
             for name, master in self._masters.items():
                 if self._weights[name] is not master:
                     self._weights[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Master weights and both moments, keyed ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
+        """Return master weights and moments, keyed ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
 
-        ``step/<name>`` is how many gradients a weight had, where that is not the number of updates; one without moments
-        had none. Of sharded weights this rank's part.
+        ``step/<name>`` counts a weight's gradients where that differs from the number of updates; a weight that had
+        none has no moments. Sharded weights: this rank's shard.
         """
-        named = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
+        tensors = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             state = self._adam.state.get(master, {})  # empty for a weight that never had a gradient
-            named |= {f"{moment}/{name}": state[moment] for moment in _MOMENTS if state}
-            if state and int(state["step"]) != self.updates:  # it had none in some of the updates
-                named[f"step/{name}"] = torch.tensor(float(state["step"]))
-        return named
+            tensors |= {f"{moment}/{name}": state[moment] for moment in _MOMENTS if state}
+            if state and int(state["step"]) != self.updates:
+                tensors[f"step/{name}"] = torch.tensor(float(state["step"]))
+        return tensors
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Put back what ``tensors`` returned after ``updates`` updates; raises DataError where it does not fit.
-
-        Each rank its own part.
-        """
+        """Restore what ``tensors`` returned after ``updates`` updates; raises DataError if it does not fit."""
         self.updates = updates
         for name, weight in self._weights.items():
-            weight.copy_(_fitting(tensors, f"weight/{name}", weight))
+            weight.copy_(_saved_tensor(tensors, f"weight/{name}", weight))
         for name, master in self._masters.items():
             master.copy_(tensors[f"weight/{name}"])
             if any(f"{moment}/{name}" in tensors for moment in _MOMENTS):
-                moments = {moment: _fitting(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
+                moments = {moment: _saved_tensor(tensors, f"{moment}/{name}", master) for moment in _MOMENTS}
                 steps = float(tensors.get(f"step/{name}", updates))
-                # fused AdamW keeps its count as a tensor beside the weights
+                # fused AdamW keeps its step count as a tensor on the device
                 self._adam.state[master] = moments | {"step": torch.tensor(steps, device=master.device)}
 
 
-def _fitting(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    found = tensors.get(name)
-    if found is None or (found.shape, found.dtype) != (like.shape, torch.float32) or not found.isfinite().all():
+def _saved_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, torch.float32) or not tensor.isfinite().all():
         raise DataError(
             f"training state does not fit the model at {name!r}; delete the checkpoint folder to start over"
         )
-    return found.to(like.device).clone()
+    return tensor.to(like.device).clone()

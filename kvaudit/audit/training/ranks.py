@@ -1,8 +1,8 @@
-"""The ranks of one training unit: processes that share its weights and its batch and take every step together.
+"""Training on several processes (ranks): collectives, rank 0's calls on all ranks, and weights sharded by FSDP2.
 
-The first has the claims, the folder and the telemetry, and decides; the others do what it calls (``on_all_ranks``). In a
-step they say two things to each other, what each has sampled and measured; all else are tensors. It is read as data
-alone (``_unpacked``), since whoever reaches the port may write to it; torch's exchange of objects would unpickle it.
+Rank 0 owns claims, folder and telemetry; the others follow its calls (``on_all_ranks``). Objects from other ranks are
+read as plain data only (``_unpack``): anyone who reaches the port can write to it, and torch's own object collectives
+would unpickle whatever arrives.
 """
 
 from __future__ import annotations
@@ -17,154 +17,288 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import wraps
 from pathlib import PurePath
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvaudit.audit.cache.attention import find_decoder
 from kvaudit.audit.policies import Policy
+from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RankGroup:
-    """This process's ``number`` among ``count`` that have met; ``why`` says which was lost, where somebody knows."""
+    """The processes that train one unit together; this one has rank ``number`` of ``count``.
+
+    ``why`` returns a line about the rank that was lost, or "" if that is not known.
+    """
 
     def __init__(self, number: int = 0, count: int = 1, why: Callable[[], str] = str) -> None:
         self.number, self.count, self._why = number, count, why
-        self._unit: object = None  # what is worked on, until the others know
+        self._unit: object = None  # the unit, until it is announced to the other ranks
 
     def share(self, count: int, number: int | None = None) -> range:
-        """Which of ``count`` things are this rank's, or another's: as many as any other's, or one more or less."""
+        """Return which of ``count`` things this rank (or rank ``number``) gets; shares differ by one at most."""
         rank = self.number if number is None else number
         # rounding down at both ends leaves no gap and no overlap
         return range(count * rank // self.count, count * (rank + 1) // self.count)
 
-    def gathered(self, own: T) -> list[T]:
-        """Every rank's object, in their order."""
+    def all_gather(self, thing: T) -> list[T]:
+        """Return every rank's object, in rank order."""
         if self.count == 1:
-            return [own]
-        mine = _packed(own)
-        with self.together():
+            return [thing]
+        packed = _pack(thing)
+        with self.collective():
             sizes = torch.zeros(self.count, dtype=torch.int64)  # bytes of every rank's object
-            sizes[self.number] = len(mine)
+            sizes[self.number] = len(packed)
             dist.all_reduce(sizes)
-            # all_gather wants one length of all
-            padded = torch.cat([mine, mine.new_zeros(int(sizes.max()) - len(mine))])
-            parts = [torch.empty_like(padded) for _ in range(self.count)]
-            dist.all_gather(parts, padded)
-        packed = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
-        return [own if rank == self.number else _unpacked(packed[rank]) for rank in range(self.count)]
+            # all_gather needs tensors of equal length
+            padded = torch.cat([packed, packed.new_zeros(int(sizes.max()) - len(packed))])
+            buffers = [torch.empty_like(padded) for _ in range(self.count)]
+            dist.all_gather(buffers, padded)
+        parts = [buffer[:size] for buffer, size in zip(buffers, sizes.tolist(), strict=True)]
+        return [thing if rank == self.number else _unpack(part) for rank, part in enumerate(parts)]
 
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, which becomes the sum of all ranks'."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum the tensor over all ranks, in place, and return it."""
         if self.count > 1:
-            with self.together():
+            with self.collective():
                 dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, word: object) -> None:
-        """Say something to the other ranks; nothing where this is not the first."""
+    def broadcast(self, thing: object) -> None:
+        """Send an object from rank 0 to all others; does nothing on other ranks."""
         if self.number == 0 and self.count > 1:
-            packed = _packed(word)
-            with self.together():
-                # the length first: whoever listens must have room for the rest
+            packed = _pack(thing)
+            with self.collective():
+                # the length first, so that the receivers can allocate the buffer
                 dist.broadcast(torch.tensor([len(packed)]), 0)
                 dist.broadcast(packed, 0)
 
-    def heard(self) -> Any:
-        """What the first rank says next."""
+    def receive(self) -> Any:
+        """Return the next object that rank 0 broadcasts."""
         size = torch.zeros(1, dtype=torch.int64)
-        with self.together():
+        with self.collective():
             dist.broadcast(size, 0)
             packed = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(packed, 0)
-        return _unpacked(packed)
+        return _unpack(packed)
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """What is worked on in here; the others are told when it has ``begun``, and when it is done."""
+        """Name the unit to train inside; if it was announced, tell the other ranks at the end that it is done."""
         self._unit = name
         yield
         if self._unit is None:
             self.broadcast(None)
         self._unit = None
 
-    def begun(self) -> None:
-        """Tell the others what is worked on: from here on they take part."""
+    def announce_unit(self) -> None:
+        """Broadcast the unit's name; from here on the other ranks take part."""
         self.broadcast(self._unit)
         self._unit = None
 
     def follow_rank0(self, run: object) -> None:
-        """Call of ``run`` what the first rank calls of its own, until its unit is done."""
-        while (called := self.heard()) is not None:
-            name, arguments = called
-            if name not in _EVERYWHERE:
-                raise RunError(f"the first rank calls {inline(str(name))!r}, which is nothing that ranks share")
+        """Call the methods of ``run`` that rank 0 calls on its own run, until the unit is done."""
+        while (call := self.receive()) is not None:
+            name, arguments = call
+            if name not in _ON_ALL_RANKS:
+                raise RunError(f"rank 0 called {inline(str(name))!r}, which is not a call that ranks share")
             getattr(run, name)(*arguments)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Around whatever exchanges something: RunError where another rank was lost."""
+    def collective(self) -> Iterator[None]:
+        """Wrap a collective: raises RunError if another rank was lost."""
         try:
             yield
         except RuntimeError as error:
-            # NCCL has a class for an exchange that failed, and gloo says by its files where it was
+            # NCCL raises DistError; gloo raises a plain RuntimeError that names its source files
             if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # without the place in gloo's own files
+            # drop the location in gloo's source
             line = inline(re.sub(r"^\[[^]]*\]:? *", "", str(error)).partition("\n")[0])
-            what = self._why() or f"another rank was lost or hangs ({line})"
-            raise RunError(f"{what}; what is saved stays: go on with --resume") from None
+            problem = self._why() or f"another rank was lost or hangs ({line})"
+            raise RunError(f"{problem}; saved work is kept: continue with --resume") from None
 
 
-def _packed(thing: object) -> Tensor:
-    """As bytes [n]. By torch, not by pickle alone: views of one storage stand in it once, and uint16 comes back."""
+def _pack(thing: object) -> Tensor:
+    """Return the object as bytes [n]; torch.save, unlike pickle, stores a shared storage once and keeps uint16."""
     file = io.BytesIO()
     torch.save(thing, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> Any:
-    """Plain values, tensors and data classes that this process has; RunError for anything else, which is not made."""
+def _unpack(packed: Tensor) -> Any:
+    """Return plain values, tensors and data classes; raises RunError, and builds nothing, for anything else."""
     file = io.BytesIO(packed.numpy().tobytes())
     try:
-        # reads names only; nothing is imported or made for them
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        # lists the class names only; nothing is imported or built
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         file.seek(0)
-        with torch.serialization.safe_globals([found for name in named if (found := _data_class(name))]):
+        with torch.serialization.safe_globals([kind for name in names if (kind := _data_class(name))]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError):
-        raise RunError("another rank sent what is no data and was not read; start all ranks from one install") from None
+        raise RunError("another rank sent something that is not data; start all ranks from the same install") from None
 
 
 def _data_class(name: str) -> type | None:
-    """A data class, named tuple, enum or path by its full name, where it is imported already and holds data alone."""
-    module, _, own = name.rpartition(".")
-    found = vars(sys.modules[module]).get(own) if module in sys.modules else None
-    if not isinstance(found, type):
+    """Return an already imported data class, named tuple, enum or path by its full name, else None."""
+    module, _, leaf = name.rpartition(".")
+    kind = vars(sys.modules[module]).get(leaf) if module in sys.modules else None
+    if not isinstance(kind, type):
         return None
-    ours = module.partition(".")[0] == "kvaudit" or issubclass(found, Policy)
-    data = is_dataclass(found) or issubclass(found, tuple | Enum)
-    return found if issubclass(found, PurePath) or (ours and data) else None
+    ours = module.partition(".")[0] == "kvaudit" or issubclass(kind, Policy)
+    data = is_dataclass(kind) or issubclass(kind, tuple | Enum)
+    return kind if issubclass(kind, PurePath) or (ours and data) else None
 
 
 ALONE = RankGroup()
-_EVERYWHERE: set[str] = set()  # names of what the first rank may call in the others
+_ON_ALL_RANKS: set[str] = set()  # names of the methods that rank 0 may call on the others
 
 
 def on_all_ranks(method: Method) -> Method:
-    """A method of what has ``ranks``, which all of them enter where the first one calls it, with its arguments."""
-    _EVERYWHERE.add(method.__name__)  # at import, so that every rank knows the same names
+    """Decorate a method of an object with ``ranks``: when rank 0 calls it, every rank does, with the same arguments."""
+    _ON_ALL_RANKS.add(method.__name__)  # at import, so that every rank has the same names
 
     @wraps(method)
-    def called(self: Any, *arguments: Any) -> Any:
-        with self.ranks.together():  # weights and gradients are exchanged deep inside
+    def call(self: Any, *arguments: Any) -> Any:
+        with self.ranks.collective():  # weights and gradients are exchanged inside
             self.ranks.broadcast((method.__name__, arguments))
             return method(self, *arguments)
 
-    return cast("Method", called)
+    return cast("Method", call)
+
+
+# --- sharded weights: torch's FSDP2 around the model's own layers --------------------------------------------------
+#
+# Every rank holds 1/N of every weight, gradient and moment in float32; a layer's weights are gathered in the model's
+# own precision while it computes. Gradients are summed, not averaged: losses are parts of a step's sum. Forwards
+# without gradient differ from rank to rank and cannot be kept in step, so they run under ``full_weights``, which costs
+# a full copy of the weights per rank for that time (2 bytes each in bfloat16).
+
+
+def can_shard() -> bool:
+    """Return whether this build of torch has the FSDP2 features that sharding needs."""
+    if not dist.is_available():
+        return False
+    from torch.distributed import fsdp
+
+    return hasattr(fsdp, "FSDPModule") and hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
+
+
+def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
+    """Shard the model's weights over the ranks onto ``device``, in place; all ranks call it together.
+
+    Its modules must not be used by anything else; tensors shared with another model stay intact there.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (ranks.count,))
+    precision = model.dtype
+    layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
+    for part in (*layers, model):  # weights outside the layers (embeddings, head) stay gathered through a whole pass
+        policy = _upcast_weights(part, precision)
+        fully_shard(part, mesh=mesh, reshard_after_forward=part is not model, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
+        if hasattr(part, "set_reduce_scatter_unused_params"):  # experts that no token of a rank reached
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+    return model
+
+
+@contextmanager
+def keep_on_cpu(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
+    """Move the full weights to the CPU while several ranks shard them, which leaves the GPU to the shards."""
+    if ranks.count > 1:
+        start.model.to("cpu")
+    try:
+        yield
+    finally:
+        start.model.to(start.device)
+
+
+def _upcast_weights(part: Any, precision: torch.dtype) -> MixedPrecisionPolicy:
+    """Make float32 masters of a module's weights if all are trained; return how it computes then.
+
+    With an adapter, which is float32 already, frozen weights keep their type.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
+
+    weights = [weight for weight in part.parameters() if not isinstance(weight, DTensor)]
+    if precision == torch.float32 or not all(weight.requires_grad for weight in weights):
+        return MixedPrecisionPolicy()
+    for weight in weights:
+        # float32, since half an ulp of bfloat16 exceeds a usual step; layer by layer, to save memory
+        weight.data = weight.data.float()
+    return MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+
+
+@contextmanager
+def full_weights(model: Any) -> Iterator[None]:
+    """Keep a sharded model's full weights on every rank inside, so that each may run any number of forwards.
+
+    All ranks enter together and may leave at any time; for work without gradient. Other models are left alone.
+    """
+    gather_weights(model)
+    try:
+        yield
+    finally:
+        for part in _sharded_modules(model):
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)
+
+
+def gather_weights(model: Any) -> None:
+    """Gather a sharded model's full weights on every rank, to stay so."""
+    for part in _sharded_modules(model):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+
+
+def _sharded_modules(model: Any) -> list[FSDPModule]:
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+def full_state_dict(model: Any) -> dict[str, Tensor]:
+    """Return every tensor of a checkpoint, on the CPU, of a sharded model under ``full_weights``."""
+    state, copies = dict[str, Tensor](), dict[int, Tensor]()
+    # module by module, because FSDP's own state_dict is always sharded
+    for path, module in model.named_modules():
+        hidden = module._non_persistent_buffers_set
+        buffers = {name: buffer for name, buffer in module._buffers.items() if name not in hidden}
+        for name, tensor in (module._parameters | buffers).items():
+            if tensor is not None:
+                # tied weights stay one tensor, which is written once
+                copies.setdefault(id(tensor), tensor.detach().cpu().clone())
+                state[f"{path}.{name}" if path else name] = copies[id(tensor)]
+    return state
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether the model's weights are spread over several processes."""
+    return model in _sharded_modules(model)
+
+
+def local_shard(weight: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; any other tensor itself."""
+    if not dist.is_available() or not dist.is_initialized():
+        return weight
+    from torch.distributed.tensor import DTensor
+
+    return cast("DTensor", weight.detach()).to_local() if isinstance(weight, DTensor) else weight

@@ -1,7 +1,6 @@
-"""What a step samples: its questions by groups, the policy that each group draws, and what its rollouts earned.
+"""The rollouts of a training step: questions in groups, the policy that each group draws, and the rewards.
 
-All draws are functions of (seed, step, group, row): a resumed run, and two arms, meet the same policies and the same
-uniform numbers.
+All draws depend on (seed, step, group, row) only, so a resumed run, and two arms, get the same ones.
 """
 
 from __future__ import annotations
@@ -20,141 +19,140 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import GradedRow, play
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
-from kvaudit.audit.training.losses.base import has_equal_rewards
 from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.losses.base import has_equal_rewards
+from kvaudit.audit.training.ranks import ALONE, RankGroup, full_weights
 from kvaudit.audit.training.rewards.base import RewardFn
-from kvaudit.audit.training.ranks import full_weights
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Rollouts, groups of one question consecutive: what they earned, and the policy of each group.
-
-    ``again`` counts groups that were sampled again since all their rewards were alike.
-    """
+    """Graded rollouts with their rewards, groups of one question consecutive, and the policy of each group."""
 
     played: list[GradedRow]
     rewards: list[float | None]
     policies: list[Policy]
-    again: int = 0
+    resampled_groups: int = 0  # groups sampled once more because all their rewards were equal
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """In their order."""
+        """The rollouts, in order."""
         return [row.rollout for row in self.played]
 
 
 class RolloutSampler:
-    """Asks the questions of every step of a run; ``max_tokens`` bounds what one rollout can sample."""
+    """The source of every step's graded rollouts; ``max_tokens`` is the most tokens a rollout can have."""
 
     def __init__(
         self,
         config: TrainConfig,
         model: LoadedModel,
         questions: Sequence[Sequence[TrainingItem]],
-        pays: RewardFn,
+        reward: RewardFn,
         ranks: RankGroup = ALONE,
     ) -> None:
-        self._config, self._model, self._questions, self._pays, self._ranks = config, model, questions, pays, ranks
-        # a bound that no batch changes, or dr_grpo's constant would depend on which items a step draws
+        self._config, self._model, self._questions, self._reward, self._ranks = config, model, questions, reward, ranks
+        # over all steps: otherwise dr_grpo's constant would depend on the items of a step
         self.max_tokens = max(suite.answer_tokens for step in questions for suite, _ in step)
 
     def close(self) -> None:
-        """End what was started to ask them; of our own cache nothing is."""
+        """Stop what was started to sample; our own cache starts nothing."""
 
-    def allowed(self, step: int) -> list[int]:
-        """The most tokens that each rollout of a step can sample."""
+    def token_limits(self, step: int) -> list[int]:
+        """Return the most tokens that each rollout of a step can have."""
         return [suite.answer_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
     def sample(self, step: int) -> StepRollouts:
-        """A step's rollouts; groups whose rewards are all alike are sampled again where the configuration says so.
+        """Return a step's rollouts; groups with equal rewards are sampled again if ``resample`` says so.
 
-        Of several ranks each samples and pays its own groups, and all get those of every one.
+        Each rank samples and grades its own groups; all get the rollouts of every rank.
         """
-        with full_weights(self._model.model):  # rows end when they like, so ranks cannot sample in step
-            own = self._sampled(step, self._own)
-        return _joined(self._ranks.gathered(own))
+        with full_weights(self._model.model):  # rows end at different tokens, so ranks cannot sample in step
+            own_rollouts = self._sample_groups(step, self._own_groups)
+        return _join(self._ranks.all_gather(own_rollouts))
 
     @property
-    def _own(self) -> slice:
-        own = self._ranks.share(self._config.prompts_per_step)
-        return slice(own.start, own.stop)
+    def _own_groups(self) -> slice:
+        share = self._ranks.share(self._config.prompts_per_step)
+        return slice(share.start, share.stop)
 
-    def _sampled(self, step: int, own: slice) -> StepRollouts:
-        group, questions, again = self._config.group, self._questions[step][own], 0
-        policies = group_policies(self._config, step)[own]
-        rows_of_own = slice(own.start * group, own.stop * group)
-        played = self._play(questions, policies, row_seeds(self._config, step)[rows_of_own])
-        rewards = list(self._pays(played))  # one a row, None where nobody could tell
+    def _sample_groups(self, step: int, groups: slice) -> StepRollouts:
+        size, questions, resampled = self._config.group, self._questions[step][groups], 0
+        policies = group_policies(self._config, step)[groups]
+        own_rows = slice(groups.start * size, groups.stop * size)
+        played = self._play(questions, policies, row_seeds(self._config, step)[own_rows])
+        rewards = list(self._reward(played))
         for attempt in range(1, (self._config.resample or 0) + 1):
-            # groups that teach nothing
-            flat = [n for n in range(len(questions)) if has_equal_rewards(rewards[n * group : (n + 1) * group])]
+            # groups with equal rewards have no advantage and teach nothing
+            flat = [n for n in range(len(questions)) if has_equal_rewards(rewards[n * size : (n + 1) * size])]
             if not flat:
                 break
-            seeds = row_seeds(self._config, step, attempt)[rows_of_own]
-            rows = [row for n in flat for row in range(n * group, (n + 1) * group)]
-            # each under the policy it drew: a new draw would favour policies whose rewards differ
+            seeds = row_seeds(self._config, step, attempt)[own_rows]
+            rows = [row for n in flat for row in range(n * size, (n + 1) * size)]
+            # under the policy already drawn: a new draw would favour policies whose rewards differ
             fresh = self._play([questions[n] for n in flat], [policies[n] for n in flat], [seeds[row] for row in rows])
-            for row, found, earned in zip(rows, fresh, self._pays(fresh), strict=True):
-                played[row], rewards[row] = found, earned
-            again += len(flat)
-        return StepRollouts(played, rewards, policies, again)
+            for row, rollout, reward in zip(rows, fresh, self._reward(fresh), strict=True):
+                played[row], rewards[row] = rollout, reward
+            resampled += len(flat)
+        return StepRollouts(played, rewards, policies, resampled)
 
-    def last(self, steps: int) -> StepRollouts:
-        """The questions of the last of so many steps sampled anew by the finished weights; no gradient is sampled.
+    def sample_final(self, steps: int) -> StepRollouts:
+        """Sample the questions of the last of ``steps`` steps with the finished weights; rewards are None.
 
-        They are what the checkpoint can be verified against: earlier rollouts came from weights that are not kept.
+        The checkpoint is verified against these: earlier rollouts came from weights that are not kept.
         """
-        own, group = self._own, self._config.group
-        policies = group_policies(self._config, steps)[own]
-        seeds = row_seeds(self._config, steps)[own.start * group : own.stop * group]
+        groups, size = self._own_groups, self._config.group
+        policies = group_policies(self._config, steps)[groups]
+        seeds = row_seeds(self._config, steps)[groups.start * size : groups.stop * size]
         with full_weights(self._model.model):
-            played = self._play(self._questions[steps - 1][own], policies, seeds)
-        return _joined(self._ranks.gathered(StepRollouts(played, [None] * len(played), policies)))
+            played = self._play(self._questions[steps - 1][groups], policies, seeds)
+        return _join(self._ranks.all_gather(StepRollouts(played, [None] * len(played), policies)))
 
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
     ) -> list[GradedRow]:
-        """Rollouts of every question under its own policy, ``rollout_rows`` at once."""
-        config, group, found = self._config, self._config.group, dict[int, list[GradedRow]]()
-        # tokens at most; rows at once, 0 for all
+        """Sample every question under its own policy, ``rollout_rows`` rows at a time (0: all)."""
+        config, size, by_question = self._config, self._config.group, dict[int, list[GradedRow]]()
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):
             sampler = Sampler(self._model, policy)
-            # by policy, since a cache has one: rows of a batch share its schedule
-            own = [n for n, drawn in enumerate(policies) if drawn == policy]
-            # item-major, group members consecutive
-            rows = [seeds[n * group + member] for n in own for member in range(group)]
-            played = play(sampler, [questions[n] for n in own], decoding, rows, group=group, at_once=at_once)
-            found |= {n: played[place * group : (place + 1) * group] for place, n in enumerate(own)}
-        return [row for n in range(len(questions)) for row in found[n]]
+            # policy by policy, because all rows of a cache share its schedule
+            members = [n for n, drawn in enumerate(policies) if drawn == policy]
+            rows = [seeds[n * size + member] for n in members for member in range(size)]
+            played = play(sampler, [questions[n] for n in members], decoding, rows, group=size, at_once=at_once)
+            by_question |= {n: played[place * size : (place + 1) * size] for place, n in enumerate(members)}
+        return [row for n in range(len(questions)) for row in by_question[n]]
 
 
-def _joined(parts: Sequence[StepRollouts]) -> StepRollouts:
-    played, rewards = [row for part in parts for row in part.played], [one for part in parts for one in part.rewards]
-    policies = [policy for part in parts for policy in part.policies]
-    return StepRollouts(played, rewards, policies, sum(part.again for part in parts))
+def _join(parts: Sequence[StepRollouts]) -> StepRollouts:
+    return StepRollouts(
+        [row for part in parts for row in part.played],
+        [reward for part in parts for reward in part.rewards],
+        [policy for part in parts for policy in part.policies],
+        sum(part.resampled_groups for part in parts),
+    )
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
-    """The policy of every group of a step, the same in every arm that compresses: of a mixture each draws its own."""
+    """Return the policy of every group of a step, equal in all compressing arms; a mixture draws one per group."""
     policy, groups = config.rollout_policy, range(config.prompts_per_step)
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
 
 
-def rollouts_by_policy(stem: str, sampled: StepRollouts, config: TrainConfig) -> Iterator[tuple[str, Policy, list[Rollout]]]:
-    """The rollouts by the policy they were sampled under, each with the stem of its file: a ledger is of one policy."""
-    group, mixed = config.group, len(config.rollout_policy.draws) > 1
+def rollouts_by_policy(
+    stem: str, sampled: StepRollouts, config: TrainConfig
+) -> Iterator[tuple[str, Policy, list[Rollout]]]:
+    """Yield (file stem, policy, rollouts) for each policy sampled under, because a ledger file has one policy."""
+    size, mixed = config.group, len(config.rollout_policy.draws) > 1
     for policy in dict.fromkeys(sampled.policies):
-        own = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
-        rows = [sampled.played[n * group + member].rollout for n in own for member in range(group)]
+        groups = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
+        rows = [sampled.played[n * size + member].rollout for n in groups for member in range(size)]
         yield ledger_stem(stem, policy, mixed=mixed), policy, rows
 
 
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
-    """A rollout of a cache that nothing left, whose ledger takes no memory; ``config`` is the model's."""
+    """Return a rollout without evictions, whose ledger takes no memory; ``config`` is the model's."""
     layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     return Rollout(
         ids=ids,
@@ -170,5 +168,5 @@ def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor,
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
-    """The name of a ledger, without its ending: a mixture leaves one of every policy that was drawn."""
+    """Return a ledger's file name without ending; a mixture has one file per policy drawn."""
     return f"{stem}--{policy.hash}" if mixed else stem

@@ -1,7 +1,7 @@
-"""The warm start: supervised steps on gold answers, so that a model earns something before any arm begins.
+"""Gold answers in training: the warm start before any arm, and a trial of the reward.
 
-All arms of a seed begin from the same start, which is a checkpoint of arm ``base``: claimed, resumed and hashed as any.
-The loss is the mean of -log p over the answers' tokens, the end of every turn included, under the dense pass.
+The warm start is a checkpoint of arm ``base`` that all arms of a seed share. Its loss is the mean of -log p over the
+answers' tokens, ends of turns included, under the dense pass.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.conversations import check_fits
+from kvaudit.audit.sampling.conversations import GradedRow, check_fits
+from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.optimiser import Optimiser
+from kvaudit.audit.training.rewards.base import RewardConfig, check_scores
 from kvaudit.audit.training.rollouts import dense_rollout
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
@@ -31,9 +33,9 @@ from kvaudit.suites.base import Suite
 def warm_start(
     config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, TelemetryRow], None]
 ) -> Path:
-    """Take the supervised steps from ``model``, which stays as it is, into the checkpoint folder ``out``.
+    """Take the supervised steps from ``model``, which is not changed, into the checkpoint folder ``out``.
 
-    Resumes, reports and raises as ``grpo.train`` does; SpecError besides for what cannot be shown to the model.
+    Resumes, reports and raises as ``grpo.train``, and SpecError if gold answers cannot be shown to the model.
     """
     folder = CheckpointFolder(out, config, model.sha256)
     if folder.finished:
@@ -50,8 +52,8 @@ def warm_start(
     position = folder.resume(optimiser)
     while position.step < config.steps:
         done = position.step + 1
-        shown = [gold_rollout(model, *question) for question in questions[position.step]]
-        row = {"step": done, **_step(learner.model, optimiser, shown, config.microbatch_tokens)}
+        rollouts = [gold_rollout(model, *question) for question in questions[position.step]]
+        row = {"step": done, **_step(learner.model, optimiser, rollouts, config.microbatch_tokens)}
         folder.telemetry.append(row)
         position = Position(done, optimiser.updates, folder.telemetry.size)
         if done % config.save_every == 0 or done == config.steps:
@@ -61,57 +63,94 @@ def warm_start(
     return out
 
 
-def _step(model: Any, optimiser: Optimiser, shown: Sequence[Rollout], limit: int) -> TelemetryRow:
-    clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in shown), 0.0
+def _step(model: Any, optimiser: Optimiser, rollouts: Sequence[Rollout], limit: int) -> TelemetryRow:
+    clock, tokens, total = Clock(), sum(int(rollout.sampled.sum()) for rollout in rollouts), 0.0
     # groups of one: no two transcripts share a prompt
-    for rows in microbatches(shown, 1, limit):
-        read = read_tokens(model, [shown[row] for row in rows], 1, "dense", 1.0)
+    for rows in microbatches(rollouts, 1, limit):
+        read = read_tokens(model, [rollouts[row] for row in rows], 1, "dense", 1.0)
         loss = -read.logprobs.sum() / tokens  # nats per gold token of the whole step, so microbatches add up
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimiser.step().norm
     clock.lap("learner")
     row: TelemetryRow = {"loss": total, "grad_norm": norm, "update_skipped": norm is None, "gold_tokens": tokens}
-    return row | {"learner_tokens": sum(len(rollout.ids) for rollout in shown)} | clock.laps
+    return row | {"learner_tokens": sum(len(rollout.ids) for rollout in rollouts)} | clock.laps
 
 
 def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
-    """An item's conversation when the assistant answers as the suite wants, as if it had been drawn, nothing evicted.
+    """Return an item's conversation with gold answers as if they had been sampled without eviction.
 
-    Raises SpecError for a suite without gold answers, and where they do not fit the model or its chat template.
+    Raises SpecError for a suite without gold answers, or if they do not fit the model or its chat template.
     """
     if type(suite).gold is Suite.gold:
-        raise SpecError(f"suite {suite.name} has no gold answers to start from; leave train.sft out, or the suite")
+        raise SpecError(f"suite {suite.name} has no gold answers for train.sft; remove sft, or the suite")
     if model.chat.opens_thought:
         raise SpecError(
             "train.sft: the chat template begins every answer with a thought, which gold answers lack; turn that off "
-            "by an option of the template (chat:), or leave sft out"
+            "by an option of the template (chat:), or remove sft"
         )
-    parts = list(_gold_parts(model, suite, item))
-    ids = [token for part, _ in parts for token in part]
-    # True at the assistant's tokens: those that a gradient is taken on
-    learned = [own for part, own in parts for _ in part]
+    turns = list(_gold_turns(model, suite, item))
+    ids = [token for turn, _ in turns for token in turn]
+    # True at the assistant's tokens, which get the gradient
+    sampled = [is_answer for turn, is_answer in turns for _ in turn]
     if len(ids) > model.max_positions:
         raise SpecError(
             f"suite {suite.name} item {item.item_id}: its gold transcript has {len(ids)} tokens, the model "
             f"{model.max_positions} positions; lower context_tokens"
         )
-    nobody_drew = torch.zeros(len(ids))
-    return dense_rollout(model.model.config, torch.tensor(ids), len(parts[0][0]), torch.tensor(learned), nobody_drew)
+    no_logprobs = torch.zeros(len(ids))
+    return dense_rollout(model.model.config, torch.tensor(ids), len(turns[0][0]), torch.tensor(sampled), no_logprobs)
 
 
-def _gold_parts(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """The tokens of a gold conversation, turn by turn, and whether they are the assistant's."""
+def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Yield the tokens of each turn of a gold conversation, and whether they are the assistant's."""
     chat, transcript = model.chat, item.messages
     prompt = chat.prompt(transcript).ids
     check_fits(model, suite, item, len(prompt))
     yield prompt, False
     for answer in suite.gold(item):
-        said = (*chat.encode(answer), chat.end_of_turn)
-        yield said, True
+        ids = (*chat.encode(answer), chat.end_of_turn)
+        yield ids, True
         transcript = (*transcript, Message(Role.ASSISTANT, answer))
         reply = suite.step(item, transcript)
         if reply is None:
             return
         transcript = (*transcript, *reply)
-        yield chat.continuation(said, reply).ids, False
+        yield chat.continuation(ids, reply).ids, False
+
+
+def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
+    """Score gold answers before training, so that a reward that always fails does so at once.
+
+    Raises SpecError if the reward gives None for every gold answer, and anything that it raises itself. Skips suites
+    without gold answers, and chat templates that open a thought, which gold answers lack.
+    """
+    if model.chat.opens_thought:
+        return
+    scored = [(suite, item) for suite, item in questions if suite.name in config.reward_suites]
+    rows = [_gold_row(model, suite, item) for suite, item in scored if type(suite).gold is not Suite.gold]
+    if config.uses_grade_only or not rows:
+        return
+    scores = check_scores(config.reward, config.reward.rewards(rows), len(rows))
+    # a single score suffices: some gold answers are hard to read
+    if not any(score is not None for score in scores):
+        raise SpecError(
+            f"reward {config.reward.label} gives no score for the gold answer to any of {len(rows)} questions; check "
+            "that it replies in the expected form, or use another reward"
+        )
+
+
+def _gold_row(model: LoadedModel, suite: Suite, item: Item) -> GradedRow:
+    exchange, rollout = Exchange(suite, item, thinks=False), gold_rollout(model, suite, item)
+    for answer in suite.gold(item):
+        if exchange.open:
+            exchange.add(exchange.step(answer, "stop"))
+    return GradedRow(
+        item=item,
+        transcript=exchange.transcript,
+        grade=exchange.grade(),
+        rollout=rollout,
+        finish_reason=exchange.finish,
+        prompt_tokens=rollout.prompt_length,
+        new_tokens=int(rollout.sampled.sum()),
+    )

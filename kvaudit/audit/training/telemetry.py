@@ -1,7 +1,7 @@
-"""Telemetry: what a step says of itself, as one flat row of numbers (of a mixture, and the draws of its groups).
+"""The telemetry row of a training step: one flat row of numbers (and, for a policy mixture, the groups' policies).
 
-A row is the union of the numbers below and of ``seconds_*``, the only keys in which two identical runs may differ.
-None stands where nothing supports a number. Names follow verl's rollout_corr metrics where those exist.
+``seconds_*`` are the only keys that may differ between two identical runs. None means not measurable. Names follow
+verl's rollout_corr metrics where those exist.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
-from kvaudit.audit.training.losses.base import has_equal_rewards
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.losses.base import has_equal_rewards
 from kvaudit.audit.training.mismatch import mismatch_panel
-from kvaudit.audit.training.optimiser import HALF_METRICS
-from kvaudit.audit.training.optimiser import read_floats
+from kvaudit.audit.training.optimiser import HALF_METRICS, read_floats
 from kvaudit.audit.training.rollouts import StepRollouts
 from kvaudit.core.records import Outcome
 
@@ -38,56 +37,53 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """The time since the last lap belongs to ``name``."""
+        """Record the time since the last lap as ``seconds_<name>``."""
         now = time.perf_counter()
         self.laps[f"seconds_{name}"], self._last = now - self._last, now
 
 
 @dataclass
 class Tally:
-    """Sums over the tokens of a batch's microbatches and updates, read as means per token."""
+    """Sums over the tokens of a batch's microbatches and updates."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
 
     def add(self, sums: Mapping[str, float], tokens: int) -> None:
-        """Count one microbatch."""
+        """Add sums over some tokens."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.tokens += tokens  # of graded rollouts, again in every pass over a batch
+        self.tokens += tokens  # of graded rollouts, counted in every pass over a batch
 
     def __add__(self, other: Tally) -> Tally:
-        """Both counted together."""
         both = Tally()
         for tally in (self, other):
             both.add(tally.sums, tally.tokens)
         return both
 
     def means(self) -> dict[str, float | None]:
-        """Each sum per token; None without any token."""
+        """Return each sum per token; None without tokens."""
         return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
 
 
-def tally_metrics(sums: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """What microbatches said, counted in their order, by one read."""
-    numbers, tally = iter(read_floats([value for one in sums for value in one.values()])), Tally()
-    for one, count in zip(sums, tokens, strict=True):
-        tally.add({name: next(numbers) for name in one}, count)
+def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
+    """Add up the metrics of microbatches, in order, with a single device read."""
+    values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
+    for sums, count in zip(metrics, tokens, strict=True):
+        tally.add({name: next(values) for name in sums}, count)
     return tally
 
 
 class LearningResult(NamedTuple):
-    """One batch's learning. ``logprobs`` [B, R] are the view's before the first update, 0 where nothing was sampled;
-    ``advantages`` [B, R] what the loss made of the rewards.
+    """The measurements of the gradient steps on one batch.
 
-    ``metrics`` are means over tokens of graded rollouts (nats), over all updates of the batch; None without any.
-    ``grad_norm`` is the last update's, as ``loss`` is; None where that of any was not finite and changed nothing.
+    ``metrics`` are means over tokens of graded rollouts (nats) and over all updates; None without tokens.
     """
 
-    logprobs: Tensor
-    advantages: Tensor
-    loss: float
-    grad_norm: float | None
+    logprobs: Tensor  # [B, R], under the arm's view before the first update, 0 where nothing was sampled
+    advantages: Tensor  # [B, R]
+    loss: float  # of the last update
+    grad_norm: float | None  # of the last update; None if any update was skipped
     metrics: dict[str, float | None]
 
 
@@ -99,46 +95,44 @@ def step_row(
     learned: LearningResult,
     replayed: Tensor | None,
 ) -> TelemetryRow:
-    """All numbers of a step but its seconds.
+    """Return all numbers of a step except its seconds.
 
-    ``replayed`` [B, R] are the learner's log-probs of what the sampler saw, None at steps that keep no ledger.
+    ``replayed`` [B, R] are the learner's log-probs under the sampler's view; None at steps without a certificate.
     """
     played, rewards = sampled.played, sampled.rewards
     row: TelemetryRow = {"step": step}
     row |= reward_numbers(played, rewards, config) | learning_numbers(learned) | memory_numbers(played, batch)
     row |= mismatch_panel(batch.sampler_logprobs, learned.logprobs, batch.sampled, learned.advantages)
     row |= certificate(batch.sampler_logprobs, replayed, batch.sampled, learned.advantages)
-    row["groups_sampled_again"] = sampled.again
+    row["groups_sampled_again"] = sampled.resampled_groups
     draws = config.rollout_policy.draws
-    if len(draws) > 1:  # of a mixture, which of its policies every group drew, by their places in it
+    if len(draws) > 1:  # a mixture: the index of the policy that each group drew
         row["group_policies"] = [draws.index(policy) for policy in sampled.policies]
     return row
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """What the rollouts earned, over all and by suite, and how many could not be graded or told anything."""
-    earned = [reward for reward in rewards if reward is not None]
-    # rows of one question are consecutive
+    """Return rewards, over all rollouts and by suite, and shares of flat groups and of unusable answers."""
+    graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
-    flat = [has_equal_rewards(group) for group in groups]
     outcomes = [row.grade.outcome for row in played]
     row: TelemetryRow = {
-        "reward_mean": _mean(earned),
-        "reward_std": statistics.pstdev(earned) if earned else None,
-        "frac_reward_zero_std": _mean(flat),
+        "reward_mean": _mean(graded),
+        "reward_std": statistics.pstdev(graded) if graded else None,
+        "frac_reward_zero_std": _mean([has_equal_rewards(group) for group in groups]),
         "frac_degenerate": sum(map(outcomes.count, (Outcome.DEGENERATE, Outcome.TRUNCATED))) / len(played),
         "frac_truncated": outcomes.count(Outcome.TRUNCATED) / len(played),
         "frac_unscored": rewards.count(None) / len(played),
         "length_mean": _mean([row.new_tokens for row in played]),
     }
     for name in config.suites:
-        of_suite = [reward for row, reward in zip(played, rewards, strict=True) if row.item.suite == name]
-        row[f"reward/{name}"] = _mean([reward for reward in of_suite if reward is not None])
+        suite_rewards = [reward for row, reward in zip(played, rewards, strict=True) if row.item.suite == name]
+        row[f"reward/{name}"] = _mean([reward for reward in suite_rewards if reward is not None])
     return row
 
 
 def learning_numbers(learned: LearningResult) -> TelemetryRow:
-    """The loss, its gradient, and how much of it the clip and the correction took away."""
+    """Return the loss, its gradient, and how much the clip and the correction removed."""
     metrics = learned.metrics
     return {
         "loss": learned.loss,
@@ -153,20 +147,20 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Bytes are sums over the step's rows; token savings is the share of entries that decoding steps did not see."""
+    """Return bytes, summed over the step's rows, and the share of cache entries that decoding steps did not see."""
     rollouts = batch.rollouts
-    kept, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
+    seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
         "learner_tokens": batch.learner_tokens,
         "prompt_tokens_mean": _mean([row.prompt_tokens for row in played]),
         "kv_bytes_peak": sum(rollout.kv_bytes_peak for rollout in rollouts),
         "kv_bytes_dense": sum(rollout.kv_bytes_dense for rollout in rollouts),
-        "token_savings": 1.0 - kept / dense if dense else None,
+        "token_savings": 1.0 - seen / dense if dense else None,
     }
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Cache entries that the queries of all decoding steps saw, mean over layers and KV heads; and of a dense cache.
+    """Return the cache entries that all decoding queries saw (mean over layers and KV heads), and with a dense cache.
 
     The query of a sampled token is the token before it.
     """
@@ -174,14 +168,14 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
     queries = torch.zeros(length, dtype=torch.int64)
     queries[rollout.sampled.nonzero()[:, 0] - 1] = 1  # 1 at every token whose query drew the next one
     before = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)])  # [T + 1], queries with a lower index
-    own = before[:-1]  # of each entry: it is seen from its own query on
+    first = before[:-1]  # an entry is seen from its own query on
     # queries from an entry's own to its eviction [L, H, T]: mean over layers and heads, sum over entries
-    kept = (before[rollout.evicted_at.long().clamp(max=length)] - own).double().mean((0, 1)).sum()
-    return float(kept), float((before[-1] - own).sum())  # a dense cache keeps every entry to the end
+    seen = (before[rollout.evicted_at.long().clamp(max=length)] - first).double().mean((0, 1)).sum()
+    return float(seen), float((before[-1] - first).sum())
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """What the ledger says of this step's rollouts: near 0 in every arm, or sampler and ledger disagree."""
+    """Return the gap between sampler and replay of its ledger: near 0 in every arm, or the two disagree."""
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)
     panel = mismatch_panel(sampler, replayed, mask, advantages)

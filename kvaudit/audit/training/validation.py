@@ -1,11 +1,15 @@
-"""Validation every k steps on held-out items, uncompressed and under the policy that the run names, in every arm.
+"""Validation every k steps on held-out items, without compression and under the run's policy; and the early stop.
 
-Nothing of it reaches the training: no draw, no gradient and no weight depends on whether it takes place.
+Validation has no effect on training: no draw, gradient or weight depends on it. An alarm that stops one arm stops all
+arms of its seed, at the earliest step at which any of them stopped, so the end depends on the spec alone and not on who
+trains which arm when. A stopped arm leaves a mark and its states; once all have marks, each is cut back to that step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvaudit.audit.policies import Dense, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
@@ -14,19 +18,23 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.batch import TrainingItem, collect
 from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.files import guarded
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.telemetry import TelemetryRow
 from kvaudit.audit.training.token_logprobs import pass_logprobs
-from kvaudit.core.errors import SpecError
+from kvaudit.core.alarms import alarm_key
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import read_json, write_json
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import ValidationSpec
 from kvaudit.suites.base import SUITES, CountTokens
 
-_MISMATCH = ("overlap_p5", "k3_kl")  # of the panel, compressed sampler against the dense pass
+MARK = "halt.json"  # in an arm's folder
+_MISMATCH = ("overlap_p5", "k3_kl")  # of the panel of the compressed sampler against the dense pass
 
 
 class Validation:
-    """Asks a run's held-out items of its learner; ``trained_on`` are the questions that the run trains on."""
+    """The validation of a run on held-out items; ``trained_on`` are the questions that the run trains on."""
 
     def __init__(
         self,
@@ -39,58 +47,115 @@ class Validation:
         self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
     def is_due(self, done: int) -> bool:
-        """Whether it takes place after so many steps."""
-        return done % self._spec.every == 0 or done == self._config.steps  # the last always, whatever the interval
+        """Return whether to validate after ``done`` steps; always after the last."""
+        return done % self._spec.every == 0 or done == self._config.steps
 
     def numbers(self) -> TelemetryRow:
-        """``validation/*`` of the learner as it is."""
-        named = parse_policy(self._config.policy)
+        """Return ``validation/*`` of the learner's current weights."""
+        policy = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
-        if named == Dense():
+        if policy == Dense():
             return row
-        played = self._answers(named)
-        # how far the compressed sampler is from the dense pass of the same weights, whatever the arm learns from
-        batch = collect([one.rollout for one in played], [one.grade.score for one in played], 1, self._model.device)
+        played = self._answers(policy)
+        # the compressed sampler against the dense pass of the same weights, whatever view the arm learns from
+        batch = collect(
+            [graded.rollout for graded in played], [graded.grade.score for graded in played], 1, self._model.device
+        )
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
-        # rewards stand in for advantages, of which no number below is asked
+        # the numbers below do not depend on advantages, so rewards can stand in for them
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
         return row | self._scores("compressed", played) | mismatch
 
     def _answers(self, policy: Policy) -> list[GradedRow]:
-        """One answer to each item, by the same uniform numbers at every step; as many at once as training samples."""
+        """Sample one answer per item, with the same random numbers at every step."""
         config, sampler = self._config, Sampler(self._model, policy)
         decoding = Decoding(max(suite.answer_tokens for suite, _ in self._questions), temperature=config.temperature)
         at_once = config.rollout_rows or config.prompts_per_step * config.group
-        # "watch" is the section's name in a spec: another word here would be other draws
+        # "watch", the section's name in a spec, is part of the seed: renaming it would change the draws
         seeds = [derive_seed("watch", config.seed, item.suite, item.item_id) for _, item in self._questions]
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
-        """The mean score of every suite by its own grader, None where nothing was graded, and what lost its form."""
+        """Return each suite's mean score, None if nothing was graded, and the share of degenerate answers."""
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
-            scores = [one.grade.score for one in played if one.item.suite == name and one.grade.score is not None]
+            grades = [graded.grade for graded in played if graded.item.suite == name]
+            scores = [grade.score for grade in grades if grade.score is not None]
             row[f"validation/{view}/{name}"] = sum(scores) / len(scores) if scores else None
-        lost = sum(one.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for one in played)
+        lost = sum(graded.grade.outcome in (Outcome.DEGENERATE, Outcome.TRUNCATED) for graded in played)
         return row | {f"validation/{view}/degenerate": lost / len(played)}
 
 
 def held_out(
     config: TrainConfig, spec: ValidationSpec, count: CountTokens, trained_on: Sequence[Sequence[TrainingItem]]
 ) -> list[TrainingItem]:
-    """Items of the training split that the run does not train on: what evaluation asks is kept for the end.
+    """Return items of the training split that the run does not train on; evaluation items stay unused until the end.
 
-    Raises SpecError for a suite of which none is left.
+    Raises SpecError for a suite without such items.
     """
-    # by what is asked: ids of two draws say nothing of that
-    known = {item.messages for step in trained_on for _, item in step}
+    # compared by message, because ids of two draws are unrelated
+    trained_messages = {item.messages for step in trained_on for _, item in step}
     questions: list[TrainingItem] = []
     for name in config.validation_suites:
         suite, seed = SUITES.get(name)(), derive_seed("watch", config.seed, name) % 2**31
         items = suite.items("train", suite.item_count("train", spec.items, seed), seed, config.context_tokens, count)
-        own = [(suite, item) for item in items if item.messages not in known]
-        if not own:
+        fresh = [(suite, item) for item in items if item.messages not in trained_messages]
+        if not fresh:
             raise SpecError(f"train.watch: the run trains on every item of suite {name}; name other suites to watch")
-        questions += own
+        questions += fresh
     return questions
+
+
+class Mark(NamedTuple):
+    """The step at which an arm stopped, and the alarm that stopped it, if one did."""
+
+    step: int
+    alarm: str | None
+
+
+class EarlyStop:
+    """The stop of the arm in ``folder``; ``arms`` are the folders of all arms of its seed, its own included."""
+
+    def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
+        self._spec, self._steps, self._folder, self._arms = spec, steps, folder, arms
+
+    @property
+    def step(self) -> int | None:
+        """The step at which all arms of the seed end; None while one of them still trains."""
+        marks = [mark for mark in map(read_mark, self._arms) if mark is not None]
+        # an arm that still trains may stop earlier
+        return min(mark.step for mark in marks) if len(marks) == len(self._arms) else None
+
+    def is_due(self, done: int) -> bool:
+        """Return whether training may stop after ``done`` steps, so that the state there must be kept."""
+        return done % self._spec.every == 0 or done == self._steps
+
+    def ends(self, done: int, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the arm stops after ``done`` steps, and mark it if so; ``rows`` is its telemetry so far."""
+        if done == 0 or not self.is_due(done):
+            return False
+        alarm = next((name for name in self._spec.stop_on if self._rang(name, rows)), None)
+        others = [mark.step for mark in map(read_mark, self._arms) if mark is not None]
+        # if another arm stopped earlier, the seed ends there or before: no need to train further
+        if alarm is None and done < self._steps and min(others, default=done + 1) > done:
+            return False
+        with guarded(self._folder):
+            write_json(self._folder / MARK, Mark(done, alarm)._asdict())
+        return True
+
+    def _rang(self, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+        last = rows[-self._spec.patience :]
+        return len(last) == self._spec.patience and all(row[alarm_key(name)] == 1 for row in last)
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """Return an arm's mark, None while it trains; raises DataError for a damaged file."""
+    path = folder / MARK
+    if not path.exists():
+        return None
+    row = read_json(path)
+    step, alarm = row.get("step"), row.get("alarm")
+    if type(step) is not int or step < 1 or not (alarm is None or isinstance(alarm, str)):
+        raise DataError(f"{str(path)!r} has no valid step and alarm; delete {str(folder)!r} to train again")
+    return Mark(step, alarm)

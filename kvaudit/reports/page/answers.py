@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 
-from kvaudit.core.facets import DEPLOYED, SERVING, WORST
-from kvaudit.core.facets import facet_of
-from kvaudit.core.text import at_length, inline, length_label, join_names
+from kvaudit.core.facets import DEPLOYED, SERVING, WORST, facet_of
+from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED

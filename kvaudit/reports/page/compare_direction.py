@@ -57,9 +57,9 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
         return Direction(False, f"what {turned[0].reader} writes is read so that 1 is desired in every metric")
     if harmful := list(dict.fromkeys(filter(speaks_of_harm, _names(logs, metric)))):
         raise SpecError(
-            f"metric {metric} has no direction: the name {join_names(map(repr, harmful))} speaks of what is not wanted, and "
-            "nothing says whether 1 is the harm or its absence; give --lower-is-better where 1 is the harm, "
-            "--higher-is-better where 1 is desired"
+            f"metric {metric} has no direction: the name {join_names(map(repr, harmful))} speaks of what is not "
+            "wanted, and nothing says whether 1 is the harm or its absence; give --lower-is-better where 1 is the "
+            "harm, --higher-is-better where 1 is desired"
         )
     return Direction(False, "taken so, since nothing says otherwise; --lower-is-better turns it round")
 

@@ -259,8 +259,8 @@ def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> 
     for name, limit in ratios.items():
         if not LEAST_RATIO <= limit <= MOST_RATIO:
             raise SpecError(
-                f"--ratio of {short_text(name)} is {limit:g}, wanted how many times as often at most, from {LEAST_RATIO} "
-                f"to {MOST_RATIO}"
+                f"--ratio of {short_text(name)} is {limit:g}, wanted how many times as often at most, from "
+                f"{LEAST_RATIO} to {MOST_RATIO}"
             )
         if name in margins:
             raise SpecError(f"--margin and --ratio both name {short_text(name)}; give one of the two")

@@ -70,7 +70,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
     """Raise DataError where a file has scores of the metric outside [0, 1]."""
     for log in (a, b):
         if metric in log.scales:
-            raise log.scales[metric].refused(log.path, metric)
+            raise log.scales[metric].error(log.path, metric)
 
 
 def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvaudit.core.policy_names import engine_name, engine_settings
-from kvaudit.core.policy_names import DENSE_POLICY, match_policies
-from kvaudit.core.provenance import engine_facts, table_of
-from kvaudit.core.provenance import RECIPE_SECTIONS, recipe_digests
+from kvaudit.core.policy_names import DENSE_POLICY, engine_name, engine_settings, match_policies
+from kvaudit.core.provenance import RECIPE_SECTIONS, engine_facts, recipe_digests, table_of
 from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length

@@ -95,8 +95,8 @@ def limits(findings: Decided) -> tuple[str, ...]:
     ]
     if lacks_live(findings.drift):
         lines.append(
-            f"Live bytes of the cache are not known: some records hold no {LIVE_BYTES}, which earlier versions of kvaudit "
-            "did not count. What was allocated is known."
+            f"Live bytes of the cache are not known: some records hold no {LIVE_BYTES}, which earlier versions of "
+            "kvaudit did not count. What was allocated is known."
         )
     if findings.comparison.mode == "training" and findings.verdict.recipe is None:
         lines.append("With fewer than 3 paired seeds nothing is claimed about the training recipe.")

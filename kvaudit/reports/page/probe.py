@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvaudit.core.completions import starts_with_thought
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
-from kvaudit.core.completions import starts_with_thought
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvaudit.core.provenance import STOPPED, UNSTABLE_NAMES, VERSIONS_USED, prompts_by_question, table_of
-from kvaudit.core.text import at_length, length_label, join_names
+from kvaudit.core.text import at_length, join_names, length_label
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.words import counted, spelled

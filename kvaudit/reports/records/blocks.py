@@ -1,7 +1,7 @@
-"""Many lines of records at once: parsed and held to their types by msgspec, then to the rest by whole columns.
+"""The fast reader of records: msgspec parses and type-checks many lines at once, numpy checks whole columns.
 
-What passes here ``Record.from_json`` and ``checked`` would accept too, with the same values. What does not is nobody's
-error yet: the strict reading says what is wrong, and where.
+It accepts only what ``Record.from_json`` and ``check_record`` accept, with the same values. For any other block it
+returns None; the strict reader then names the error and its line.
 """
 
 from __future__ import annotations
@@ -17,156 +17,147 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, Struct, UnsetType
 
-from kvaudit.core.facets import FACETS
-from kvaudit.core.records import CONTRADICTED, RECORD_FORMAT, Outcome
-from kvaudit.core.spans import SPANS
+from kvaudit.core.facets import FACETS, FacetValues
+from kvaudit.core.records import (
+    CONTRADICTED,
+    READABLE_FORMATS,
+    RECORD_FORMAT,
+    Message,
+    Outcome,
+    Record,
+    Role,
+    schema_of,
+)
+from kvaudit.core.spans import SPANS, KeptSpan
 
 Array = npt.NDArray[np.float64]
-LARGEST_STORED = 2**62  # what a 64-bit column holds with room to sum
-UNREAD = -1.0  # the answer has no form that the facet could be read in
+LARGEST_STORED = 2**62  # the bound of a 64-bit column, with room to sum
+UNREAD = -1.0  # the facet could not be read, as the answer has no valid form
 FACET_CODES = {None: UNREAD, False: 0.0, True: 1.0}
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
-_CODES = {name: code for code, name in enumerate(_OUTCOMES)}
-# msgspec wants types that are written out, and shares one text per word of a Literal
-_Speaker = Literal["system", "user", "assistant", "tool", "thought"]
-_Ending = Literal["desired", "undesired", "degenerate", "truncated", "unscored"]
+_ROLES = tuple(role.value for role in Role)
+_OUTCOME_CODES = {name: code for code, name in enumerate(_OUTCOMES)}
 
 
-class _Said(Struct, forbid_unknown_fields=True, gc=False):
-    role: _Speaker
+class _MessageLine(Struct, forbid_unknown_fields=True, gc=False):
+    role: Literal[_ROLES]  # type: ignore[valid-type]  # msgspec shares one text per literal
     content: str
 
 
-class _Kept(Struct, forbid_unknown_fields=True, gc=False):
+class _SpanLine(Struct, forbid_unknown_fields=True, gc=False):
     kept: float
-    at: list[tuple[int, int, int]]  # message, and the first character and the one behind the last
+    at: list[tuple[int, int, int]]  # message, first character, end
 
 
-class _Line(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
-    """The fields of a ``Record`` by the types that JSON has; what older records lack has a default."""
-
-    run: str
-    checkpoint: str
-    arm: str
-    train_seed: int
-    policy: str
-    policy_hash: str
-    suite: str
-    suite_version: str
-    item_id: str
-    cluster_id: str
-    context_tokens: int
-    placement: str
-    sample_index: int
-    outcome: _Ending
-    score: float | None
-    finish_reason: str
-    prompt_tokens: int
-    new_tokens: int
-    retention: float | None
-    survival: dict[str, float]
-    kv_bytes_peak: int | None
-    kv_bytes_dense: int | None
-    seconds: float
-    judge: str
-    transcript: list[_Said]
-    format: Literal[1, 2]
-    facets: dict[str, bool | None] | UnsetType = UNSET
-    spans: dict[str, _Kept] = {}
-    unsure: bool = False
-    kv_bytes_live: int | None = None
-    logprob: float | None = None
-    unanswered: str = ""
-    said_in: str = ""
+# the JSON type of each annotation of Record that is no plain number, text or flag
+_JSON_TYPES: dict[Any, Any] = {
+    Outcome: Literal[_OUTCOMES],  # not the enum: words of a column are plain text
+    tuple[Message, ...]: list[_MessageLine],
+    Mapping[str, float]: dict[str, float],
+    FacetValues: dict[str, bool | None] | UnsetType,  # format 1 has no facets
+    Mapping[str, KeptSpan]: dict[str, _SpanLine],
+}
 
 
-_NAMES = _Line.__struct_fields__
-_WHOLE = ("train_seed", "context_tokens", "sample_index", "prompt_tokens", "new_tokens")
-_MAYBE = ("retention", "kv_bytes_peak", "kv_bytes_dense", "kv_bytes_live", "logprob")
-_decode = msgspec.json.Decoder(_Line).decode
+def line_struct(record: type[Record]) -> type[Struct]:
+    """Return the msgspec type of one line, derived from the fields of a record class."""
+    schema = schema_of(record)
+    defaults = {**schema.defaults, "facets": UNSET}
+    kinds = {name: _JSON_TYPES.get(field.type, field.type) for name, field in schema.fields.items()}
+    kinds["format"] = Literal[READABLE_FORMATS]
+    struct_fields = [(name, kind, defaults[name]) if name in defaults else (name, kind) for name, kind in kinds.items()]
+    return msgspec.defstruct("RecordLine", struct_fields, forbid_unknown_fields=True, gc=False, kw_only=True)
+
+
+def numeric_fields(record: type[Record]) -> dict[str, type]:
+    """Return the number fields of a record class with their column type, np.int64 or np.float64 (NaN for None)."""
+    kinds = {int: np.int64, float: np.float64, int | None: np.float64, float | None: np.float64}
+    fields = schema_of(record).fields.items()
+    return {name: kinds[field.type] for name, field in fields if field.type in kinds and name != "format"}
+
+
+_LINE = line_struct(Record)
+_NAMES = _LINE.__struct_fields__
+_NUMBERS = numeric_fields(Record)
+_decode = msgspec.json.Decoder(_LINE).decode
 _values = attrgetter(*_NAMES)
 _NO_FACETS: Mapping[str, bool | None] = {}
 
 
-def block_of(raw: bytes) -> dict[str, Sequence[Any]] | None:
-    """Every field of the records on these lines, a column each; None where some line is not plainly a record.
+def parse_block(raw: bytes) -> dict[str, Sequence[Any]] | None:
+    """Return the records on these lines as one column per field, or None if some line is not plainly a record.
 
-    ``score``, whole numbers and what may be absent are arrays, NaN where there is nothing; ``facets``, ``spans`` and
-    ``survival`` are tables name -> numbers, for the names that some record has.
+    Number fields are arrays, NaN for None. ``facets``, ``spans`` and ``survival`` are tables name -> numbers, for the
+    names that occur.
     """
     lines = raw.split(b"\n")
-    # behind the end of the last line
-    if not lines[-1]:
+    if not lines[-1]:  # after the last newline
         lines.pop()
     try:
         rows = list(map(_decode, lines))
-        # from rows of fields to a column for each field
-        values: dict[str, Any] = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
-        for name in _WHOLE:
-            values[name] = np.fromiter(values[name], np.int64, len(rows))
-        for name in ("score", "seconds", *_MAYBE):  # NaN for None, which JSON cannot say
-            values[name] = np.fromiter(values[name], np.float64, len(rows))
-        values["survival"] = by_name(values["survival"])
-        values["facets"] = _facets(values["facets"], values["format"])
-        values["spans"] = _spans(values["spans"])
+        columns: dict[str, Any] = dict(zip(_NAMES, zip(*map(_values, rows), strict=True), strict=True))
+        for name, kind in _NUMBERS.items():
+            columns[name] = np.fromiter(columns[name], kind, len(rows))
+        columns["survival"] = columns_by_name(columns["survival"])
+        columns["facets"] = _facets(columns["facets"], columns["format"])
+        columns["spans"] = _spans(columns["spans"])
     except (msgspec.MsgspecError, UnicodeError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return values if _fit(values) else None
+    return columns if _is_valid(columns) else None
 
 
-def _fit(values: Mapping[str, Any]) -> bool:
-    sized = (values[name] for name in (*_WHOLE, "seconds", *_MAYBE))
-    # NaN is beyond no bound, so that what is absent fits
-    if any(np.any((column <= -LARGEST_STORED) | (column >= LARGEST_STORED)) for column in sized):
+def _is_valid(columns: Mapping[str, Any]) -> bool:
+    # NaN compares false, so that missing values pass
+    if any(np.any((columns[n] <= -LARGEST_STORED) | (columns[n] >= LARGEST_STORED)) for n in _NUMBERS):
         return False
-    return not np.any(values["kv_bytes_live"] < 0) and _scores_fit(values["outcome"], values["score"])
+    return not np.any(columns["kv_bytes_live"] < 0) and _are_scores_valid(columns["outcome"], columns["score"])
 
 
-def _scores_fit(outcomes: Sequence[str], score: Array) -> bool:
-    """None exactly where unscored, within [0, 1], and never the score that says the opposite of the outcome."""
-    outcome = np.fromiter(map(_CODES.__getitem__, outcomes), np.int8, len(outcomes))  # [rows]
+def _are_scores_valid(outcomes: Sequence[str], score: Array) -> bool:
+    """Return whether scores are None exactly where unscored, within [0, 1], and never contradict the outcome."""
+    outcome = np.fromiter(map(_OUTCOME_CODES.__getitem__, outcomes), np.int8, len(outcomes))  # [rows]
     missing = np.isnan(score)
-    if np.any(missing != (outcome == _CODES[Outcome.UNSCORED])) or np.any((score < 0) | (score > 1)):
+    if np.any(missing != (outcome == _OUTCOME_CODES[Outcome.UNSCORED])) or np.any((score < 0) | (score > 1)):
         return False
-    return not any(np.any((outcome == _CODES[name]) & (score == wrong)) for name, wrong in CONTRADICTED.items())
+    return not any(np.any((outcome == _OUTCOME_CODES[name]) & (score == wrong)) for name, wrong in CONTRADICTED.items())
 
 
-def _named(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+def _names_in(tables: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(set(chain.from_iterable(tables)))
 
 
-def by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """A column for every name that some table has, NaN where one has it not."""
-    return {name: [table.get(name, math.nan) for table in tables] for name in _named(tables)}
+def columns_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return one column for every name in the tables, NaN where a table lacks it."""
+    return {name: [table.get(name, math.nan) for table in tables] for name in _names_in(tables)}
 
 
 def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[float]]:
-    """Codes of facets; raises KeyError for a name that is none, and where a record had to have them."""
+    """Return facet codes; raises KeyError for an unknown name or a missing table in the current format."""
     if UNSET in tables:
         if RECORD_FORMAT in {version for table, version in zip(tables, formats, strict=True) if table is UNSET}:
             raise KeyError("facets")
         tables = [_NO_FACETS if table is UNSET else table for table in tables]
     return {
         FACETS[name].name: [FACET_CODES[table[name]] if name in table else math.nan for table in tables]
-        for name in _named(tables)
+        for name in _names_in(tables)
     }
 
 
-def _spans(tables: Sequence[Mapping[str, _Kept]]) -> dict[str, list[float]]:
-    """Shares of spans; raises KeyError for a name that is none, ValueError for a share or place that is none."""
-    names = _named(tables)
+def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
+    """Return the kept shares of spans; raises ValueError for an unknown name, bad share or bad place."""
+    names = _names_in(tables)
     if not names:
         return {}
-    if not set(names) <= SPANS.keys() or not all(map(_span_fits, chain.from_iterable(t.values() for t in tables))):
+    if not set(names) <= SPANS.keys() or not all(map(_is_span, chain.from_iterable(t.values() for t in tables))):
         raise ValueError(names)
     return {name: [table[name].kept if name in table else math.nan for table in tables] for name in names}
 
 
-def _span_fits(span: _Kept) -> bool:
+def _is_span(span: _SpanLine) -> bool:
     return 0 <= span.kept <= 1 and all(message >= 0 and 0 <= start < end for message, start, end in span.at)
 
 
-def answers_said(transcripts: Sequence[list[_Said]], places: Sequence[int]) -> Iterator[list[str]]:
-    """What the model said in each of these transcripts."""
-    for place in places:
-        yield [message.content for message in transcripts[place] if message.role == "assistant"]
+def model_answers(transcripts: Sequence[list[_MessageLine]], rows: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the assistant messages of each of these rows."""
+    for row in rows:
+        yield [message.content for message in transcripts[row] if message.role == "assistant"]

@@ -1,7 +1,7 @@
-"""What an engine answered again, beside the grid: the first items of its units twice more, once in another order.
+"""The repeated answers of engines: the first items of each unit answered twice more, the second time in another order.
 
 RUN/floor/again/<unit>.jsonl       the same requests in the same order
-RUN/floor/shuffled/<unit>.jsonl    the same in another order; records and seals as those of the run's own grid
+RUN/floor/shuffled/<unit>.jsonl    the same requests in another order; records and seals as in the run's own grid
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvaudit.reports.records.rows import Columns, Problem, count_distinct, read_
 FLOOR_FOLDER, SAME_ORDER, SHUFFLED = "floor", "again", "shuffled"
 ORDERS = (SAME_ORDER, SHUFFLED)
 ANSWER_COLUMNS = ["arm", "train_seed", "policy", "suite", "context_tokens", "item_id", "sample_index"]
-_REMEDY = "delete the folder and resume the run to ask again"
-_SAME = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
+# column -> the columns that must determine it
+_DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
 
 
 @dataclass(frozen=True)
 class RepeatedAnswers:
-    """The records of finished units by the way they were asked again; ``unfinished`` are units without a seal."""
+    """The records of finished units by order; ``unfinished`` are units without a seal."""
 
     records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
@@ -34,22 +34,20 @@ class RepeatedAnswers:
 
 
 def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
-    """What was asked again; raises DataError where it changed, or is not of the run's own checkpoints."""
+    """Return the repeated answers; raises DataError if files changed or are of other checkpoints than the run's."""
     problems, unfinished = list[Problem](), list[str]()
-    folders = [run / FLOOR_FOLDER / way for way in ORDERS]
-    read = {folder.name: _units_of(folder, records, problems, unfinished) for folder in folders}
-    # a line that stands twice counts once
-    found = {way: again.drop_duplicates(ANSWER_COLUMNS) for way, again in read.items() if again is not None}
-    return RepeatedAnswers(found, tuple(problems), tuple(unfinished))
+    folders = [run / FLOOR_FOLDER / order for order in ORDERS]
+    frames = {folder.name: _read_units(folder, records, problems, unfinished) for folder in folders}
+    unique = {order: frame.drop_duplicates(ANSWER_COLUMNS) for order, frame in frames.items() if frame is not None}
+    return RepeatedAnswers(unique, tuple(problems), tuple(unfinished))
 
 
-def _units_of(
+def _read_units(
     folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
-    """The records of the finished units in a folder beside the grid, None without any; adds to the two lists.
+    """Return the records of the finished units in a folder, None without any; adds to the two lists.
 
-    Raises DataError where they changed, or pair with no record of the run: they are to be of
-    its checkpoints, its versions of suites and its conditions.
+    Raises DataError if they changed, or have other checkpoints, suite versions or policies than the run.
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):
@@ -59,9 +57,12 @@ def _units_of(
             unfinished.append(f"{folder.name}/{unit.name}")
     if not columns.rows:
         return None
-    found = columns.frame()
-    for column, by in _SAME.items():
-        # over both tables, so that a checkpoint of another run is a second name
-        if (count_distinct((records, found), column, by) > 1).any():
-            raise DataError(f"records in {str(folder)!r} have another {column} than those of the run; {_REMEDY}")
-    return found
+    frame = columns.frame()
+    for column, by in _DETERMINED.items():
+        # counted over both tables, so that a checkpoint of another run is a second value
+        if (count_distinct((records, frame), column, by) > 1).any():
+            raise DataError(
+                f"records in {str(folder)!r} have another {column} than those of the run; delete the folder and resume "
+                "the run to ask again"
+            )
+    return frame

@@ -64,8 +64,8 @@ class EnginesSection(Section[Engines]):
                 unseen.setdefault(said[NOT_SHOWN], []).append(decided.comparison.label(policy))
         for what, labels in unseen.items():
             yield inline(
-                f"Nothing shows the {what} of {join_names(labels)}: that they are the checkpoint's is the word of whoever "
-                "named them."
+                f"Nothing shows the {what} of {join_names(labels)}: that they are the checkpoint's is the word of "
+                "whoever named them."
             )
 
 

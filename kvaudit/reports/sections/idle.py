@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import inline, length_label, join_names
+from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import size
@@ -67,7 +67,9 @@ class IdleSection(Section[tuple[Idle, ...]]):
         for one in value:
             place = f"{one.suite} {length_label(one.context_tokens)}"
             places.setdefault(decided.comparison.label(one.policy), []).append(place)
-        found = join_names((f"{label} in {join_names(dict.fromkeys(own))}" for label, own in places.items()), between="; ")
+        found = join_names(
+            (f"{label} in {join_names(dict.fromkeys(own))}" for label, own in places.items()), between="; "
+        )
         yield inline(f"NOTHING COMPRESSED: {found}; what holds there says nothing of the policy.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvaudit.core.text import length_label, join_names
+from kvaudit.core.text import join_names, length_label
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import drift, percent, points
@@ -117,7 +117,11 @@ def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
         "as many labels as would be worth the same if all counted alike; that number stands behind them.",
         "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
         "upper limit, judge labels alone cannot pass a cell.",
-        *([f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(held, between='; ')}."] if held else []),
+        *(
+            [f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(held, between='; ')}."]
+            if held
+            else []
+        ),
     )
 
 

@@ -21,7 +21,7 @@ import pandas as pd
 from kvaudit.core.facets import facet_of
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import SAME_ORDER
-from kvaudit.reports.records.rows import LOGPROB, ANSWER_HASH
+from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
@@ -80,7 +80,11 @@ def canaries_of(records: pd.DataFrame, again: Mapping[str, pd.DataFrame], compar
         if condition == reference:
             continue
         pairs = _moves(_under(condition, records), _under(reference, records))
-        itself = _moves(_under(reference, records), _under(reference, again[SAME_ORDER])) if SAME_ORDER in again else pairs[:0]
+        itself = (
+            _moves(_under(reference, records), _under(reference, again[SAME_ORDER]))
+            if SAME_ORDER in again
+            else pairs[:0]
+        )
         if len(pairs):
             conditions[condition] = _canary(pairs, itself)
         for index, part in pairs.groupby(_UNIT, observed=True):

@@ -12,9 +12,15 @@ from typing import Any, NamedTuple, cast
 
 import pandas as pd
 
-from kvaudit.core.policy_names import condition_names, uncompressed_policies, reference_of
 from kvaudit.core.facets import facet_of
-from kvaudit.core.policy_names import DENSE_POLICY, match_policies, short_names
+from kvaudit.core.policy_names import (
+    DENSE_POLICY,
+    condition_names,
+    match_policies,
+    reference_of,
+    short_names,
+    uncompressed_policies,
+)
 from kvaudit.core.provenance import (
     ENDPOINT,
     INPUTS,

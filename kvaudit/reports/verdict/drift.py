@@ -23,8 +23,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING
-from kvaudit.core.facets import UNSAFE, facet_of
+from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM

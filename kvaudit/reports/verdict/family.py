@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from kvaudit.core.facets import PARITY, SELECTIVITY, SERVING, WORST
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import PARITY, SELECTIVITY, SERVING, WORST, facet_of
 from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.signflip import (
     BLOCK,

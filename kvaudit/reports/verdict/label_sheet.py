@@ -22,7 +22,7 @@ import numpy as np
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.core.text import clip, one_line, join_names, visible
+from kvaudit.core.text import clip, join_names, one_line, visible
 from kvaudit.reports.verdict.contrast import CellName
 
 KEY_FORMAT = 2

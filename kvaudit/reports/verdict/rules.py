@@ -23,7 +23,7 @@ from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
 from kvaudit.core.spec import GateSpec, RunSpec, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
-from kvaudit.core.text import short_text, short_repr
+from kvaudit.core.text import short_repr, short_text
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.verdict.comparison import Comparison, comparison_of
 from kvaudit.reports.verdict.pin import Pin, pin_from
@@ -119,8 +119,8 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
         held = [suite for suite in comparison.capability if suite in gate.ratios]
         if held:
             raise SpecError(
-                f"gate.estimands asks parity, whose margin is that of the suite, but {short_text(held[0])} has a ratio; "
-                "give gate.estimand_margins.parity"
+                f"gate.estimands asks parity, whose margin is that of the suite, but {short_text(held[0])} has a "
+                "ratio; give gate.estimand_margins.parity"
             )
     if "selectivity" in gate.estimands:
         _check_selectivity(comparison, gate.contexts or comparison.contexts)

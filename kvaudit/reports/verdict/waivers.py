@@ -23,7 +23,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.facets import FORMER_CONTRASTS, GATED
 from kvaudit.core.files import YamlFile, check_keys, read_yaml
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.text import short_text, short_repr
+from kvaudit.core.text import short_repr, short_text
 from kvaudit.reports.verdict.comparison import Comparison
 
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, cast
 
-from kvaudit.core.plugins import parse_plugin
-from kvaudit.core.plugins import Registry
+from kvaudit.core.plugins import Registry, parse_plugin
 
 PrintLine = Callable[[str], None]
 

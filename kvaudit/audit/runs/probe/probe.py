@@ -33,11 +33,11 @@ from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json, write_whole
-from kvaudit.core.provenance import ENDPOINT_REQUESTS, ENDPOINT, INPUTS, ROWS, check_inputs, inputs_sha256
+from kvaudit.core.network import start_all
+from kvaudit.core.provenance import ENDPOINT, ENDPOINT_REQUESTS, INPUTS, ROWS, check_inputs, inputs_sha256
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
-from kvaudit.core.network import start_all
 from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"

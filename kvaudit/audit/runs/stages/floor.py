@@ -19,7 +19,7 @@ from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import Unit
-from kvaudit.reports.records.floor import SAME_ORDER, FLOOR_FOLDER, SHUFFLED
+from kvaudit.reports.records.floor import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class FloorStage(Stage):

@@ -20,7 +20,7 @@ from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.facets import FACETS
-from kvaudit.core.provenance import ANYWAY, PILOT_RESULT, PILOT
+from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.text import at_length

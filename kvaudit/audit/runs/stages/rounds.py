@@ -30,7 +30,7 @@ from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json, write_output
-from kvaudit.core.provenance import ENDED, PILOT_RESULT, LOOKS, PILOT, PLANNED, TIME_SPENT, all_looks, table_of
+from kvaudit.core.provenance import ENDED, LOOKS, PILOT, PILOT_RESULT, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
 from kvaudit.reports.records.load import load_run

@@ -21,18 +21,16 @@ from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
 from kvaudit.audit.training.checkpoint import drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
-from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.audit.training.engine_rollouts import EngineUse
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.grpo import TrainingRun, train
-from kvaudit.audit.training.ranks import ALONE, RankGroup
+from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
 from kvaudit.audit.training.sft import warm_start
-from kvaudit.audit.training.ranks import keep_on_cpu
+from kvaudit.audit.training.validation import EarlyStop, read_mark
 from kvaudit.core.alarms import active_alarms
 from kvaudit.core.files import write_json
-from kvaudit.core.provenance import CHECKPOINTS, REWARD, REWARD_JUDGES, STOPPED
-from kvaudit.core.provenance import RECIPE
+from kvaudit.core.provenance import CHECKPOINTS, RECIPE, REWARD, REWARD_JUDGES, STOPPED
 from kvaudit.core.spec_train import BASE_ARM, TrainSpec
 
 _MEMORY_SETTINGS = "train.rollout_rows, train.microbatch_tokens"
@@ -78,7 +76,7 @@ class TrainStage(Stage):
         section = context.spec.train
         assert section is not None
         context.models.load_on_rank(ranks.number)
-        while (pair := ranks.heard()) is not None:
+        while (pair := ranks.receive()) is not None:
             start = context.models.start(pair[1])
             with explain_full_memory(f"{pair[0]} seed {pair[1]}", _MEMORY_SETTINGS), keep_on_cpu(start, ranks):
                 engine = EngineUse() if section.rollouts is None else self._engine_use(section.rollouts)
@@ -146,7 +144,7 @@ class TrainStage(Stage):
             with ranks.unit(pair), keep_on_cpu(start, ranks):
                 train(
                     *(config, start, out, progress),
-                    kept=context.run.path,
+                    run_folder=context.run.path,
                     early_stop=early_stop,
                     ranks=ranks,
                     engine=engine,

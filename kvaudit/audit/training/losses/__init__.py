@@ -1,1 +1,1 @@
-"""Losses, found by walking this package; ``LOSSES.get(name)()`` (``base``) is called on ``LossInputs``."""
+"""Losses, one file each, found by walking this package (``base.LOSSES``)."""

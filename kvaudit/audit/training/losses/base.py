@@ -1,4 +1,4 @@
-"""The contract of a loss, and the parts that losses share; pure functions of log-probs.
+"""The contract of a loss, and the advantages and terms that losses share; pure functions of rewards and log-probs.
 
 w = pi / pi_old per token, c the correction's weight, A the token's advantage, m the sampled tokens:
 
@@ -10,34 +10,36 @@ policy term and are not weighted by c.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from kvaudit.audit.training.losses.base import BatchRewards, Estimate, group_advantages
 from kvaudit.audit.training.corrections import Correction
 from kvaudit.core.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+STD_FLOOR = 1e-6  # reward units
+VARIANCE_FLOOR = 1e-8
+
 
 class StepCounts(NamedTuple):
-    """What the gradient step holds, of which a microbatch is a part."""
+    """Sizes of a whole gradient step, which a microbatch's loss is normalised by."""
 
     rows: int  # rollouts
     tokens: int  # sampled tokens of graded rollouts
-    pairs: int  # groups in which anything has an advantage
-    max_tokens: int  # the most tokens that a rollout can sample, L of dr_grpo
+    pairs: int  # groups with any advantage
+    max_tokens: int  # the most tokens that a rollout can have, L of dr_grpo
 
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
-        """The counts of whole groups; advantages and mask [B, T]."""
+        """Return the counts of whole groups; advantages and mask [B, T]."""
         import torch
 
-        some = (advantages != 0).view(len(mask) // group, -1).any(dim=1).sum()
-        tokens, pairs = torch.stack([mask.sum(), some]).tolist()
+        pairs = (advantages != 0).view(len(mask) // group, -1).any(dim=1).sum()
+        tokens, pairs = torch.stack([mask.sum(), pairs]).tolist()
         return cls(len(mask), tokens, pairs, max_tokens)
 
 
@@ -45,16 +47,16 @@ class CriticInputs(NamedTuple):
     """A critic's side of a microbatch, [B, T]; ``values`` carry the gradient of the value head."""
 
     values: Tensor
-    old: Tensor  # before the first update
+    old: Tensor  # values before the first update
     returns: Tensor
     clip: float
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One microbatch, of whole groups where the loss asks for them.
+    """One microbatch, of whole groups if the loss needs them; log-probs are nats [B, T].
 
-    Log-probs are nats [B, T]; ``logprobs`` and ``distill_kl`` carry gradient.
+    ``logprobs`` and ``distill_kl`` carry gradient.
     """
 
     logprobs: Tensor
@@ -73,64 +75,80 @@ class LossInputs:
 
     @property
     def active(self) -> Tensor:
-        """The tokens that take part in the policy's gradient, bool [B, T]."""
+        """The tokens with a policy gradient, bool [B, T]."""
         return self.mask & self.correction.keep
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is a scalar with gradient; ``metrics`` are sums over tokens, so that microbatches add up.
-
-    Numbers, or tensors [] that are read once a batch is done.
-    """
+    """``loss`` is a scalar with gradient; ``metrics`` are sums over tokens (numbers or tensors []), which add up."""
 
     loss: Tensor
     metrics: dict[str, Tensor | float]
 
 
-class Loss:
-    """A policy loss. Subclass in a file of its own, with a ``name``; the registry finds it.
+class BatchRewards(NamedTuple):
+    """A batch's rewards and, with a critic, its values [B, T] before the first update."""
 
-    What a loss gives for a gradient step is the sum of what it gives for its microbatches.
-    ``defaults`` are values of the ``train`` section that stand where a spec gives none.
+    rewards: Tensor  # [B], 0 if not graded
+    graded: Tensor  # bool [B]
+    mask: Tensor  # bool [B, T], sampled tokens of graded rollouts
+    group: int
+    values: Tensor | None = None
+    discount: float = 1.0
+    trace: float = 1.0
+
+
+class Estimate(NamedTuple):
+    """Advantages [B, T], 0 outside the mask, and the ``returns`` [B, T] that a critic learns."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+class Loss:
+    """A policy loss. Subclass it in its own file with a ``name``; the registry finds it.
+
+    The losses of a step's microbatches must add up to the loss of the step. ``defaults`` are ``train`` settings that
+    apply if a spec does not set them.
     """
 
     name: ClassVar[str] = ""
-    whole_groups: ClassVar[bool] = False  # whether it compares rollouts of a group, which then stays in one microbatch
-    reference: ClassVar[bool] = False  # whether it cannot do without reference log-probs
+    whole_groups: ClassVar[bool] = False  # whether it compares rollouts, so that a group must stay in one microbatch
+    reference: ClassVar[bool] = False  # whether it needs reference log-probs
     critic: ClassVar[bool] = False  # whether it needs a value head
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
-        """The advantage of every token, from the rewards of whole groups."""
+    def estimate(self, batch: BatchRewards) -> Estimate:
+        """Return the advantage of every token, from the rewards of whole groups."""
         raise NotImplementedError
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of a microbatch."""
+        """Return the loss of a microbatch."""
         raise NotImplementedError
 
 
 class ClippedLoss(Loss):
-    """A loss of the form at the top of this file: write ``share``, and what else departs from it."""
+    """A loss of the form at the top of this file: write ``share``, and override what differs."""
 
-    by_std: ClassVar[bool] = True  # whether its advantages are over their group's standard deviation
+    by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
-        """The same advantage for every token of a rollout, from its group (Shao 2024, 2402.03300)."""
-        rows = group_advantages(rewarded.rewards, rewarded.graded, rewarded.group, by_std=self.by_std)
-        return Estimate(rows[:, None] * rewarded.mask)
+    def estimate(self, batch: BatchRewards) -> Estimate:
+        """Give every token of a rollout its group-relative advantage (Shao 2024, 2402.03300)."""
+        rows = group_advantages(batch.rewards, batch.graded, batch.group, by_std=self.by_std)
+        return Estimate(rows[:, None] * batch.mask)
 
     def share(self, inputs: LossInputs) -> Tensor:
-        """How much each token counts, broadcastable to [B, T]."""
+        """Return the weight of each token in the average, broadcastable to [B, T]."""
         raise NotImplementedError
 
     def ratio(self, inputs: LossInputs) -> Tensor:
-        """w [B, T]; 1 where a token takes no part."""
-        # Padding and foreign tokens may hold anything: replace before exp, or inf times 0 becomes NaN in the gradient.
+        """Return w [B, T]; 1 for tokens without gradient."""
+        # masked before exp: padding may hold anything, and inf times 0 would be NaN in the gradient
         return (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.active, 0.0).exp()
 
     def gain(self, ratio: Tensor, inputs: LossInputs) -> Tensor:
-        """What each token is worth [B, T], from w [B, T]; this one is clipped (Schulman 2017)."""
+        """Return the objective per token [B, T], from w [B, T]; here clipped (Schulman 2017)."""
         return clipped_surrogate(ratio, inputs.advantages, inputs.epsilon_low, inputs.epsilon_high)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -147,19 +165,22 @@ class ClippedLoss(Loss):
         return add_distillation(inputs, share, LossOutputs(loss, metrics))
 
 
+# --- terms of a loss -----------------------------------------------------------------------------------------------
+
+
 def token_mean_share(inputs: LossInputs) -> Tensor:
-    """Share of a token where all sampled tokens of the step count alike: [B, 1]."""
+    """Return the share of a token if all sampled tokens of the step count alike: [B, 1]."""
     return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / max(inputs.counts.tokens, 1))
 
 
 def reference_kl(inputs: LossInputs) -> Tensor:
-    """k3 to the reference per token [B, T], 0 outside the mask."""
+    """Return k3 to the reference per token [B, T], 0 outside the mask."""
     assert inputs.ref_logprobs is not None
     return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 
 
 def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
-    """The loss with the arm's distillation on top, where it has one; ``share`` broadcasts to [B, T]."""
+    """Add the arm's distillation term to a loss, if it has one; ``share`` broadcasts to [B, T]."""
     if inputs.distill_kl is None:
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
@@ -168,12 +189,12 @@ def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) ->
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """min(w A, clip(w, 1-low, 1+high) A), all [B, T] (Schulman 2017, eq. 7, 1707.06347)."""
+    """Return min(w A, clip(w, 1-low, 1+high) A), all [B, T] (Schulman 2017, eq. 7, 1707.06347)."""
     return (ratio * advantages).minimum(ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """r - log r - 1 with r = ref / pi, per token (Schulman 2020, "Approximating KL divergence").
+    """Return r - log r - 1 with r = ref / pi, per token (Schulman 2020, "Approximating KL divergence").
 
     As a loss over samples of pi its expected gradient is that of KL(ref || pi), which agrees with KL(pi || ref) near
     pi = ref; that of mean(log pi - log ref) is 0.
@@ -183,10 +204,86 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(learner || sg(teacher)) over the whole vocabulary, exact; logits [..., V] -> nats [...]."""
+    """Return KL(learner || sg(teacher)) over the whole vocabulary; logits [..., V] -> nats [...]."""
     learner = learner_logits.log_softmax(dim=-1)  # [..., V] nats
     teacher = teacher_logits.detach().log_softmax(dim=-1)
     return (learner.exp() * (learner - teacher)).sum(dim=-1)
+
+
+# --- advantages; rows of a group are consecutive, ungraded rollouts have none ---------------------------------------
+
+
+def has_equal_rewards(rewards: Sequence[float | None]) -> bool:
+    """Return whether a group's graded rewards are all equal, so that it has no advantage and teaches nothing."""
+    return len({reward for reward in rewards if reward is not None}) <= 1
+
+
+def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: bool) -> Tensor:
+    """Return rewards minus their group's mean, optionally over its population std; 0 for ungraded rows.
+
+    rewards [B], graded bool [B]; returns [B]. 0 if all rewards of a group are equal.
+    """
+    assert rewards.ndim == 1, rewards.shape
+    assert len(rewards) % group == 0, (len(rewards), group)
+    values, valid = rewards.view(-1, group), graded.view(-1, group)  # [B / group, group]
+    count = valid.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = (values * valid).sum(dim=1, keepdim=True) / count  # [B / group, 1]
+    centred = (values - mean) * valid
+    if by_std:
+        std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()  # [B / group, 1], in reward units
+        centred = (centred / std.clamp(min=STD_FLOOR)).where(std > STD_FLOOR, 0.0)
+    return centred.reshape(-1)
+
+
+def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
+    """Return 1 for the best rollout of each group, -1 for its worst, 0 else [B]; ties go to the first.
+
+    A group with equal rewards has neither.
+    """
+    values, valid = rewards.view(-1, group), graded.view(-1, group)
+    # each [B / group]
+    high, best = values.masked_fill(~valid, float("-inf")).max(dim=1)
+    low, worst = values.masked_fill(~valid, float("inf")).min(dim=1)
+    sign = (high > low).to(rewards.dtype)[:, None]  # [B / group, 1]: 0 if all are equal
+    zeros = values.new_zeros(values.shape)
+    return zeros.scatter(1, best[:, None], sign).scatter(1, worst[:, None], -sign).reshape(-1)
+
+
+def generalised_advantages(batch: BatchRewards) -> Estimate:
+    """Return GAE (Schulman 2016, eq. 16, 1506.02438) with the reward at a rollout's last sampled token; returns A + V.
+
+    delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens only, so
+    tool replies between turns take none. The value after the last token is 0.
+    """
+    assert batch.values is not None
+    values, mask = batch.values, batch.mask
+    rewards, advantages = batch.rewards, values.new_zeros(values.shape)
+    next_value = next_advantage = rewards.new_zeros(rewards.shape)  # of the next sampled token
+    for column in reversed(range(values.shape[1])):
+        is_sampled, value = mask[:, column], values[:, column]  # bool [B] and [B]
+        advantage = rewards + batch.discount * next_value - value + batch.discount * batch.trace * next_advantage
+        advantages[:, column] = advantage.where(is_sampled, 0.0)
+        next_value, next_advantage = value.where(is_sampled, next_value), advantage.where(is_sampled, next_advantage)
+        rewards = rewards.where(~is_sampled, 0.0)  # paid once, at the last sampled token
+    return Estimate(advantages, (advantages + values) * mask)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Scale values [B, T] to mean 0 and variance 1 over the mask, 0 elsewhere; a single token is only centred."""
+    chosen = values[mask]  # [n], over the whole batch
+    if not len(chosen):
+        return values.new_zeros(values.shape)
+    variance = chosen.var() if len(chosen) > 1 else chosen.new_ones(())  # of one token it would be NaN
+    return (values - chosen.mean()) * (variance + VARIANCE_FLOOR).rsqrt() * mask
+
+
+def overlong_penalty(lengths: Tensor, limits: Tensor, share: float) -> Tensor:
+    """Return 0 up to (1 - share) limit sampled tokens, then linearly to -1 at the limit (Yu 2025, eq. 13, 2503.14476).
+
+    lengths and limits [B] or [], share in (0, 1]; returns [B].
+    """
+    margin = share * limits
+    return ((limits - margin - lengths) / margin).clamp(-1.0, 0.0)
 
 
 LOSSES: Registry[Loss] = Registry("loss", "kvaudit.audit.training.losses", Loss)

@@ -1,4 +1,4 @@
-"""GRPO, and the three losses that differ from it in how tokens count (Dr. GRPO, DAPO) or in the ratio (GSPO)."""
+"""GRPO, and three variants that average tokens (Dr. GRPO, DAPO) or compute the ratio (GSPO) in another way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Grpo(ClippedLoss):
-    """The mean over rollouts of the mean over their tokens.
+    """Mean over rollouts of the mean over their tokens.
 
     Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
@@ -20,13 +20,13 @@ class Grpo(ClippedLoss):
     name = "grpo"
 
     def share(self, inputs: LossInputs) -> Tensor:
-        # tokens that a correction dropped still count in the length, or dropping some would raise the others
+        # masked tokens count in the length, or masking some would raise the weight of the others
         lengths = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
         return 1.0 / (lengths * inputs.counts.rows)
 
 
 class DrGrpo(ClippedLoss):
-    """The sum over tokens over a constant, so that long wrong answers are not favoured; A without std.
+    """Sum over tokens divided by a constant, so that long wrong answers are not favoured; A without std.
 
     Liu 2025, eq. 3 (2503.20783): -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
@@ -40,13 +40,12 @@ class DrGrpo(ClippedLoss):
 
 
 class Dapo(ClippedLoss):
-    """The mean over all tokens of a step, so that a long rollout counts for its length.
+    """Mean over all tokens of a step, so that long rollouts count by their length.
 
     Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens. By default
-    the upper bound is wider, a group whose rewards are all alike is sampled again, and the last fifth of the length
-    that is allowed costs reward. Departures: the same question is asked again with other seeds, and not another one,
-    since arms are paired by what they are asked; a group that stays alike after ``resample`` rounds is kept, and
-    teaches nothing.
+    the upper bound is wider, groups with equal rewards are sampled again, and the last fifth of the allowed length
+    costs reward. Departures: a group is sampled again with new seeds for the same question, because arms are paired by
+    their questions; a group with equal rewards after ``resample`` rounds is kept and teaches nothing.
     """
 
     name = "dapo"
@@ -57,11 +56,11 @@ class Dapo(ClippedLoss):
 
 
 class Gspo(Grpo):
-    """One ratio per rollout: what is clipped is the sequence, as it is the sequence that was rewarded.
+    """One ratio per rollout, so that clipping works on the sequence, which is what the reward is for.
 
     Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|). Value
-    and gradient are those of eq. 5 where all tokens of a rollout have one advantage and weight; this form lets both
-    differ by token. A token that a correction dropped still counts in s.
+    and gradient equal those of eq. 5 if all tokens of a rollout have one advantage and weight; here both may differ by
+    token. Tokens masked by a correction count in s.
     """
 
     name = "gspo"
@@ -71,5 +70,5 @@ class Gspo(Grpo):
         log_ratio = (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.mask, 0.0)  # [B, T] nats
         # [B, 1] nats a token
         sequence = log_ratio.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
-        # the value is that of the whole rollout, the gradient each token's own
+        # value of the whole rollout, gradient of each token
         return (sequence.detach() + (log_ratio - log_ratio.detach())).exp()

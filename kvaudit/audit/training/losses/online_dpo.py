@@ -1,28 +1,30 @@
-"""The best of a group is preferred to its worst: no advantage, no ratio, no clip."""
+"""Online DPO: prefer the best rollout of a group to its worst, without advantage, ratio or clip."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-from kvaudit.audit.training.losses.base import BatchRewards, Estimate, best_and_worst
 from kvaudit.audit.training.losses.base import (
+    BatchRewards,
+    Estimate,
     Loss,
     LossInputs,
     LossOutputs,
+    add_distillation,
+    best_and_worst,
     reference_kl,
     token_mean_share,
-    add_distillation,
 )
 
 
 class OnlineDpo(Loss):
-    """Rafailov 2023, eq. 7 (2305.18290) on fresh pairs (Guo 2024, 2402.04792): mean over pairs of -log sigma(beta h).
+    """Mean over fresh pairs of -log sigma(beta h) (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
 
-    h = sum_t log(pi/ref) of the best rollout minus that of the worst, policy and reference under the arm's view. Equal
-    rewards make no pair. pi_old has no place here, so that the arm naive-ratio is the arm naive.
+    h = sum_t log(pi/ref) of the best rollout minus that of the worst, both models under the arm's view. Equal rewards
+    make no pair. pi_old is not used, so arm naive-ratio equals arm naive.
 
-    Departure: a correction's weight c scales what a token adds to the gradient of h and leaves the value of h, which
-    says how sure the policy is of the pair, as it is.
+    Departure: a correction's weight c scales a token's gradient of h but not the value of h, which measures how sure
+    the policy is of the pair.
     """
 
     name = "online-dpo"
@@ -30,18 +32,18 @@ class OnlineDpo(Loss):
     whole_groups = True
     defaults = MappingProxyType({"beta": 0.1})
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
-        """1 on tokens of the best rollout of a group, -1 on those of its worst."""
-        graded = rewarded.graded & rewarded.mask.any(dim=1)  # a rollout without a token cannot be preferred to another
-        return Estimate(best_and_worst(rewarded.rewards, graded, rewarded.group)[:, None] * rewarded.mask)
+    def estimate(self, batch: BatchRewards) -> Estimate:
+        """Give tokens of a group's best rollout 1, those of its worst -1."""
+        graded = batch.graded & batch.mask.any(dim=1)  # a rollout without sampled tokens cannot be in a pair
+        return Estimate(best_and_worst(batch.rewards, graded, batch.group)[:, None] * batch.mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         from torch.nn.functional import logsigmoid
 
-        assert inputs.ref_logprobs is not None, "a preference is held against a reference"
+        assert inputs.ref_logprobs is not None, "online-dpo needs a reference"
         log_ratio = (inputs.logprobs - inputs.ref_logprobs).where(inputs.mask, 0.0)  # nats [B, T]
         weights = inputs.correction.weights * inputs.active  # [B, T]
-        # the value of log_ratio, with a gradient that is weights times as large
+        # value of log_ratio, gradient scaled by the weights
         weighed = log_ratio.detach() + weights * (log_ratio - log_ratio.detach())
         signs = inputs.advantages.sum(dim=1).sign()  # [B]
         margins = (weighed.sum(dim=1) * signs).view(-1, inputs.group).sum(dim=1)  # h [B / group]

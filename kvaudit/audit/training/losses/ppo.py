@@ -1,34 +1,42 @@
-"""A value head instead of a group's mean: every token has an advantage of its own."""
+"""PPO: advantages per token from a value head, instead of a group mean."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvaudit.audit.training.losses.base import BatchRewards, Estimate, generalised_advantages, whiten
-from kvaudit.audit.training.losses.base import ClippedLoss, LossInputs, LossOutputs, token_mean_share
+from kvaudit.audit.training.losses.base import (
+    BatchRewards,
+    ClippedLoss,
+    Estimate,
+    LossInputs,
+    LossOutputs,
+    generalised_advantages,
+    token_mean_share,
+    whiten,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Ppo(ClippedLoss):
-    """Schulman 2017, eq. 9 (1707.06347): the token mean of the clipped policy term, and of the clipped value term.
+    """Token means of the clipped policy term and the clipped value term (Schulman 2017, eq. 9, 1707.06347).
 
-    The critic sees the state that the arm's learner sees: in a dense view the whole text before the token, in a shadow
-    view what the sampler's cache had left of it. Under ``naive`` and the corrections the sampler was in the second kind
-    of state and the value is of the first. Advantages are whitened over the batch (as in Ziegler 2019, 1909.08593).
+    The critic reads the arm's view: in the dense view the whole text before a token, in the shadow view what the
+    sampler's cache still held. Arm ``naive`` and the corrected arms therefore have values of the dense state although
+    the sampler was compressed. Advantages are whitened over the batch (as in Ziegler 2019, 1909.08593).
 
-    Departures: the critic is a linear head on the policy's own last hidden states, which takes no gradient to them and
-    has an optimiser of its own, so that arms differ in the policy term alone; no entropy bonus; the distance to the
-    reference is a term of the loss (``beta``) and no part of the reward.
+    Departures: the critic is a linear head on the policy's last hidden states, without gradient to them and with its
+    own optimiser, so that arms differ in the policy term only; no entropy bonus; the KL to the reference is a term of
+    the loss (``beta``), not of the reward.
     """
 
     name = "ppo"
     critic = True
 
-    def estimate(self, rewarded: BatchRewards) -> Estimate:
-        found = generalised_advantages(rewarded)  # [B, T]; the returns stay as they are, which the critic learns
-        return found._replace(advantages=whiten(found.advantages, rewarded.mask))
+    def estimate(self, batch: BatchRewards) -> Estimate:
+        estimate = generalised_advantages(batch)
+        return estimate._replace(advantages=whiten(estimate.advantages, batch.mask))
 
     def share(self, inputs: LossInputs) -> Tensor:
         return token_mean_share(inputs)
@@ -38,10 +46,9 @@ class Ppo(ClippedLoss):
         if inputs.critic is None:
             return policy
         critic = inputs.critic
-        # no further from old than clip, so that one batch cannot move V far
-        held = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
-        # half the squared error [B, T], the larger of that of V and of V held within clip of what it was
-        larger = (critic.values - critic.returns).square().maximum((held - critic.returns).square())
+        # values move by at most clip per batch; the larger error of V and clipped V counts
+        clipped = critic.old + (critic.values - critic.old).clamp(-critic.clip, critic.clip)
+        larger = (critic.values - critic.returns).square().maximum((clipped - critic.returns).square())
         errors = 0.5 * larger * inputs.mask  # squared reward units
         return LossOutputs(
             policy.loss + (errors * self.share(inputs)).sum(),

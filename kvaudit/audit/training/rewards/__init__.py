@@ -1,1 +1,1 @@
-"""Rewards: one file each, found by walking this package; what a rollout earned, which the loss learns from."""
+"""Rewards, one file each, found by walking this package (``base.REWARDS``)."""

@@ -1,12 +1,12 @@
-"""The contract of a reward: one number per rollout, from what was played alone, and a name for exactly what paid it.
+"""The contract of a reward: one number per rollout, and an identity of what computes it.
 
-A spec names a reward by itself, or in a mapping with what it goes by and its options:
+A spec gives a reward by name, or as a mapping with its main value and options:
 
     reward: grade
     reward: {judge: rubric-endpoint, base_url: https://host/v1, model: NAME, constitution: constitution.md}
     reward: {function: "package.module:name", scale: 2, suites: [refusal]}
 
-``suites`` are those that it pays for; the others pay by their own graders.
+It applies to ``suites``, by default all; the others use their own graders.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvaudit.core.errors import RunError, SpecError, UnknownName
-from kvaudit.core.plugins import IDENTITY_DIGITS, plugin_from_mapping, sha256_of
-from kvaudit.core.plugins import Registry
+from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, plugin_from_mapping, sha256_of
 from kvaudit.core.text import short_repr
 from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.conversations import GradedRow
 
-BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # who graded a suite that no judge was asked about
-_SUITES = "suites"
-MAX_REWARD = 1e6  # of a reward, so that its square is a number in float32
+BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # graders of suites without a judge
+MAX_REWARD = 1e6  # so that its square fits float32
 GradedRows = Sequence["GradedRow"]
 Scores = Sequence[float | None]
 RewardFn = Callable[[GradedRows], Scores]
@@ -38,66 +36,67 @@ RewardFn = Callable[[GradedRows], Scores]
 
 @dataclass(frozen=True)
 class Reward:
-    """What rollouts earn. Subclass as a frozen dataclass in a file of its own, with a ``name``; the registry finds it.
+    """A reward. Subclass it as a frozen dataclass in its own file, with a ``name``; the registry finds it.
 
-    Fields are the reward's options; the first one is what it goes by, the value of its name in a spec.
+    Fields are its options; the first is its main value, which a spec gives at its name.
     """
 
     name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # what it pays by, for ``kvaudit list rewards``
-    takes: ClassVar[tuple[str, ...]] = ()  # its options in words, where they are not its fields
+    says: ClassVar[str] = ""  # what it rewards, for ``kvaudit list rewards``
+    takes: ClassVar[tuple[str, ...]] = ()  # its options in words, if they are not its fields
 
     @classmethod
     def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
-        """The reward as a spec gives it; raises SpecError for what it does not know. Reads and imports nothing."""
+        """Build the reward from a spec, without reading or importing anything; raises SpecError."""
         names = [field.name for field in fields(cls)]
         if value is not None and not names:
-            raise SpecError(f"reward {cls.name} goes by nothing else; write reward: {cls.name}")
-        given = dict(options) if value is None else {names[0]: value, **options}
-        return plugin_from_mapping(cls, f"reward {cls.name}", given)
+            raise SpecError(f"reward {cls.name} takes no value; write reward: {cls.name}")
+        return plugin_from_mapping(
+            cls, f"reward {cls.name}", dict(options) if value is None else {names[0]: value, **options}
+        )
 
     @property
     def identity(self) -> str:
-        """sha256 of all that its rewards follow from: rules, or model, or source. 64 hex digits."""
+        """sha256 of everything that the rewards depend on (rules, model or source), 64 hex digits."""
         raise NotImplementedError
 
     @property
     def label(self) -> str:
-        """What provenance calls it: a name and the first digits of its identity; of a judge, as records do."""
+        """Its name in provenance: name and first digits of the identity; of a judge, as in records."""
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """What it was made of, by name: sha256. A run goes on with the same only."""
+        """The sha256 of its inputs by name; a resumed run must have the same."""
         return {f"reward {self.name}": self.identity}
 
     @property
     def constitution(self) -> str | None:
-        """The text that answers are held to, where there is one."""
+        """The text that answers must follow, if there is one."""
         return None
 
-    def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most pay for any suite
-        """Raise SpecError or DataError for what would only be found out once there are rollouts of these suites."""
+    def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most rewards fit any suite
+        """Raise SpecError or DataError now for errors that would otherwise appear once these suites are sampled."""
         _ = self.identity
 
     def paid_by(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
-        """Who decides what an answer of this suite earns."""
+        """Return the label of what scores the answers of this suite."""
         return self.label
 
-    def rewards(self, played: GradedRows) -> Scores:
-        """A number each, higher for what is wanted; None where nobody can tell, and no gradient is taken.
+    def rewards(self, rows: GradedRows) -> Scores:
+        """Return one number per row, higher is better; None means ungraded, without gradient.
 
-        What one earns does not depend on the others. Raises RunError where going on is of no use.
+        Rows are scored independently. Raises RunError if training should stop.
         """
         raise NotImplementedError
 
-    def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - who pays by the same rule again keeps nothing
-        """``rewards``; one that may be told otherwise when it asks again keeps what it was told in ``folder``."""
+    def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
+        """Return ``rewards``; a reward that is not deterministic stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 
 def asks_a_judge(suite: Suite) -> bool:
-    """Whether a suite leaves some of its answers to a judge."""
+    """Return whether a suite leaves some of its answers to a judge."""
     return type(suite).question is not Suite.question
 
 
@@ -106,7 +105,7 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` pays in the suites ``reward_suites``, ``grade`` in the rest of ``suites``."""
+    """The reward of a training run: ``reward`` in the suites ``reward_suites``, ``grade`` in the rest of ``suites``."""
 
     reward: Reward
     grade: Reward
@@ -115,78 +114,79 @@ class RewardConfig:
 
     @property
     def uses_grade_only(self) -> bool:
-        """Whether all of it are the suites' own grades."""
+        """Whether all rewards are the suites' own grades."""
         return self.reward == self.grade
 
     @cached_property
     def sha256(self) -> str:
-        """Of all that rewards follow from, the versions of the suites' graders included."""
+        """The hash of everything that rewards depend on, including the versions of the suites' graders."""
         versions = {name: SUITES.get(name).version for name in self.suites}
         return sha256_of(self.reward.identity, sorted(self.reward_suites), versions)
 
     @property
     def judges(self) -> dict[str, str]:
-        """By suite, who pays for its answers."""
-        payers = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
-        return {name: payer.paid_by(SUITES.get(name)()) for name, payer in payers.items()}
+        """The label of what scores the answers, by suite."""
+        rewards = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
+        return {name: reward.paid_by(SUITES.get(name)()) for name, reward in rewards.items()}
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """What a run holds on to, by sha256; nothing where suites grade by themselves, whose versions are held."""
+        """The sha256 of the reward's inputs; none for the suites' grades, whose versions are recorded elsewhere."""
         return {} if self.uses_grade_only else self.reward.inputs
 
     @property
     def constitution_sha256(self) -> str | None:
-        """Of the text that answers are held to; None where there is none."""
+        """The sha256 of the reward's constitution, if it has one."""
         text = self.reward.constitution
         return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
     def check(self) -> None:
-        """Raise SpecError or DataError for what would only be found out once there are rollouts."""
+        """Raise SpecError or DataError now for errors that would otherwise appear once there are rollouts."""
         self.reward.check([SUITES.get(name)() for name in self.reward_suites])
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """What pays a step's rollouts, each held to be a number; see ``Reward.kept_in``."""
-        parts = [(reward, reward.kept_in(folder), own) for reward, own in ((self.reward, True), (self.grade, False))]
+        """Return the function that scores a step's rollouts, with results checked; see ``Reward.kept_in``."""
+        parts = [
+            (reward, reward.kept_in(folder), is_paid) for reward, is_paid in ((self.reward, True), (self.grade, False))
+        ]
 
-        def pays(played: GradedRows) -> list[float | None]:
-            found: list[float | None] = [None] * len(played)
-            for reward, scored, own in parts:
-                rows = [n for n, row in enumerate(played) if (row.item.suite in self.reward_suites) is own]
-                scores = scored([played[n] for n in rows]) if rows else []
-                for n, score in zip(rows, check_scores(reward, scores, len(rows)), strict=True):
-                    found[n] = score
-            return found
+        def score(rows: GradedRows) -> list[float | None]:
+            scores: list[float | None] = [None] * len(rows)
+            for reward, function, is_paid in parts:
+                places = [n for n, row in enumerate(rows) if (row.item.suite in self.reward_suites) is is_paid]
+                part = function([rows[n] for n in places]) if places else []
+                for n, value in zip(places, check_scores(reward, part, len(places)), strict=True):
+                    scores[n] = value
+            return scores
 
-        return pays
+        return score
 
 
-def check_scores(reward: Reward, scores: Any, wanted: int) -> list[float | None]:
-    """The rewards of ``wanted`` rollouts as plain numbers; raises RunError for what no gradient can be made of."""
-    who = f"reward {reward.label}"
+def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
+    """Return the rewards of ``count`` rollouts as floats; raises RunError for anything but finite numbers and None."""
+    label = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):
-        raise RunError(f"{who} gave {short_repr(scores)}, wanted a list of {wanted} numbers, one for each rollout")
-    if len(scores) != wanted:
-        raise RunError(f"{who} gave {len(scores)} rewards for {wanted} rollouts, wanted one for each")
+        raise RunError(f"{label} returned {short_repr(scores)}, wanted a list of {count} numbers, one for each rollout")
+    if len(scores) != count:
+        raise RunError(f"{label} returned {len(scores)} rewards for {count} rollouts, wanted one for each")
     for number, score in enumerate(scores, start=1):
         if score is not None and not (isinstance(score, numbers.Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
             raise RunError(
-                f"{who} gave {short_repr(score)} for rollout {number} of {wanted}, wanted a number from {-MAX_REWARD:g} to "
-                f"{MAX_REWARD:g}, or None where it cannot tell"
+                f"{label} returned {short_repr(score)} for rollout {number} of {count}, wanted a number from "
+                f"{-MAX_REWARD:g} to {MAX_REWARD:g}, or None for ungraded"
             )
     return [None if score is None else float(score) for score in scores]
 
 
 def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> RewardConfig:
-    """What a train section's ``reward`` stands for; raises SpecError, or UnknownName with a suggestion."""
+    """Parse a train section's ``reward``; raises SpecError, or UnknownName with a suggestion."""
     options = {written: None} if isinstance(written, str) else dict(written)
-    # without suites of its own it pays in all
-    paid = options.pop(_SUITES, list(suites))
+    paid = options.pop("suites", list(suites))
     names = [key for key in options if key in REWARDS.all()]
     if not names:
         raise UnknownName("reward", next(iter(options), ""), REWARDS.all())
     if len(names) > 1:
-        raise SpecError(f"train.reward names {' and '.join(names)}, wanted one; an option has another name")
+        raise SpecError(f"train.reward names {' and '.join(names)}, wanted one reward")
     if not isinstance(paid, list) or not paid:
         raise SpecError(f"train.reward.suites is {short_repr(paid)}, wanted a list of suites that are trained on")
     for name in paid:

@@ -1,4 +1,4 @@
-"""A sequence-classification model as the reward: how probable a label of the answer is.
+"""The probability of a label, by a sequence-classification model, as the reward.
 
 An answer longer than the model's window is read in windows that overlap by half.
 """
@@ -20,17 +20,18 @@ from kvaudit.suites.base import SUITES
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.model import LoadedClassifier
 
-_WINDOW = 512  # tokens at most: what these models are trained with
+_WINDOW = 512  # tokens at most; such models are trained with that
 _BATCH = 16  # windows
-_FORMER_THRESHOLD = 0.5  # of an option that is gone, hashed so that older runs keep their identity
+_REMOVED_THRESHOLD = 0.5  # of a removed option, still hashed so that older runs keep their identity
 
 
 @dataclass(frozen=True)
 class Classified(Reward):
-    """``classifier`` is a folder or a hub id; it reads the last answer alone.
+    """``classifier`` is a folder or a hub id; it reads the last answer only.
 
-    ``pays`` names the labels (with | between them) whose probability is the reward, ``costs`` those whose probability
-    is taken from 1. An answer longer than the model's window earns what its worst window does.
+    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``;
+    exclusive labels are summed, otherwise the most probable one counts. An answer longer than the model's window gets
+    the reward of its worst window.
     """
 
     name = "classifier"
@@ -42,116 +43,88 @@ class Classified(Reward):
 
     def __post_init__(self) -> None:
         if bool(self.pays) == bool(self.costs):
-            raise SpecError("reward classifier wants pays: LABEL or costs: LABEL, one of the two")
+            raise SpecError("reward classifier needs either pays: LABEL or costs: LABEL")
 
     @property
     def identity(self) -> str:
-        return sha256_of(self._model.identity, bool(self.pays))
+        loaded = self._loaded
+        # two nested hashes, so that older runs keep their identity
+        model = sha256_of(loaded.sha256, loaded.files, self._columns, _REMOVED_THRESHOLD, _WINDOW)
+        return sha256_of(model, bool(self.pays))
 
-    def rewards(self, played: GradedRows) -> Scores:
+    def rewards(self, rows: GradedRows) -> Scores:
         from kvaudit.audit.sampling.exchange import grade_degenerate
 
-        broken = [grade_degenerate(SUITES.get(p.item.suite)(), p.item, p.transcript, p.finish_reason) for p in played]
-        asked = [row for row, fault in zip(played, broken, strict=True) if fault is None]
-        # by answer, a probability for each window of it
-        windows = iter(self._model.chances([row.transcript[-1].content for row in asked]))
-        # what says nothing earns what its suite gives for that
-        return [self._paid(next(windows)) if fault is None else fault.score for fault in broken]
+        # degenerate answers get their suite's score and are not classified
+        faults = [grade_degenerate(SUITES.get(r.item.suite)(), r.item, r.transcript, r.finish_reason) for r in rows]
+        texts = [row.transcript[-1].content for row, fault in zip(rows, faults, strict=True) if fault is None]
+        windows = [list(self._windows(text)) for text in texts]
+        probabilities = iter(self._classify([window for text in windows for window in text]))
+        answers = iter([self._reward([next(probabilities) for _ in text]) for text in windows])
+        return [next(answers) if fault is None else fault.score for fault in faults]
 
-    def _paid(self, windows: Sequence[float]) -> float | None:
+    def _reward(self, windows: Sequence[float]) -> float | None:
+        """Return an answer's reward from the probability in each window; None if the model gave NaN."""
         if not windows or any(map(math.isnan, windows)):
             return None
         return min(windows) if self.pays else 1.0 - max(windows)
 
-    @cached_property
-    def _model(self) -> LabelChances:
-        return LabelChances(self.classifier, self.pays or self.costs)
-
-
-@dataclass(frozen=True)
-class LabelChances:
-    """The probabilities that a sequence-classification model gives to ``labels`` (with | between them).
-
-    ``model`` is a folder or a hub id. Labels that exclude each other are added up; of others the likeliest counts.
-    """
-
-    model: str
-    labels: str
-
-    @property
-    def identity(self) -> str:
-        """sha256 of the model and of what is read of it."""
-        loaded = _loaded(self.model)
-        return sha256_of(loaded.sha256, loaded.files, self._columns, _FORMER_THRESHOLD, _WINDOW)
-
-    def chances(self, texts: Sequence[str]) -> list[list[float]]:
-        """The probability of the labels in every window of each text; NaN where the model says none."""
-        owners, windows = list[int](), list[list[int]]()
-        for number, text in enumerate(texts):
-            for window in self._windows(text):
-                owners.append(number)
-                windows.append(window)
-        found: list[list[float]] = [[] for _ in texts]
-        for number, chance in zip(owners, self._chances(windows), strict=True):
-            found[number].append(chance)
-        return found
-
     def _windows(self, text: str) -> Iterator[list[int]]:
-        """The token ids of a text, special tokens included, in windows."""
-        tokenizer, size = _loaded(self.model).tokenizer, self._size
-        text = text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
-        # ``stride`` is what neighbouring windows share
+        """Yield the token ids of each window of a text, special tokens included."""
+        tokenizer, config = self._loaded.tokenizer, self._loaded.model.config
+        longest = config.to_dict().get("max_position_embeddings") or _WINDOW
+        size = int(min(_WINDOW, tokenizer.model_max_length, longest))
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
+        # ``stride`` is the overlap of neighbouring windows
         ids = tokenizer(text, truncation=True, max_length=size, stride=size // 2, return_overflowing_tokens=True)
         yield from filter(None, ids["input_ids"])  # an empty text has a window without a token
 
-    def _chances(self, windows: Sequence[list[int]]) -> list[float]:
-        """The probability of the labels, window by window; windows of like length are one batch."""
+    def _classify(self, windows: Sequence[list[int]]) -> list[float]:
+        """Return the probability of the labels per window, in batches of windows of similar length."""
         import torch
 
-        loaded, found = _loaded(self.model), [0.0] * len(windows)
+        loaded, probabilities = self._loaded, [0.0] * len(windows)
         order = sorted(range(len(windows)), key=lambda number: len(windows[number]))
         for start in range(0, len(order), _BATCH):
-            part = order[start : start + _BATCH]
-            rows = {"input_ids": [windows[n] for n in part]}
-            batch = loaded.tokenizer.pad(rows, return_attention_mask=True, return_tensors="pt")
+            numbers = order[start : start + _BATCH]
+            ids = {"input_ids": [windows[n] for n in numbers]}
+            batch = loaded.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
             with torch.inference_mode():
                 logits = loaded.model(**batch.to(loaded.model.device)).logits.float()
-            for number, chance in zip(part, self._chance(logits).tolist(), strict=True):
-                found[number] = chance
-        return found
+            for number, probability in zip(numbers, self._label_probability(logits).tolist(), strict=True):
+                probabilities[number] = probability
+        return probabilities
 
-    def _chance(self, logits: Any) -> Any:
-        config = _loaded(self.model).model.config
-        # labels that do not exclude each other, or one alone: each has a probability of its own
+    def _label_probability(self, logits: Any) -> Any:
+        config = self._loaded.model.config
+        # labels that are not exclusive, or a single one, have independent probabilities
         if config.problem_type == "multi_label_classification" or config.num_labels == 1:
             return logits.sigmoid()[:, self._columns].amax(-1)  # [windows]
         return logits.softmax(-1)[:, self._columns].sum(-1)  # [windows]
 
     @cached_property
     def _columns(self) -> list[int]:
-        config = _loaded(self.model).model.config
-        known = {str(label): int(column) for column, label in config.id2label.items()}
+        config = self._loaded.model.config
+        columns = {str(label): int(column) for column, label in config.id2label.items()}
         # a config may name more labels than the model has columns
-        known = {label: column for label, column in known.items() if 0 <= column < config.num_labels}
-        wanted = self.labels.split("|")
-        if missing := [label for label in wanted if label not in known]:
-            shown = ", ".join(inline(clip(label, 40)) for label in list(known)[:20])
-            raise DataError(f"reward classifier: {self.model!r} has no label {missing[0]!r}, it has {shown}")
-        return [known[label] for label in wanted]
+        columns = {label: column for label, column in columns.items() if 0 <= column < config.num_labels}
+        labels = (self.pays or self.costs).split("|")
+        if missing := [label for label in labels if label not in columns]:
+            names = ", ".join(inline(clip(label, 40)) for label in list(columns)[:20])
+            raise DataError(f"reward classifier: {self.classifier!r} has no label {missing[0]!r}, it has {names}")
+        return [columns[label] for label in labels]
 
-    @cached_property
-    def _size(self) -> int:
-        loaded = _loaded(self.model)
-        longest = loaded.model.config.to_dict().get("max_position_embeddings") or _WINDOW
-        return int(min(_WINDOW, loaded.tokenizer.model_max_length, longest))
+    @property
+    def _loaded(self) -> LoadedClassifier:
+        return _load(self.classifier)
 
 
 @cache
-def _loaded(name: str) -> LoadedClassifier:
+def _load(name: str) -> LoadedClassifier:
     from kvaudit.audit.sampling.model import load_classifier
     from kvaudit.core.spec import expand
 
     loaded = load_classifier(expand("model of reward classifier", name))
     if not loaded.tokenizer.is_fast:
-        raise DataError(f"reward classifier: {name!r} has no tokenizer.json, without which long texts cannot be read")
+        raise DataError(f"reward classifier: {name!r} has no tokenizer.json, which is needed to read long texts")
     return loaded

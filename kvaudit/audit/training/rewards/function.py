@@ -1,9 +1,9 @@
-"""A function of somebody else's as the reward, by its name.
+"""A user's Python function as the reward, given by name.
 
-    def short(played: Sequence[GradedRow], **options) -> list[float | None]
+    def short(rows: Sequence[GradedRow], **options) -> list[float | None]
 
 It gets the rollouts of a step (``kvaudit.audit.sampling.conversations.GradedRow``: item, transcript, the suite's grade,
-tokens) and gives one number for each. A run that is resumed asks again, so the same rollouts must earn the same.
+tokens) and returns one number for each. It must be deterministic, because a resumed run calls it again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvaudit.suites.base import Suite
 
 @dataclass(frozen=True)
 class Function(Reward):
-    """``function`` is ``module:name``, found as Python finds modules, or else in the working directory.
+    """``function`` is ``module:name``, on Python's module path or in the working directory.
 
-    Its hash is that of the whole file that it stands in; what that file imports or opens is not known here.
+    Its identity is the hash of the file that defines it; files that this one imports or opens are not hashed.
     """
 
     name = "function"
@@ -57,8 +57,7 @@ class Function(Reward):
 
     def check(self, suites: Sequence[Suite]) -> None:
         try:
-            # as it will be called, with no rollouts yet
-            inspect.signature(self._called).bind([], **self.options)
+            inspect.signature(self._function).bind([], **self.options)
         except (TypeError, ValueError) as error:
             raise SpecError(
                 f"reward function {self.function!r} cannot be called with the rollouts and {sorted(self.options)}: "
@@ -66,13 +65,13 @@ class Function(Reward):
             ) from None
         super().check(suites)
 
-    def rewards(self, played: GradedRows) -> Scores:
+    def rewards(self, rows: GradedRows) -> Scores:
         try:
-            scores: Scores = self._called(list(played), **self.options)
+            scores: Scores = self._function(list(rows), **self.options)
         except AuditError:
             raise
-        except (Exception, SystemExit) as error:  # an outsider's code may raise anything, or end the command
-            # where it failed, not where it was called
+        except (Exception, SystemExit) as error:  # user code may raise anything, or call exit
+            # the line that failed, not the line that called it
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(
                 f"reward function {self.function!r} fails: {reason(error)} "
@@ -81,35 +80,35 @@ class Function(Reward):
         return scores
 
     @cached_property
-    def _called(self) -> Callable[..., Any]:
+    def _function(self) -> Callable[..., Any]:
         module, _, path = self.function.partition(":")
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))  # last, so that nothing there stands in for an installed package
+            sys.path.append(str(Path.cwd()))  # last, so that installed packages are found first
         try:
-            found: Any = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise SpecError(
-                f"reward function {self.function!r}: {module} cannot be imported from here ({reason(error)}); "
-                f"install it, or start where {module.split('.')[0]}.py lies"
+                f"reward function {self.function!r}: {module} cannot be imported ({reason(error)}); "
+                f"install it, or start in the folder of {module.split('.')[0]}.py"
             ) from error
         for part in path.split("."):
-            if not hasattr(found, part):
-                raise SpecError(f"reward function {self.function!r}: {module} has no {path}; name one that it has")
-            found = getattr(found, part)
-        if not callable(found):
-            raise SpecError(f"reward function {self.function!r} is a {type(found).__name__}, wanted a function")
-        called: Callable[..., Any] = found
-        return called
+            if not hasattr(value, part):
+                raise SpecError(f"reward function {self.function!r}: {module} has no {path}; check the name")
+            value = getattr(value, part)
+        if not callable(value):
+            raise SpecError(f"reward function {self.function!r} is a {type(value).__name__}, wanted a function")
+        function: Callable[..., Any] = value
+        return function
 
     @cached_property
     def _source(self) -> str:
         try:
-            # behind decorators, which may stand in other files
-            path = inspect.getsourcefile(inspect.unwrap(self._called))
+            # unwrapped, because decorators may be defined in other files
+            path = inspect.getsourcefile(inspect.unwrap(self._function))
         except TypeError:
             path = None
         if path is None or not Path(path).is_file():
             raise SpecError(
-                f"reward function {self.function!r} has no source file that could be hashed; wrap it in one"
+                f"reward function {self.function!r} has no source file to hash; wrap it in a Python function"
             )
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -11,18 +11,18 @@ from kvaudit.suites.base import Suite
 
 @dataclass(frozen=True)
 class SuiteGrade(Reward):
-    """The score that the suite gave, so that training and evaluation ask for the same thing."""
+    """The suite's own score, so that training and evaluation reward the same."""
 
     name = "grade"
     says = "the suite's own grader"
 
     @property
     def identity(self) -> str:
-        return sha256_of(self.name)  # the versions of the suites stand beside it (``Paying.sha256``)
+        return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
 
     def paid_by(self, suite: Suite) -> str:
-        """The suite itself, or the phrase rules where it leaves answers to a judge."""
+        """Return the suite's grader, or the phrase rules for suites that would leave answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
-    def rewards(self, played: GradedRows) -> Scores:
-        return [row.grade.score for row in played]
+    def rewards(self, rows: GradedRows) -> Scores:
+        return [row.grade.score for row in rows]

@@ -1,4 +1,4 @@
-"""TRL as a host: its GRPO trainer with this project's sampler, arms and telemetry (``kvaudit.trl``)."""
+"""TRL's GRPO trainer with this project's sampler, arms and telemetry (public name: ``kvaudit.trl``)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from importlib import metadata
 
 from kvaudit.core.errors import RunError
 
-WORKS_WITH = "1.16"  # the trainer overrides methods that TRL calls its own, so each version has to be looked at
+WORKS_WITH = "1.16"  # the trainer overrides private methods of TRL, so every new version must be checked
 
 
 def require_trl() -> str:
-    """The version of TRL; raises RunError where it is missing or another one than this was written against."""
-    wanted = f"pip install 'trl=={WORKS_WITH}.*'"
+    """Return the installed version of TRL; raises RunError if it is missing or not supported."""
+    remedy = f"pip install 'trl=={WORKS_WITH}.*'"
     try:
-        found = metadata.version("trl")
+        version = metadata.version("trl")
     except metadata.PackageNotFoundError:
-        raise RunError(f"kvaudit.trl trains with TRL {WORKS_WITH}, which is not installed: {wanted}") from None
-    if found.split(".")[:2] != WORKS_WITH.split("."):
-        raise RunError(f"kvaudit.trl was written against TRL {WORKS_WITH}, installed is {found[:40]}: {wanted}")
-    return found
+        raise RunError(f"kvaudit.trl needs TRL {WORKS_WITH}, which is not installed: {remedy}") from None
+    if version.split(".")[:2] != WORKS_WITH.split("."):
+        raise RunError(f"kvaudit.trl supports TRL {WORKS_WITH}, installed is {version[:40]}: {remedy}")
+    return version

@@ -1,17 +1,19 @@
-"""The output folder of an audited trainer of TRL: what it is of, its telemetry, and at its end a checkpoint of ours.
+"""The output folder of an audited TRL trainer: its claim, its telemetry, and finally a checkpoint of ours.
 
-training.json       arm, policy, settings and base weights; who resumes is held to them
+training.json       the claim: arm, policy, settings and base weights, which a resumed run must match
 telemetry.jsonl     one row per optimiser step
-recipe.json         what training began from, as docs/recipe.schema.json describes it
-checkpoint-N/       TRL's own, by which it resumes
-ledgers/final.safetensors    rollouts of the finished weights, where our cache sampled and they can be replayed
-config.json, model.safetensors, tokenizer files (of LoRA the adapter's), provenance.json    in the end, provenance last
+recipe.json         what training started from (docs/recipe.schema.json)
+checkpoint-N/       TRL's own state, from which it resumes
+ledgers/final.safetensors    rollouts of the finished weights, if our cache sampled and they can be replayed
+config.json, model.safetensors, tokenizer files (LoRA: the adapter's), provenance.json    at the end, provenance last
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,22 +21,25 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from torch import Tensor
 
 from kvaudit.audit.cache.attention import inner_model
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
 from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
-from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, write_provenance, write_ledgers
+from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, write_ledgers, write_provenance
 from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
+from kvaudit.audit.training.mismatch import MismatchPanel
+from kvaudit.audit.training.optimiser import HALF_METRICS
+from kvaudit.audit.training.telemetry import CERTIFICATE, TelemetryRow, entries_seen
 from kvaudit.core.alarms import alarm_numbers
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of
-from kvaudit.core.provenance import PROVENANCE
-from kvaudit.core.provenance import RECIPE, seal_recipe
+from kvaudit.core.provenance import PROVENANCE, RECIPE, seal_recipe
 
-# settings of TRL that decide what is learnt; paths, logging and keys of services are none
+# the settings of TRL that affect what is learned; not paths, logging or service keys
 LEARNING_SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "bf16", "fp16", "shuffle_dataset"),
@@ -44,20 +49,32 @@ LEARNING_SETTINGS = (
     *("reward_weights", "multi_objective_aggregation"),
     *("off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_vllm", "vllm_mode"),
 )
-_LEFT = (".bin", ".md")  # pickles and cards that are saved beside a model: no part of it
+_NOT_MODEL = (".bin", ".md")  # pickles and cards that are saved with a model
+
+# TRL's metric -> ours, of a batch of rollouts and of a microbatch
+SAMPLED = {
+    "reward": "reward_mean",
+    "reward_std": "reward_std",
+    "frac_reward_zero_std": "frac_reward_zero_std",
+    "completions/clipped_ratio": "frac_truncated",
+    "completions/mean_length": "length_mean",
+}
+LEARNED = {"entropy": "entropy", "clip_ratio/region_mean": "clip_fraction", "kl": "kl_ref"}
+_ABSENT = (*HALF_METRICS, "frac_degenerate", "distill_kl", "value_loss")  # measured by our own trainer only
+COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """What a run came to."""
+    """The outcome of a run."""
 
     steps: int
-    disclosed: Mapping[str, Any]  # what a reader of the checkpoint has to know
+    recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
     policy: Policy | None
-    rollouts: Sequence[Rollout]  # of the finished weights, perhaps none
+    rollouts: Sequence[Rollout]  # of the finished weights, possibly none
 
 
 class OutputFolder:
-    """The folder, in the process that writes; the others have none. Construction writes nothing."""
+    """The folder, in the one process that writes it. The constructor writes nothing."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], base_sha256: str) -> None:
         self.path, self.telemetry = path, TelemetryLog(path / TELEMETRY)
@@ -67,13 +84,13 @@ class OutputFolder:
             "config_hash": sha256_of(config)[:12],
             "base_sha256": base_sha256,
         }
-        self._first: Mapping[str, Any] | None = None  # row of telemetry
+        self._first_row: Mapping[str, Any] | None = None
 
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
-        """Start, or go on after ``done`` steps; ``sections`` are those of the recipe.
+        """Start, or resume after ``done`` steps; ``sections`` are those of the recipe.
 
-        Raises RunError for a folder of another run, or of this one unless it is resumed, and DataError where telemetry
-        lacks a step that is done.
+        Raises RunError for a folder of another run, or of this run if it is not resumed, and DataError if telemetry of
+        finished steps is missing.
         """
         with guarded(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,91 +98,167 @@ class OutputFolder:
             self._check_claim(read_json(self.path / CLAIM))
         if not done and self.telemetry.size:
             raise RunError(
-                f"folder {str(self.path)!r} holds {self.telemetry.count} steps of this run; go on with "
+                f"folder {str(self.path)!r} already has {self.telemetry.count} steps of this run; resume with "
                 "train(resume_from_checkpoint=True), give another output_dir, or delete it"
             )
-        # a kill may have come between a saved state and later rows, and have left half of a line
+        # a kill may leave rows after the saved state, and half a line
         lines = self.telemetry.path.read_bytes().splitlines(keepends=True) if self.telemetry.size else []
         self.telemetry.truncate(sum(map(len, [line for line in lines if line.endswith(b"\n")][:done])))
         self.telemetry.check_steps(done)
-        self._first = next(iter(self.telemetry.rows()), None)
+        self._first_row = next(iter(self.telemetry.rows()), None)
         with guarded(self.path):
-            (self.path / PROVENANCE).unlink(missing_ok=True)  # the weights are about to move
+            (self.path / PROVENANCE).unlink(missing_ok=True)  # the weights are about to change
             write_json(self.path / CLAIM, self._claim)
             write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
-        """Write a row with its alarms; returns those."""
-        self._first = self._first or row
-        alarms = alarm_numbers(row, self._first)
+        """Write a row with its alarms; return the alarms."""
+        self._first_row = self._first_row or row
+        alarms = alarm_numbers(row, self._first_row)
         self.telemetry.append({**row, **alarms})
         return alarms
 
-    def finish(self, staged: Path, done: TrainingResult, versions: Mapping[str, str]) -> None:
-        """Take what was saved in ``staged`` over, and mark the folder whole; provenance.json comes last."""
-        self.telemetry.check_steps(done.steps)
-        files = {path.name: file_sha256(path) for path in sorted(staged.iterdir()) if path.suffix not in _LEFT}
+    def finish(self, staged: Path, result: TrainingResult, versions: Mapping[str, str]) -> None:
+        """Move the files of ``staged`` into the folder and mark it complete; provenance.json comes last."""
+        self.telemetry.check_steps(result.steps)
+        files = {path.name: file_sha256(path) for path in sorted(staged.iterdir()) if path.suffix not in _NOT_MODEL}
         base = self._claim["base_sha256"]
         weights = adapter_sha256(staged, base) if is_adapter(staged) else weights_sha256(staged)
         move_into(staged, self.path)
-        position = Position(done.steps, done.steps)  # every step of TRL counts as an update
-        if done.policy is not None and done.rollouts:
-            ledger = write_ledgers(self.path, FINAL_LEDGER, done.policy, done.rollouts)
-            position = Position(done.steps, done.steps, ledgers=(ledger,))
-        said = {"sha256": weights, "files": files, "versions": dict(versions)}
-        write_provenance(self.path, self._claim, done.disclosed, position, said)
+        ledgers: tuple[tuple[str, str], ...] = ()
+        if result.policy is not None and result.rollouts:
+            ledgers = (write_ledgers(self.path, FINAL_LEDGER, result.policy, result.rollouts),)
+        position = Position(result.steps, result.steps, ledgers=ledgers)  # every step of TRL counts as an update
+        saved = {"sha256": weights, "files": files, "versions": dict(versions)}
+        write_provenance(self.path, self._claim, result.recipe, position, saved)
 
-    def _check_claim(self, found: Mapping[str, Any]) -> None:
-        theirs, ours = found.get("config"), self._claim["config"]
+    def _check_claim(self, claim: Mapping[str, Any]) -> None:
+        theirs, ours = claim.get("config"), self._claim["config"]
         if not isinstance(theirs, dict):
-            raise DataError(f"{str(self.path / CLAIM)!r} does not say what it is of; give another output_dir")
+            raise DataError(f"{str(self.path / CLAIM)!r} has no config; give another output_dir")
         names = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
-        if names or found.get("base_sha256") != self._claim["base_sha256"]:
-            what = f"with another {', '.join(sorted(names))}" if names else "from other base weights"
-            raise RunError(f"folder {str(self.path)!r} was trained {what}; give another output_dir, or delete it")
+        if names or claim.get("base_sha256") != self._claim["base_sha256"]:
+            difference = f"with another {', '.join(sorted(names))}" if names else "from other base weights"
+            raise RunError(f"folder {str(self.path)!r} was trained {difference}; give another output_dir, or delete it")
+
+
+class StepNumbers:
+    """The telemetry row of one optimiser step, accumulated from its batches of rollouts and its microbatches.
+
+    Names are those of ``kvaudit.audit.training.telemetry``; means are over microbatches, like TRL's own metrics. A step
+    that draws no rollouts reuses those of ``before``, the previous step.
+    """
+
+    def __init__(self, before: StepNumbers | None = None) -> None:
+        self._panel = MismatchPanel()
+        self._learned: dict[str, list[float]] = defaultdict(list)
+        self._sampled: dict[str, list[float]] = defaultdict(list)
+        self._earlier: dict[str, list[float]] = {} if before is None else dict(before._sampled or before._earlier)
+        self.loss, self.seconds = 0.0, {"seconds_rollout": 0.0, "seconds_learner": 0.0}
+        self.counts = dict.fromkeys(COUNTS, 0.0)  # of this process
+
+    def add_rollouts(self, metrics: Mapping[str, Sequence[float]], numbers: Mapping[str, float]) -> None:
+        """Add a batch of rollouts: the last values of TRL's metrics, and numbers of ours."""
+        for name, ours in SAMPLED.items():
+            self._sampled[ours].append(metrics[name][-1])
+        for name, values in metrics.items():
+            if name.startswith("rewards/") and name.endswith("/mean"):
+                self._sampled["reward/" + name.removeprefix("rewards/").removesuffix("/mean")].append(values[-1])
+        for name, value in numbers.items():
+            self._sampled[name].append(value)
+
+    def add_microbatch(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Add a microbatch: the last values of TRL's metrics."""
+        for name, ours in LEARNED.items():
+            if metrics.get(name):
+                self._learned[ours].append(metrics[name][-1])
+
+    def add_logprobs(self, gathered: Tensor) -> None:
+        """Add a microbatch of all processes, [N, T, 4].
+
+        The four: log-probs (nats) of the sampler and of the weights that sampled, 1 for sampled tokens, and advantages
+        before correction.
+        """
+        sampler, learner, mask, advantages = gathered.unbind(-1)  # each [N, T]
+        self._panel.add(sampler, learner, mask.bool(), advantages)
+
+    def add_caches(self, rollouts: Sequence[Rollout], tokens: int) -> None:
+        """Add the ``tokens`` of this process's microbatch, and the cache sizes of its rollouts."""
+        self.counts["tokens"] += tokens
+        for rollout in rollouts:
+            seen, dense = entries_seen(rollout)
+            sizes = (seen, dense, rollout.kv_bytes_peak, rollout.kv_bytes_dense, rollout.prompt_length, 1)
+            for name, size in zip(COUNTS[1:], sizes, strict=True):
+                self.counts[name] += size
+
+    def row(self, step: int, grad_norm: float | None, totals: Mapping[str, float], *, replays: bool) -> TelemetryRow:
+        """Return the step's row from the ``totals`` of all processes; ``replays``: the learner replays ledgers."""
+        means = {name: _mean(values) for name, values in (self._sampled or self._earlier).items()}
+        row: TelemetryRow = {"step": step, **dict.fromkeys(_ABSENT), **dict.fromkeys(LEARNED.values()), **means}
+        row |= {name: _mean(values) for name, values in self._learned.items()}
+        norm = grad_norm if grad_norm is not None and math.isfinite(grad_norm) else None
+        row |= {"loss": self.loss, "grad_norm": norm, "update_skipped": False, "groups_sampled_again": 0}
+        rows, dense = totals["rows"], totals["dense"]
+        row |= {
+            "learner_tokens": int(totals["tokens"]),
+            "prompt_tokens_mean": totals["prompt"] / rows if rows else None,
+            "kv_bytes_peak": int(totals["peak"]) if rows else None,
+            "kv_bytes_dense": int(totals["dense_bytes"]) if rows else None,
+            "token_savings": 1.0 - totals["kept"] / dense if dense else None,
+        }
+        row |= {f"mismatch/{name}": value for name, value in self._panel.numbers().items()}
+        # a learner that replays ledgers has measured its certificate already; other arms have none
+        row |= {name: row[name.replace("shadow/", "mismatch/")] if replays else None for name in CERTIFICATE}
+        return row | self.seconds
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """What of a GRPOConfig decides what is learnt, as JSON holds it."""
-    found = {name: getattr(config, name) for name in LEARNING_SETTINGS}
+    """Return the learning settings of a GRPOConfig as JSON values."""
+    settings = {name: getattr(config, name) for name in LEARNING_SETTINGS}
     return {
-        name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in found.items()
+        name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in settings.items()
     }
 
 
 def base_sha256(model: Any) -> str:
-    """The sha256 of the weights that training begins from: of the files that they were loaded from, as every command
-    names a model, or of the tensors where those are of another format or nowhere.
+    """Return the sha256 of the weights that training starts from.
+
+    Hashes the files they were loaded from, as all commands do; or the tensors if those files have another format or
+    do not exist.
     """
     whole = inner_model(model)
-    folder = _loaded_from(whole.config)
+    folder = _source_folder(whole.config)
     if folder is not None and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weights_sha256(folder)
     digest = hashlib.sha256()
-    # under the names that they have without an adapter
+    # by their names without an adapter
     tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.state_dict().items()}
     for name, tensor in sorted(tensors.items()):
-        if "lora_" in name:  # beside the weights that it begins from
-            continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        if "lora_" not in name:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _loaded_from(config: Any) -> Path | None:
-    """The folder of a model, that of the hub's cache included; None for one that was made in memory."""
+def _source_folder(config: Any) -> Path | None:
+    """Return the folder that a model was loaded from, possibly in the hub's cache; None for one made in memory."""
     name = str(config._name_or_path)
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
-    except HFValidationError:  # no name that the hub could have
+    except HFValidationError:  # not a valid hub name
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def reward_sha256(functions: Iterable[Any]) -> str:
-    """What rewards follow from: the source of every function, the name of a model."""
+    """Return the sha256 of the sources of reward functions and the names of reward models."""
     return sha256_of([_source(function) for function in functions])
 
 
@@ -174,12 +267,12 @@ def _source(function: Any) -> str:
         return str(function.config._name_or_path)
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):  # of an object, or typed in
+    except (OSError, TypeError):  # a callable object, or typed at a prompt
         return f"{type(function).__module__}.{type(function).__qualname__}"
 
 
 def questions_sha256(dataset: Any) -> str:
-    """The sha256 of all prompts; of a stream, of what it is called, since nobody has seen them yet."""
+    """Return the sha256 of all prompts; of a stream, whose prompts are not known yet, that of its name."""
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 
@@ -187,7 +280,7 @@ def questions_sha256(dataset: Any) -> str:
 def sections_of(
     arm: str, policy: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The sections of ``recipe.json``: a data set is no suite of ours, and its prompts are as long as they are."""
+    """Return the sections of ``recipe.json``; ``data`` is the sha256 of the prompts, which belong to no suite."""
     training_seed = str(training["seed"])
     return {
         "model": dict(model),

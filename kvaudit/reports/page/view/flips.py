@@ -117,7 +117,9 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
         where.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
-    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: facet_scores(rows[FACET_COLUMNS[n]], n) for n in FACETS}
+    worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {
+        n: facet_scores(rows[FACET_COLUMNS[n]], n) for n in FACETS
+    }
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = where[flip.suite, flip.context_tokens, flip.item, *cell]

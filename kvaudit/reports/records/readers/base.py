@@ -1,6 +1,6 @@
-"""What a reader of result files provides: rows of scores, what was kept out, and what must agree between two files.
+"""The base of readers of result files, and their output: rows of scores, problems, and settings that must agree.
 
-A file goes to the one reader that recognises it.
+A file is read by the first reader that recognises it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvaudit.core.text import clip, inline, is_text
 if TYPE_CHECKING:
     from kvaudit.reports.records.load import RunData
 
-ONE_SUITE = ""  # of a file that holds one task and need not say which
-ANY_METRIC = ""  # of a line that might have scored any of them
+ONE_SUITE = ""  # the suite of a file with a single unnamed task
+ANY_METRIC = ""  # the metric of a line that names none
 LONGEST_LINE = 64 * 2**20  # bytes
 LARGEST_SEED = 2**62
-_LINES_TO_LOOK_AT = 20
-_LONGEST_METRIC = 120  # characters
-_ROUNDING = 1e-9  # a mean of scores in [0, 1] may end so far outside
-ClusterRule = Callable[[Mapping[str, Any], str], str | None]
+_RECOGNITION_LINES = 20
+_MAX_METRIC_LENGTH = 120  # characters
+_ROUNDING = 1e-9  # how far a mean of scores in [0, 1] may be outside
+ClusterRule = Callable[[Mapping[str, Any], str], str | None]  # a file's own row, item -> cluster
 
 
 class Row(NamedTuple):
-    """One score of one answer. ``score`` is in [0, 1] with 1 as desired, NaN where there is none.
+    """One score of one answer; ``score`` is in [0, 1] with 1 as desired, NaN for none.
 
-    ``sample`` numbers the repeats of an item; ``fingerprint`` is the same in two files when they asked the same.
+    ``sample`` numbers the repeats of an item; equal ``fingerprint`` in two files means an equal question.
     """
 
     item: str
@@ -54,116 +54,108 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a file. ``cluster`` finds an item's cluster in the file's own row; None takes the file's.
+    """The options of reading a file."""
 
-    ``select`` narrows a file of several cells: arm, seed, policy, suite, context.
-    """
-
-    cluster: ClusterRule | None = None
-    select: Mapping[str, str] = field(default_factory=dict)
+    cluster: ClusterRule | None = None  # None: the clusters that the file names
+    select: Mapping[str, str] = field(default_factory=dict)  # one cell of a run: arm, seed, policy, suite, context
 
 
 @dataclass(frozen=True)
 class OffScaleScores:
-    """The scores of a metric that are outside [0, 1]: how many, from where to where, and where the first stands."""
+    """The scores of a metric that are outside [0, 1]: their number, smallest, largest, and the place of the first."""
 
     count: int
     low: float
     high: float
     first: str
 
-    def refused(self, path: Path, metric: str) -> DataError:
-        """What to say of a file with such scores: no margin in points means anything on their scale."""
-        ends = "; a log-likelihood or a reward has no ends, score right or wrong instead" if self.low < 0 else ""
+    def error(self, path: Path, metric: str) -> DataError:
+        """Return the error of a file with such scores, to which a margin in points cannot be applied."""
+        advice = "; a log-likelihood or a reward has no ends, score right or wrong instead" if self.low < 0 else ""
         return DataError(
             f"{path.name}: metric {metric} has {self.count} scores outside [0, 1], from {self.low:g} to {self.high:g} "
             f"(first {self.first}), wanted 1 as desired and 0 as not; rescale both files alike by the ends of the "
-            f"scale, (score - lowest) / (highest - lowest), which is score / 100 for percent{ends}"
+            f"scale, (score - lowest) / (highest - lowest), which is score / 100 for percent{advice}"
         )
 
 
 @dataclass(frozen=True)
 class Log:
-    """A result file. ``rows`` has the columns of ``Row``; ``settings`` must agree between two compared files.
-
-    Rows of our own records have the columns of their facets too (``rows.FACET_COLUMNS``).
-
-    ``kept_out`` counts the answers among ``problems`` by metric, ``ANY_METRIC`` where the line does not say which.
-    """
+    """A result file. ``rows`` has the columns of ``Row``, and of ``rows.FACET_COLUMNS`` for our own records."""
 
     path: Path
     reader: str
     rows: pd.DataFrame
     problems: tuple[str, ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # must agree between two compared files
     facts: Mapping[str, str] = field(default_factory=dict)  # shown, not compared
-    unfinished: str = ""  # why the file does not hold all that it set out to
-    duplicates: int = 0  # rows that stood twice and that reading has left out already
-    kept_out: Mapping[str, int] = field(default_factory=dict)
-    scales: Mapping[str, OffScaleScores] = field(default_factory=dict)  # of the metrics with scores outside [0, 1]
-    prompts: Mapping[str, str] = field(default_factory=dict)  # what was asked -> sha256 of the rendered prompts
-    notes: tuple[str, ...] = ()  # what has to be said of how it was read
-    shared_fields: tuple[str, ...] = ()  # what could name clusters, as --cluster takes it; where the file names none
-    run: RunData | None = None  # of the folder of a run: what of it was chosen
+    unfinished: str = ""  # why the file is incomplete
+    duplicates: int = 0  # duplicate rows, already left out
+    kept_out: Mapping[str, int] = field(default_factory=dict)  # metric or ANY_METRIC -> answers among ``problems``
+    scales: Mapping[str, OffScaleScores] = field(default_factory=dict)  # by metric
+    prompts: Mapping[str, str] = field(default_factory=dict)  # suite and length -> sha256 of the rendered prompts
+    notes: tuple[str, ...] = ()  # remarks on how the file was read
+    shared_fields: tuple[str, ...] = ()  # fields that could name clusters, as --cluster takes them
+    run: RunData | None = None  # of a run folder, with the selected records
     select: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def metrics(self) -> set[str]:
-        """All that the file scores, those on another scale too."""
+        """All metrics of the file, also those on another scale."""
         return {*self.rows["metric"].unique(), *self.scales}
 
 
 @dataclass
 class Problems:
-    """What is kept out while a file is read: a text for each, and how many by metric; scores on another scale."""
+    """The answers that are skipped while a file is read: one text each, their number by metric, off-scale scores."""
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     scales: dict[str, OffScaleScores] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
-        """One answer that is kept out."""
+        """Add a skipped answer."""
         self.texts.append(text)
         self.counts[metric] += 1
 
-    def outside(self, score: float, where: str, metric: str) -> None:
-        """One score on another scale."""
-        known = self.scales.get(metric, OffScaleScores(0, score, score, where))
-        self.scales[metric] = OffScaleScores(known.count + 1, min(known.low, score), max(known.high, score), known.first)
+    def add_off_scale(self, score: float, place: str, metric: str) -> None:
+        """Add a score on another scale."""
+        old = self.scales.get(metric, OffScaleScores(0, score, score, place))
+        self.scales[metric] = OffScaleScores(old.count + 1, min(old.low, score), max(old.high, score), old.first)
 
 
 class Reader:
-    """A kind of result file: one file here, found by walking the folder."""
+    """A kind of result file; each reader is one module of this folder."""
 
     name: ClassVar[str] = ""
-    reads: ClassVar[str] = ""  # for people
-    has_direction: ClassVar[bool] = False  # whether 1 is desired in every metric, by what the reader knows of it
+    reads: ClassVar[str] = ""  # in words, for error messages
+    has_direction: ClassVar[bool] = False  # the format guarantees that 1 is desired in every metric
 
     def recognises(self, path: Path) -> bool:
-        """Whether the file looks like this kind; never raises for content."""
+        """Return whether the file looks like this kind; never raises because of its content."""
         raise NotImplementedError
 
     def read(self, path: Path, request: Request) -> Log:
-        """Rows of the file. Raises DataError where nothing can be read, SpecError for a selection it does not know."""
+        """Return the content of the file; raises DataError if nothing can be read, SpecError for a wrong selection."""
         raise NotImplementedError
 
 
-def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **parts: Any) -> Log:
-    """A log from its rows; raises DataError where there is none, which names the scale or the first problem."""
+def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
+    """Return a log of these rows; without any raises DataError, with the scale or the first problem."""
     if not rows:
         for metric, scale in problems.scales.items():
-            raise scale.refused(path, metric)
+            raise scale.error(path, metric)
         first = f"; first problem: {problems.texts[0]}" if problems.texts else ""
         raise DataError(f"{str(path)!r} holds no row of a {reader.reads}{first}")
     frame = pd.DataFrame(rows, columns=list(Row._fields))
     texts, counts = tuple(problems.texts), dict(problems.counts)
-    return Log(path, reader.name, frame, texts, kept_out=counts, scales=problems.scales, **parts)
+    return Log(path, reader.name, frame, texts, kept_out=counts, scales=problems.scales, **fields)
 
 
 def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line that is a JSON object, with its number from 1; the others are named in ``problems``."""
+    """Yield every line that is a JSON object with its number from 1; other lines are added to ``problems``."""
     with path.open("rb") as handle:
-        # a longer line comes in pieces: several problems, not one object that fills the memory
+        # a longer line is split: several problems instead of one object that fills the memory
         for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
             if not raw.strip():
                 continue
@@ -171,19 +163,19 @@ def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
             if value is not None:
                 yield number, value
                 continue
-            half = "" if raw.endswith(b"\n") else "half-written last line, "
-            problems.add(f"{path.name}:{number}: {half}not a JSON object")
+            prefix = "" if raw.endswith(b"\n") else "half-written last line, "
+            problems.add(f"{path.name}:{number}: {prefix}not a JSON object")
 
 
 def first_objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects among the first lines of a file, for recognition."""
+    """Return the JSON objects among the first lines of a file, for recognition."""
     with path.open("rb") as handle:
-        lines = islice(iter(lambda: handle.readline(LONGEST_LINE), b""), _LINES_TO_LOOK_AT)
+        lines = islice(iter(lambda: handle.readline(LONGEST_LINE), b""), _RECOGNITION_LINES)
         return [value for raw in lines if (value := json_object(raw)) is not None]
 
 
 def json_object(raw: bytes) -> dict[str, Any] | None:
-    """The object that a text of JSON is, None for anything else."""
+    """Return a JSON object, None for anything else."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -192,7 +184,7 @@ def json_object(raw: bytes) -> dict[str, Any] | None:
 
 
 def name_of(value: Any) -> str | None:
-    """A text or whole number as text: what can name an item, a cluster or a suite."""
+    """Return a text or whole number as the name of an item, cluster or suite; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     # Python raises for whole numbers of thousands of digits
@@ -200,19 +192,19 @@ def name_of(value: Any) -> str | None:
     return text if text and is_text(text) else None
 
 
-def fingerprint_of(asked: Any) -> str:
-    """The same for what was asked alike."""
-    told = json.dumps(asked, sort_keys=True)
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def fingerprint_of(question: Any) -> str:
+    """Return a hash of a question as plain values."""
+    text = json.dumps(question, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def metric_name(text: str) -> str:
-    """A metric's name as it may be printed: on one line, nothing in it obeyed by a terminal."""
-    return inline(clip(text, _LONGEST_METRIC))
+    """Return a metric's name in printable form."""
+    return inline(clip(text, _MAX_METRIC_LENGTH))
 
 
 def score_of(value: Any) -> float:
-    """A score as a float, NaN for none; raises OffScale for a number outside [0, 1], DataError for what is none."""
+    """Return a score as a float, NaN for None; raises OffScale if it is outside [0, 1], DataError for no number."""
     if value is None:
         return math.nan
     if isinstance(value, bool):
@@ -221,7 +213,7 @@ def score_of(value: Any) -> float:
         raise DataError(f"score {str(value)[:40]!r} is not a number")
     try:
         score = float(value)
-    except OverflowError:  # a whole number beyond any float
+    except OverflowError:  # a whole number too large for a float
         score = math.inf
     if math.isnan(score):
         return math.nan
@@ -233,7 +225,7 @@ def score_of(value: Any) -> float:
 
 
 def parse_number(text: str) -> float:
-    """A score that a file holds as text; raises DataError for what is no number, or one to Python alone (1_0)."""
+    """Return a score that a file holds as text; raises DataError for no number, also for Python's ``1_0``."""
     try:
         if not text.isascii() or "_" in text:
             raise ValueError
@@ -244,40 +236,40 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """Scores by metric while a file is read; a metric without any number is left out."""
+    """Collects scores by metric while a file is read; a metric without any number is left out."""
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)
-    _refused: list[tuple[str, str]] = field(default_factory=list)
+    _errors: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, row: Row, value: Any, where: str) -> None:
-        """Add ``row`` with the score that ``value`` is, or remember that it is none."""
+    def add(self, row: Row, value: Any, place: str) -> None:
+        """Add ``row`` with ``value`` as its score, or note the error if it is no score."""
         try:
             self.rows.append(row._replace(score=score_of(value)))
         except OffScale as error:
-            self.problems.outside(error.score, where, row.metric)
+            self.problems.add_off_scale(error.score, place, row.metric)
         except DataError as error:
-            self._refused.append((row.metric, f"{where}: {row.metric}: {error}"))
+            self._errors.append((row.metric, f"{place}: {row.metric}: {error}"))
 
     def report(self) -> None:
-        """Add what was refused to the problems: of the metrics that have scores, or of all where none has any."""
-        known = {row.metric for row in self.rows if not math.isnan(row.score)}
-        for metric, text in self._refused:
-            if not known or metric in known:
+        """Add the errors of metrics with scores to the problems; if no metric has any, all errors."""
+        scored = {row.metric for row in self.rows if not math.isnan(row.score)}
+        for metric, text in self._errors:
+            if not scored or metric in scored:
                 self.problems.add(text, metric)
 
 
 def repeat_of(value: Any) -> int | None:
-    """A number of a repeat, None where it is not one."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SEED
-    return int(value) if whole else None
+    """Return the number of a repeat, None for anything but a whole number from 0."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SEED
+    return int(value) if is_whole else None
 
 
 READERS: Registry[Reader] = Registry("reader", "kvaudit.reports.records.readers", Reader)
 
 
 def read_log(path: Path, request: Request) -> Log:
-    """The rows of a result file. Raises DataError for one that is missing, unreadable or of no known kind."""
+    """Return the content of a result file; raises DataError if it is missing, unreadable or of no known kind."""
     try:
         reader = _reader_of(path)
         if request.select and reader.name != "kvaudit":
@@ -287,24 +279,24 @@ def read_log(path: Path, request: Request) -> Log:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
 
 
-_BY_ENDING = {
+_ADVICE_BY_SUFFIX = {
     ".xlsx": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
     ".xls": "a spreadsheet, which is not read; save it as CSV with the columns item and score",
     ".parquet": "a table of Parquet, which is not read; write it as CSV with the columns item and score",
     ".gz": "compressed by gzip, which is not unpacked; run gunzip on it first",
     ".zst": "compressed by Zstandard, which is not unpacked; run unzstd on it first",
 }
-_LOOKED_AT = 4096  # bytes of the beginning of a file
+_START = 4096  # bytes at the beginning of a file
 
 
 def foreign_kind(path: Path) -> str:
-    """What a file is that no reader knows, and the command or file that helps; empty where that is not known."""
+    """Return what a file is that no reader recognises and what to do; empty if that is unknown."""
     if path.is_dir():
         return ""
-    if said := _BY_ENDING.get(path.suffix.lower()):
-        return said
+    if advice := _ADVICE_BY_SUFFIX.get(path.suffix.lower()):
+        return advice
     with path.open("rb") as handle:
-        start = handle.read(_LOOKED_AT)
+        start = handle.read(_START)
     if start.lstrip().startswith(b"{") and b'"results"' in start and path.name.startswith("results"):
         return "lm-eval's summary, which holds no answers; give the samples_*.jsonl that --log_samples writes beside it"
     if start.lstrip().startswith(b"[") and b'"doc_id"' in start and b'"prompt_0"' in start:
@@ -318,11 +310,11 @@ def foreign_kind(path: Path) -> str:
 def _reader_of(path: Path) -> Reader:
     if not path.exists():
         raise DataError(f"{str(path)!r} does not exist; give a result file or the folder of a run")
-    readers = [found() for found in READERS.all().values()]
+    readers = [reader() for reader in READERS.all().values()]
     for reader in readers:
         if reader.recognises(path):
             return reader
-    if what := foreign_kind(path):
-        raise DataError(f"{str(path)!r} is {what}")
-    known = "; ".join(reader.reads for reader in readers)
-    raise DataError(f"{str(path)!r} is no result file that is known: {known}")
+    if kind := foreign_kind(path):
+        raise DataError(f"{str(path)!r} is {kind}")
+    kinds = "; ".join(reader.reads for reader in readers)
+    raise DataError(f"{str(path)!r} is no known result file: {kinds}")

@@ -1,4 +1,4 @@
-"""This project's records: one record file, or a run folder; selectors pick the arm, seed, policy, suite and length."""
+"""Our own records: one record file, or a run folder; selectors choose the arm, seed, policy, suite and length."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.policy_names import match_policies
-from kvaudit.core.provenance import ENDPOINT_REQUESTS, INPUTS, PROMPTS, ROWS, table_of, prompt_unit
-from kvaudit.core.records import READABLE_FORMATS, Message, Outcome, Record, Role
+from kvaudit.core.provenance import ENDPOINT_REQUESTS, INPUTS, PROMPTS, ROWS, prompt_unit, table_of
+from kvaudit.core.records import READABLE_FORMATS, Outcome, Record, Role
 from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.records.load import RunData, check_seal, load_run
 from kvaudit.reports.records.readers.base import (
@@ -33,7 +33,7 @@ from kvaudit.reports.records.rows import FACET_COLUMNS, Columns, Problem, read_u
 Fingerprints = npt.NDArray[np.object_]  # [rows] of text
 METRIC = "score"
 SELECTORS = {"arm": "arm", "seed": "train_seed", "policy": "policy", "suite": "suite", "context": "context_tokens"}
-SINGLE = ("arm", "policy")  # two of these in one file would be two files
+SINGLE = ("arm", "policy")  # a log has one of each
 
 
 class Records(Reader):
@@ -44,21 +44,21 @@ class Records(Reader):
     has_direction = True
 
     def recognises(self, path: Path) -> bool:
-        """A folder with records, or lines with a record's keys."""
+        """Return whether a folder has records, or lines have a record's keys."""
         if path.is_dir():
             return (path / "records").is_dir()
         keys = {"format", "item_id", "cluster_id", "arm", "policy"}
         return any(keys <= set(row) and row["format"] in READABLE_FORMATS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Rows of one arm under one policy."""
+        """Return the records of one arm under one policy."""
         data = load_run(path) if path.is_dir() else None
-        frame, problems = _file(path) if data is None else (data.records, data.problems)
+        frame, problems = _read_file(path) if data is None else (data.records, data.problems)
         files = set(frame["file"].astype(str))
         frame = _selected(path, frame, request.select)
         units = set(frame["file"].astype(str))
         unsealed = sorted(units & set(() if data is None else data.incomplete))
-        kept_out = list(_kept_out(files, units, problems))
+        skipped = list(_skipped(files, units, problems))
         return Log(
             path,
             self.name,
@@ -67,106 +67,104 @@ class Records(Reader):
             settings=_settings(frame) | ({} if data is None else _decoding(data, set(frame["suite"].astype(str)))),
             facts={key: ", ".join(sorted(map(str, set(frame[SELECTORS[key]])))) for key in (*SINGLE, "seed")},
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
-            duplicates=sum(p.file in units and _twice(p) for p in problems),
-            kept_out={METRIC: len(kept_out)},
-            scales=_scales(kept_out),
+            duplicates=sum(p.file in units and _is_duplicate(p) for p in problems),
+            kept_out={METRIC: len(skipped)},
+            scales=_scales(skipped),
             prompts={} if data is None else _prompts(data, frame),
             run=None if data is None else replace(data, records=frame, incomplete=()),
             select=request.select,
         )
 
 
-def _twice(problem: Problem) -> bool:
+def _is_duplicate(problem: Problem) -> bool:
     return "duplicate of" in problem.reason
 
 
-def _kept_out(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Lines of the chosen ``units``, and of files without one readable record: nothing says whose those were."""
+def _skipped(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yield skipped lines of the selected units, and of files without a readable record, whose cell is unknown."""
     for problem in problems:
-        known = problem.file in files or "/" in problem.file  # telemetry has a folder
-        if problem.line and not _twice(problem) and (problem.file in units or not known):
+        has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
+        if problem.line and not _is_duplicate(problem) and (problem.file in units or not has_cell):
             yield problem
 
 
 def _scales(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
-    found = Problems()
+    collected = Problems()
     for problem in problems:
         if problem.score is not None:
-            found.outside(problem.score, f"{problem.file}:{problem.line}", METRIC)
-    return found.scales
+            collected.add_off_scale(problem.score, f"{problem.file}:{problem.line}", METRIC)
+    return collected.scales
 
 
 def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
-    """How answers were drawn; a probe says besides what it asked of an endpoint."""
+    """Return the settings of decoding, and of a probe those of its requests."""
     grid = data.spec.evaluate
-    found = {"temperature": str(grid.temperature), "top_p": str(grid.top_p), "think": str(grid.written().get("think"))}
-    parts = {suite: part for suite, part in grid.suites.items() if suite in suites}
-    longest = {f"max_new_tokens of suite {suite}": str(part.max_new_tokens) for suite, part in parts.items()}
+    settings = {"temperature": str(grid.temperature), "top_p": str(grid.top_p)}
+    settings["think"] = str(grid.written().get("think"))
     rows = table_of(table_of(data.provenance, INPUTS), ROWS)
-    found |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
-    return {**found, **longest, **table_of(data.provenance, ENDPOINT_REQUESTS)}
+    settings |= {f"rows {name}": str(sha256) for name, sha256 in rows.items()}
+    chosen = {suite: section for suite, section in grid.suites.items() if suite in suites}
+    settings |= {f"max_new_tokens of suite {suite}": str(s.max_new_tokens) for suite, s in chosen.items()}
+    return {**settings, **table_of(data.provenance, ENDPOINT_REQUESTS)}
 
 
 def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
-    """The sha256 of the rendered prompts of the cells that were chosen, by suite and length."""
-    known, found = table_of(data.provenance, PROMPTS), dict[str, str]()
+    """Return the sha256 of the rendered prompts of the selected cells, by suite and length."""
+    all_digests, digests = table_of(data.provenance, PROMPTS), dict[str, str]()
     cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
     for arm, seed, suite, context, policy in cells.itertuples(index=False):
-        if digest := known.get(prompt_unit(str(arm), int(seed), str(suite), int(context), str(policy))):
-            found[f"{suite} {at_length(int(context))}"] = str(digest)
-    return found
+        if digest := all_digests.get(prompt_unit(str(arm), int(seed), str(suite), int(context), str(policy))):
+            digests[f"{suite} {at_length(int(context))}"] = str(digest)
+    return digests
 
 
 def _questions(frame: pd.DataFrame, path: Path) -> Fingerprints:
-    """What was asked in every row, up to the first answer, as a fingerprint; read from disk, file by file."""
-    found = np.full(len(frame), "", dtype=object)
+    """Return a fingerprint of every row's messages up to the first answer, read from disk file by file."""
+    fingerprints = np.full(len(frame), "", dtype=object)
     files, lines = frame["file"].astype(str).to_numpy(), frame["line"].to_numpy()
     for name in np.unique(files):
-        at = {int(lines[place]): int(place) for place in np.flatnonzero(files == name)}
+        row_of_line = {int(lines[row]): int(row) for row in np.flatnonzero(files == name)}
         file = path / "records" / name if path.is_dir() else path
         with file.open("rb") as handle:
             for number, raw in enumerate(handle, start=1):
-                if number in at:
-                    said = itertools.takewhile(lambda one: one.role is not Role.ASSISTANT, _transcript(raw))
-                    found[at[number]] = fingerprint_of([[one.role.value, one.content] for one in said])
-    return found
+                if number in row_of_line:
+                    transcript = Record.from_json(raw.decode()).transcript
+                    question = itertools.takewhile(lambda message: message.role is not Role.ASSISTANT, transcript)
+                    fingerprint = fingerprint_of([[message.role.value, message.content] for message in question])
+                    fingerprints[row_of_line[number]] = fingerprint
+    return fingerprints
 
 
-def _transcript(raw: bytes) -> tuple[Message, ...]:
-    return Record.from_json(raw.decode()).transcript
-
-
-def _file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...]]:
+def _read_file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...]]:
     columns, problems = Columns(), list[Problem]()
     check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
         for scale in _scales(problems).values():
-            raise scale.refused(path, METRIC)
+            raise scale.error(path, METRIC)
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
     return columns.frame(), tuple(problems)
 
 
 def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
-    """The rows that every selector wants; raises SpecError where none or more than one cell is left."""
-    for key, wanted in select.items():
+    """Return the rows that match every selector; raises SpecError if these are none or several arms or policies."""
+    for key, text in select.items():
         if key not in SELECTORS:
             raise UnknownName("selector", key, SELECTORS)
         present = sorted(map(str, set(frame[SELECTORS[key]])))
-        # a short name stands for the policy that it is the name of
-        value = match_policies([wanted], present)[0] if key == "policy" else wanted
+        value = match_policies([text], present)[0] if key == "policy" else text
         if value not in present:
-            raise SpecError(f"{str(path)!r} has no {key} {wanted!r}; it has {_listed(present)}")
+            raise SpecError(f"{str(path)!r} has no {key} {text!r}; it has {_join(present)}")
         frame = frame[frame[SELECTORS[key]].astype(str) == value]
     for key in SINGLE:
         present = sorted(map(str, set(frame[SELECTORS[key]])))
         if len(present) > 1:
-            raise SpecError(f"{str(path)!r} holds several: choose one with {key}=..., it has {_listed(present)}")
+            raise SpecError(f"{str(path)!r} holds several: choose one with {key}=..., it has {_join(present)}")
     if frame.empty:
-        raise SpecError(f"{str(path)!r} has no record that all selectors want; leave one out")
+        raise SpecError(f"{str(path)!r} has no record that matches all selectors; leave one out")
     return frame
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return join_names(map(inline, names), 12, between="; ", last="; and ")
 
 
@@ -174,8 +172,8 @@ def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: ClusterRule | N
     items = frame["item_id"].astype(str).to_numpy(dtype=object)
     clusters = frame["cluster_id"].astype(str).to_numpy(dtype=object)
     if cluster is not None:
-        flat = frame[["cluster_id", "suite_version", *SELECTORS.values()]].astype(str)
-        rows = (dict(zip(flat.columns, row, strict=True)) for row in flat.itertuples(index=False))
+        fields = frame[["cluster_id", "suite_version", *SELECTORS.values()]].astype(str)
+        rows = (dict(zip(fields.columns, row, strict=True)) for row in fields.itertuples(index=False))
         clusters = np.array([cluster(row, item) for row, item in zip(rows, items, strict=True)], dtype=object)
     columns = {
         "item": items,
@@ -194,15 +192,15 @@ def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: ClusterRule | N
 
 
 def _settings(frame: pd.DataFrame) -> dict[str, str]:
-    """What both sides must share: the version of every suite and who judged it.
+    """Return the version and the judges of every suite, which two compared logs must share.
 
-    A suite of which no judge had to speak, since every answer was degenerate or cut, has no judge to differ.
+    A suite has no judge if every answer was degenerate or truncated.
     """
     judged = frame[frame["outcome"].astype(str).isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value])]
-    found = {}
+    settings = {}
     for suite in sorted(set(frame["suite"].astype(str))):
-        own = frame[frame["suite"] == suite]
-        found[f"version of suite {suite}"] = ", ".join(sorted(map(str, set(own["suite_version"]))))
+        versions = set(frame.loc[frame["suite"] == suite, "suite_version"])
+        settings[f"version of suite {suite}"] = ", ".join(sorted(map(str, versions)))
         if judges := sorted(map(str, set(judged.loc[judged["suite"] == suite, "judge"]))):
-            found[f"judge of suite {suite}"] = ", ".join(judges)
-    return found
+            settings[f"judge of suite {suite}"] = ", ".join(judges)
+    return settings

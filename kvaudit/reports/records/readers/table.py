@@ -1,7 +1,7 @@
-"""A CSV with the columns item and score, and, where they are there, cluster, sample, suite, seed and metric.
+"""CSV files with the columns item and score, and optionally cluster, sample, suite, seed and metric.
 
-Columns are known in any case. Fields stand between commas, semicolons, tabs or bars, in UTF-8 or UTF-16; between others
-than commas a score may have a decimal comma.
+Column names may be upper or lower case. Fields are separated by commas, semicolons, tabs or bars, in UTF-8 or UTF-16;
+without commas as separators a score may have a decimal comma.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KNOWN = (*NEEDED, *SAMPLES, "cluster", "suite", "seed", "metric")
 UNSCORED = ("", "na", "n/a", "nan", "none", "null")  # no score was given
 _SEPARATORS = (",", ";", "\t", "|")
 _DECIMAL_COMMA = re.compile(r"^\s*([+-]?\d*),(\d+)\s*$")
-_LONGEST_HEADER = 65536  # characters
+_MAX_HEADER = 65536  # characters
 
 
 class CsvTable(Reader):
@@ -46,17 +46,17 @@ class CsvTable(Reader):
     reads = "CSV with the columns item and score"
 
     def recognises(self, path: Path) -> bool:
-        """A first line that names the columns."""
+        """Return whether the first line names the columns."""
         if path.is_dir():
             return False
         try:
             with path.open(newline="", encoding=_encoding(path)) as handle:
-                return _separator(handle.readline(_LONGEST_HEADER)) is not None
+                return _separator(handle.readline(_MAX_HEADER)) is not None
         except (UnicodeError, csv.Error):
             return False
 
     def read(self, path: Path, request: Request) -> Log:
-        """Rows of the table; a row that does not fit is named and kept out."""
+        """Return the rows of the table; an invalid row is reported and skipped."""
         problems, shared = Problems(), SharedFields(known=KNOWN)
         try:
             rows = list(self._rows(path, request, problems, shared))
@@ -69,14 +69,15 @@ class CsvTable(Reader):
     @staticmethod
     def _rows(path: Path, request: Request, problems: Problems, shared: SharedFields) -> Iterator[Row]:
         with path.open(newline="", encoding=_encoding(path)) as handle:
-            separator = _separator(handle.readline(_LONGEST_HEADER)) or ","
+            separator = _separator(handle.readline(_MAX_HEADER)) or ","
             handle.seek(0)
-            # strict: a quote that is never closed would take in all that follows as one field
+            # strict: otherwise an unclosed quote makes the rest of the file one field
             reader = csv.reader(handle, delimiter=separator, strict=True)
-            header = [_named(name) for name in next(reader)]
-            twice = sorted({name for name in header if name and header.count(name) > 1})
-            if twice:
-                raise DataError(f"{str(path)!r} has several columns {', '.join(map(repr, twice))}; keep one of each")
+            header = [_column_name(name) for name in next(reader)]
+            duplicates = sorted({name for name in header if name and header.count(name) > 1})
+            if duplicates:
+                names = ", ".join(map(repr, duplicates))
+                raise DataError(f"{str(path)!r} has several columns {names}; keep one of each")
             for fields in reader:
                 if not fields:
                     continue
@@ -84,20 +85,20 @@ class CsvTable(Reader):
                 if len(fields) != len(header):
                     problems.add(f"{path.name}:{reader.line_num}: {len(fields)} fields, the header has {len(header)}")
                     continue
-                where = f"{path.name}:{reader.line_num}"
+                place = f"{path.name}:{reader.line_num}"
                 shared.add(row["item"].strip(), row)
                 if separator != ",":
                     row["score"] = _DECIMAL_COMMA.sub(r"\1.\2", row["score"])
                 try:
                     yield _row(row, request, reader.line_num)
                 except OffScale as error:
-                    problems.outside(error.score, where, _metric(row))
+                    problems.add_off_scale(error.score, place, _metric(row))
                 except DataError as error:
-                    problems.add(f"{where}: {error}", _metric(row))
+                    problems.add(f"{place}: {error}", _metric(row))
 
 
 def _encoding(path: Path) -> str:
-    """UTF-16 where a mark or the zeros of plain letters say so, else UTF-8, whose mark would join the first name."""
+    """Return UTF-16 by its byte order mark or the zero bytes of plain letters, else UTF-8 with an optional mark."""
     with path.open("rb") as handle:
         first = handle.read(64)
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -109,13 +110,13 @@ def _encoding(path: Path) -> str:
 
 
 def _separator(line: str) -> str | None:
-    """What stands between the names of a header that has the needed columns; None for any other line."""
-    rows = ((mark, next(csv.reader([line], delimiter=mark), [])) for mark in _SEPARATORS)
-    return next((mark for mark, header in rows if set(NEEDED) <= set(map(_named, header))), None)
+    """Return the separator of a header with the needed columns; None for any other line."""
+    headers = ((mark, next(csv.reader([line], delimiter=mark), [])) for mark in _SEPARATORS)
+    return next((mark for mark, header in headers if set(NEEDED) <= set(map(_column_name, header))), None)
 
 
-def _named(name: str) -> str:
-    """A column's name; those that are known are known in any case."""
+def _column_name(name: str) -> str:
+    """Return a column's name, known ones in lower case."""
     bare = name.strip()
     return bare.lower() if bare.lower() in KNOWN else bare
 

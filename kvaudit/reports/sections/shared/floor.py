@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from kvaudit.reports.records.floor import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
-from kvaudit.reports.records.rows import FACET_COLUMNS, ANSWER_HASH, SCORE, facet_scores
+from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 

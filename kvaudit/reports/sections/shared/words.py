@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isclose, isinf, log, log1p
 
-from kvaudit.core.facets import PARITY, SELECTIVITY
-from kvaudit.core.facets import Facet, facet_of
+from kvaudit.core.facets import PARITY, SELECTIVITY, Facet, facet_of
 from kvaudit.core.text import length_label
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import Estimate, no_interval

@@ -1,0 +1,108 @@
+"""The question and answer of a judge, and answers cached on disk by the hash of their question.
+
+    answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
+
+Several processes may append to one file; all of them use the first answer to a question. Failures are not kept, so
+the question is asked again by the next run, unless the cache is set to keep them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kvaudit.core.files import mutex
+
+_CHUNK = 64  # questions between two writes: what a kill loses
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Does ``answer`` refuse ``request``? Both are untrusted text, without long context, arm or policy."""
+
+    request: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A judge's answer: its best guess whether the model refuses, and whether it is sure.
+
+    ``unsafe``: whether the answer does the harm that its request asks for; None from a judge that does not grade harm.
+    """
+
+    refused: bool
+    sure: bool = True
+    unsafe: bool | None = None
+
+
+class AnswerCache(Generic[Q, A]):
+    """Calls ``ask`` for the questions that the file does not hold; ``field`` is the key of an answer in the file.
+
+    ``kinds`` are the types of answers that are kept; include NoneType to keep failures.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: Callable[[Q], str],
+        ask: Callable[[Sequence[Q]], Sequence[A | None]],
+        field: str,
+        kinds: tuple[type, ...] = (bool,),
+    ) -> None:
+        self._path, self._key, self._ask, self._field, self._kinds = path, key, ask, field, kinds
+        self._cached: dict[str, A | None] = {}
+        self._bytes_read, self._has_half_line = 0, False  # a killed process may leave half a line at the end
+        if path.exists():
+            with self._lock():
+                self._read_new_lines()
+
+    def answers(self, questions: Sequence[Q]) -> list[A | None]:
+        """Return the answer to every question, None for a failure; equal questions are asked once."""
+        keys = [self._key(question) for question in questions]
+        new = list({key: q for key, q in zip(keys, questions, strict=True) if key not in self._cached}.items())
+        for start in range(0, len(new), _CHUNK):
+            chunk = new[start : start + _CHUNK]
+            answers = self._ask([question for _, question in chunk])
+            self._store({key: a for (key, _), a in zip(chunk, answers, strict=True) if type(a) in self._kinds})
+        return [self._cached.get(key) for key in keys]
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return mutex(self._path.with_name(f".{self._path.stem}.lock"))
+
+    def _store(self, answers: dict[str, A | None]) -> None:
+        with self._lock():
+            self._read_new_lines()  # another process may have answered first
+            rows = [{"question": key, self._field: a} for key, a in answers.items() if key not in self._cached]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, ("\n" + lines if self._has_half_line else lines).encode())
+            finally:
+                os.close(descriptor)
+            self._read_new_lines()
+
+    def _read_new_lines(self) -> None:
+        """Read the lines that were appended since the last call; a half-written one is skipped."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._bytes_read)
+            added = file.read()
+        self._bytes_read += len(added)
+        self._has_half_line = not added.endswith(b"\n") if added else self._has_half_line
+        for line in added.splitlines():
+            try:
+                row = json.loads(line)
+                key, answer = row["question"], row[self._field]
+            except (ValueError, KeyError, TypeError):
+                continue
+            if isinstance(key, str) and type(answer) in self._kinds:
+                self._cached.setdefault(key, answer)

@@ -1,0 +1,104 @@
+"""Network work in daemon threads, bounded in time, and the download of a file.
+
+The threads of ``concurrent.futures`` are joined at exit, so a server that does not answer would delay ctrl-C until its
+timeout. And a socket's timeout restarts with every byte, so a server that drips its reply needs a deadline outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from http.client import HTTPException
+from typing import Any, TypeVar
+
+from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import has_password, hide_passwords, inline, one_line
+
+_Q = TypeVar("_Q")
+_R = TypeVar("_R")
+_LARGEST = 64 << 20  # bytes of a file
+_CHUNK = 1 << 16
+_SECONDS = 120.0  # for a whole file
+
+
+def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
+    """Start ``work`` on each argument, in order, in this many threads; cancelled futures are skipped."""
+    futures = [Future[_R]() for _ in arguments]
+    queue, lock = iter(zip(futures, arguments, strict=True)), threading.Lock()
+
+    def worker() -> None:
+        while True:
+            with lock:
+                future, argument = next(queue, (None, None))
+            if future is None:
+                return
+            if future.set_running_or_notify_cancel():
+                _run(future, work, argument)
+
+    for number in range(min(threads, len(arguments))):
+        threading.Thread(target=worker, name=f"network {number}", daemon=True).start()
+    return futures
+
+
+def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[_R]:
+    """Return the results of ``work`` in order; raises the first error in that order and cancels what has not begun."""
+    futures = start_all(work, arguments, threads)
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def call_with_timeout(work: Callable[[], _R], seconds: float) -> _R:
+    """Return the result of ``work``; raises TimeoutError after so many seconds and abandons its thread."""
+    future = Future[_R]()
+    threading.Thread(target=lambda: _run(future, lambda _: work(), None), daemon=True).start()
+    return future.result(seconds)
+
+
+def _run(future: Future[_R], work: Callable[[Any], _R], argument: Any) -> None:
+    try:
+        future.set_result(work(argument))
+    except BaseException as error:  # raised where the future is read
+        future.set_exception(error)
+
+
+def download(url: str, seconds: float = _SECONDS) -> bytes:
+    """Return the bytes at a public address; raises RunError without a network or such a file."""
+    if not url.startswith(("http://", "https://")):
+        raise SpecError(f"address {hide_passwords(url)[:80]!r} wants http:// or https://")
+    address = hide_passwords(url)
+    if has_password(url):  # the DNS lookup of the host would leak it
+        raise SpecError(f"address {address!r} has a user or a password in it, wanted one that needs none")
+    try:
+        deadline = time.monotonic() + seconds
+        return call_with_timeout(lambda: _read(url, deadline), seconds)
+    except TimeoutError:
+        raise RunError(
+            f"{address} gives more than {_LARGEST >> 20} MiB, or takes over {seconds:g} s; try later"
+        ) from None
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RunError(f"{address} answers {error.code}; nothing was written") from None
+    except (OSError, HTTPException, ValueError) as error:
+        why = hide_passwords(inline(one_line(error))) or type(error).__name__
+        raise RunError(
+            f"{address} cannot be reached ({why}); fetch where there is a network, or copy the file into the folder of "
+            "public rows by hand"
+        ) from None
+
+
+def _read(url: str, deadline: float) -> bytes:
+    """Return the file; raises TimeoutError if it is too large or too slow."""
+    body = bytearray()
+    with urllib.request.urlopen(url, timeout=deadline - time.monotonic()) as reply:  # noqa: S310 - the scheme was checked
+        while chunk := reply.read1(_CHUNK):  # what has arrived, so that the deadline is checked often
+            body += chunk
+            if len(body) > _LARGEST or time.monotonic() > deadline:
+                raise TimeoutError
+    return bytes(body)
