@@ -14,7 +14,8 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.evaluate import Batches, Evaluator, served_policies
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, play
@@ -92,7 +93,7 @@ def sample(folder: Path, size: Size) -> RunFolder:
     spec = spec_of(size, (DENSE, SERVED, RUINOUS))
     run = open_run(folder, spec, resume=True)
     prepared = prepare_run(spec)
-    Pipeline(run, Console(), 1, prepared).evaluate()
+    Pipeline(run, Console(), 1, prepared).work_on("evaluate")
     for number in range(size.reruns):
         evaluator = Rerun(prepared.model, spec, number)
         for policy in served_policies(spec)[:2]:

@@ -18,12 +18,12 @@ import pytest
 from kvaudit.audit.runs import claims
 from kvaudit.audit.runs.claims import (
     TIMEOUT_SECONDS,
-    Claims,
     ClaimedUnits,
+    Claims,
     IdleSignal,
     kernel,
-    work_on_units,
     work_on_groups,
+    work_on_units,
 )
 from kvaudit.core.errors import RunError
 
@@ -198,7 +198,7 @@ def test_a_holder_that_lost_its_claim_stops_and_leaves_it_to_the_other(lock: Pat
         assert mine is not None
         mine.check()
         lock.write_text(json.dumps(signature(lock, kernel="another")))
-        with pytest.raises(RunError, match=r"was taken over by another process.*this process stops"):
+        with pytest.raises(RunError, match=r"taken over by another process.*this process stops"):
             mine.check()
     assert json.loads(lock.read_text())["token"] == "theirs"
 
@@ -222,7 +222,7 @@ def test_a_file_that_was_removed_between_opening_and_locking_is_no_claim(
 
 
 def test_a_holder_touches_its_file(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.01)
     with Claims().claim(lock):
         os.utime(lock, (0, 0))
         for _ in range(1000):
@@ -257,11 +257,11 @@ class World:
     def run(self) -> None:
         work_on_units(
             self.units,
-            done=self.is_done,
+            is_done=self.is_done,
             lock=self.lock,
             work=self.work,
-            finished=self.told.append,
-            waiting=self.said.append,
+            on_done=self.told.append,
+            on_wait=self.said.append,
         )
 
 
@@ -274,7 +274,9 @@ def test_work_waits_for_what_others_hold_and_does_the_rest_first(
     world.run()
     assert (world.order, world.told) == (["a", "c"], ["a", "c", "b"])
     assert len(world.said) == 1
-    assert world.said[0].startswith("waiting for 1 units that other processes hold: pid 7 of 'else\\x1bwhere'; ")
+    assert world.said[0].startswith(
+        "waiting for 1 units that other processes have claimed: pid 7 of 'else\\x1bwhere'; "
+    )
 
 
 def test_what_a_dead_process_held_is_done_in_the_end(tmp_path: Path, clock: Clock) -> None:
@@ -312,7 +314,7 @@ class Groups(World):
     def work_on(self, held: ClaimedUnits[str]) -> None:
         self.hands.append("".join(held.units))
         for unit in held.units:
-            if held.keeps(unit):
+            if held.keep(unit):
                 assert not free(self.lock(unit))
                 self.done.add(unit)
                 if self.rings:
@@ -322,11 +324,11 @@ class Groups(World):
     def run(self) -> None:
         work_on_groups(
             self.groups,
-            done=self.is_done,
+            is_done=self.is_done,
             lock=self.lock,
             work=self.work_on,
-            finished=self.told.append,
-            waiting=self.said.append,
+            on_done=self.told.append,
+            on_wait=self.said.append,
         )
 
 
@@ -364,7 +366,7 @@ def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path
     def work(held: ClaimedUnits[str]) -> None:
         if not seen:
             IdleSignal(tmp_path).send()
-            seen.append([held.keeps("d"), *map(held.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
+            seen.append([held.keep("d"), *map(held.keep, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
         world.done |= set(held.units)
 
     world.work_on = work  # type: ignore[method-assign]

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvaudit.audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
+from kvaudit.audit.runs.batches import batched
+from kvaudit.audit.runs.evaluate import Evaluator, grid, row_seed
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.prepare import check_contexts
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import DataError, SpecError
@@ -299,7 +301,7 @@ def test_a_file_that_another_process_writes_too_is_not_sealed(
             with files.records.open("ab") as out:
                 out.write(files.records.read_bytes().splitlines(keepends=True)[-1])
 
-    with pytest.raises(DataError, match=r"has \d+ bytes, this process left \d+ in it: another one wrote there too"):
+    with pytest.raises(DataError, match=r"has \d+ bytes, but this process wrote \d+: another one has written to it"):
         Evaluator(model, spec).answer_units([unit], run, intrude)
     assert not files.seal.exists()
 

@@ -13,10 +13,11 @@ import pytest
 
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
-from kvaudit.audit.runs.launchers.local import ExtraWorker, local_workers, idle_cores
+from kvaudit.audit.runs.launchers.local import ExtraWorker, idle_cores, local_workers
 
 TIED = (
-    "import time; from kvaudit.audit.runs.launchers.local import tie; tie(); print('here', flush=True); time.sleep(600)"
+    "import time; from kvaudit.audit.runs.launchers.local import exit_with_parent; exit_with_parent(); "
+    "print('here', flush=True); time.sleep(600)"
 )
 PARENT = """
 import sys, time
@@ -24,7 +25,7 @@ from pathlib import Path
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
 local.PROGRAM = (sys.executable, "-c", sys.argv[1])
-with local.companions(2, Job([], Path(sys.argv[2]), Path()), print) as started:
+with local.local_workers(2, Job([], Path(sys.argv[2]), Path()), print) as started:
     print(*(one.process.pid for one in started), flush=True)
     time.sleep(600)
 """
@@ -53,7 +54,7 @@ def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) 
     ) as started:
         started[0].process.wait()
     assert len(said) == 1
-    assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")
+    assert said[0].startswith("worker 1 stopped with exit code 2; its claims go back to the others; see ")
     assert "No such option" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
@@ -69,7 +70,7 @@ def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, numb
             time.sleep(0.01)
         raised = said[0]
         started[0].process.stdin.close()
-    assert raised.startswith(f"worker 2 was killed by {name}; what it held goes back")
+    assert raised.startswith(f"worker 2 was killed by {name}; its claims go back")
 
 
 def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:

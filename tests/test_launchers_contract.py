@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,11 @@ import pytest
 import torch
 from test_cli import SPEC, refused
 
-from kvaudit.audit.runs import pipeline
 from kvaudit.audit.runs.launchers import local, slurm
 from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, PrintLine, WorkerGroup, parse_launcher
-from kvaudit.audit.runs.launchers.local import Local, run_worker, local_workers
+from kvaudit.audit.runs.launchers.local import Local, local_workers, run_worker
 from kvaudit.audit.runs.launchers.slurm import Slurm
+from kvaudit.audit.runs.stages import train
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command
 
@@ -62,7 +62,7 @@ def check_every_worker_does_the_words_and_says_what_ended_it(launcher: Launcher,
     failed = sorted(line for line in said if line.startswith("worker "))
     assert len(failed) == 2
     for number, line in enumerate(failed, 1):
-        assert line.startswith(f"worker {number} stopped with exit code 2; what it held goes back to the others; see ")
+        assert line.startswith(f"worker {number} stopped with exit code 2; its claims go back to the others; see ")
         assert "No such option" in (folder / "logs" / f"worker-{number}.log").read_text()
 
 
@@ -207,7 +207,7 @@ def test_a_job_that_ends_without_a_word_is_said(
         os.kill(pid, signal.SIGKILL)
     assert len(said) == 2
     assert said[1].startswith("worker 1, slurm job ")
-    assert "without a result; what it held goes back to the others; " in said[1]
+    assert "without a result; its claims go back to the others; " in said[1]
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_a_run_without_workers_left_says_what_is_open(
     spec.write_text(SPEC.format(model=tiny_folder))
     monkeypatch.setattr(LAUNCHERS, "get", lambda _: Idle)
     line = refused("run", spec, "--out", tmp_path / "run", "--launcher", "idle", "--workers", 2)
-    assert "no worker is left, but 2 checkpoints and 4 units are; what is written stays" in line
+    assert "all workers have stopped with 2 checkpoints and 4 units unfinished; finished work is kept" in line
 
 
 def test_a_gpu_that_is_too_small_is_one_line(
@@ -285,11 +285,9 @@ def test_a_gpu_that_is_too_small_is_one_line(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(pipeline, "train", full)
+    monkeypatch.setattr(train, "train", full)
     line = refused("run", spec, "--out", tmp_path / "run", "--threads", 1)
-    assert line.startswith(
-        "error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); what is written"
-    )
+    assert line.startswith("error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); finished work")
 
 
 class Idle(Launcher):
@@ -300,3 +298,17 @@ class Idle(Launcher):
         assert (count, job.arguments[:2]) == (2, ["run", "--join"])
         with Local().start_workers(0, job, say) as crew:
             yield crew
+
+
+class Former(Launcher):
+    """Starts its workers in a method of the former name."""
+
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
+        return parse_launcher("local").start_workers(count, job, print_line)
+
+
+def test_a_launcher_with_the_former_name_of_the_hook_still_works(tmp_path: Path) -> None:
+    assert worked(Former(), 1, Job(["--version"], tmp_path / "logs", tmp_path)) == []
+    assert "kvaudit" in (tmp_path / "logs" / "worker-1.log").read_text()
+    with pytest.raises(NotImplementedError):
+        Nameless().start_workers(1, Job([], tmp_path, tmp_path), print)

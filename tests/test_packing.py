@@ -221,7 +221,7 @@ def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.M
     spec = parse_spec(SPEC, "packed", NAMES)
     evaluator, suite = evaluate.Evaluator(model, spec), evaluate.suite_as_asked(spec, "math")
     items = evaluate.evaluation_items(spec, suite, 192, model.chat.count_tokens)
-    list(evaluator.again(parse_policy("none"), suite, items))
+    list(evaluator.answer_items(parse_policy("none"), suite, items))
     served = engine.SamplingEngine({"embedded": model})
     served.submit(REQUEST)[1].result(60)
     served.close()

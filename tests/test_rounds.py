@@ -18,18 +18,18 @@ import kvaudit
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import suites_left_out
+from kvaudit.audit.runs.stages.pilot import suites_left_out
 from kvaudit.audit.runs.stages.rounds import (
     DECIDED,
     LOSS,
     ROUNDS_FOLDER,
     ROWS_SPENT,
     RowsPlan,
+    join_rounds,
     look_lines,
     look_sizes,
     next_round,
     plan_lines,
-    join_rounds,
     rows_plan,
 )
 from kvaudit.audit.runs.units import REFUSED, UnitFiles

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of, with_values
 
-from kvaudit.audit.runs.evaluate import Evaluator, suite_as_asked, grid
+from kvaudit.audit.runs.evaluate import Evaluator, grid, suite_as_asked
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.units import UnitFiles

@@ -161,10 +161,13 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     asked = AskedRun(spec, out or Path("runs") / spec.name, {})
     options = Options(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
     pipeline, run = opened_run(
-        asked, options, threads or len(os.sched_getaffinity(0)), resume=resume, heard=_first_heard(console, spec)
+        asked,
+        options,
+        threads or len(os.sched_getaffinity(0)),
+        resume=resume,
+        on_first_answer=_first_heard(console, spec),
     )
-    with pipeline.under_one_bar():
-        pipeline.work_on("pilot", "evaluate")
+    pipeline.work_on("pilot", "evaluate")
     from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, write_decided

@@ -36,7 +36,8 @@ from kvaudit.core.text import hide_passwords, inline
 if TYPE_CHECKING:
     from kvaudit.audit.runs.engine_slot import OnFirstAnswer
     from kvaudit.audit.runs.folder import RunFolder
-    from kvaudit.audit.runs.pipeline import Pipeline, Prepared
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import Prepared
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import PluginNames
 
@@ -172,8 +173,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
-        with pipeline.under_one_bar():
-            pipeline.work_on()
+        pipeline.work_on()
     write_checked(run.path)
     judge_all(run.path, run.spec, asked.plugins)
     return run.path
@@ -209,7 +209,7 @@ def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = Tr
 
 def _places(spec: RunSpec) -> int:
     """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
-    from kvaudit.audit.runs.launchers.local import visible_gpus, idle_cores
+    from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
@@ -254,8 +254,7 @@ def _join(path: Path, options: Options) -> None:
     if _followed(asked, options):
         return
     pipeline, _ = opened_run(asked, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on()
+    pipeline.work_on()
 
 
 def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
@@ -275,8 +274,7 @@ def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *,
         say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on("pilot", "evaluate")
+    pipeline.work_on("pilot", "evaluate")
     say(Console(), f"records: {run.records}")
 
 
@@ -318,13 +316,13 @@ def opened_run(
     *,
     resume: bool,
     works: bool = True,
-    heard: OnFirstAnswer | None = None,
+    on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Whatever is wrong with a new run comes up before its folder is claimed.
 
     A process that ``works`` no unit loads no model, so what is wrong with that comes up where units are worked on.
-    ``heard``: see ``prepare_run``.
+    ``on_first_answer``: see ``prepare_run``.
     """
     from rich.console import Console
 
@@ -333,13 +331,14 @@ def opened_run(
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
-    from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
     check_report_place(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
     kept = None if begun else kept_gate(asked.spec, NAMES)
-    prepared = None if begun or not works else prepare_run(asked.spec, heard=heard)
+    prepared = None if begun or not works else prepare_run(asked.spec, on_first_answer=on_first_answer)
     # by the gate that the run will be held to
     if not begun:
         _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)
@@ -349,7 +348,6 @@ def opened_run(
         run.note(**{ANYWAY: utc_now()})
     if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
         say(console, line)
-    others, takeover = _joining(run.path, options), options.takeover
     return (
         Pipeline(
             run,
@@ -357,8 +355,8 @@ def opened_run(
             threads,
             prepared,
             asked.plugins,
-            takeover=takeover,
-            others=others,
+            takeover=options.takeover,
+            rank_command=_joining(run.path, options),
             processes=processes,
             asks_refused=options.ask_refused,
         ),

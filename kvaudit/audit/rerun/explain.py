@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, finished_records
-from kvaudit.audit.runs.evaluate import grid, cache_policies
+from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError, SpecError

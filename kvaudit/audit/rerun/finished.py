@@ -12,7 +12,7 @@ from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.rerun.measure import Measure, Total
-from kvaudit.audit.runs.evaluate import Evaluator, suite_as_asked, evaluation_items, row_seed
+from kvaudit.audit.runs.evaluate import Evaluator, evaluation_items, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.stored import read_records, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
@@ -188,7 +188,7 @@ class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
 
     def serve(self, unit: AnswerSet, model: LoadedModel) -> Iterator[list[RerunAnswer]]:
         suite, seed = suite_as_asked(self._run.spec, unit.example.suite), self._run.spec.evaluate.seed
-        for rows in Evaluator(model, self._run.spec).again(unit.policy, suite, self._items(unit, suite, model)):
+        for rows in Evaluator(model, self._run.spec).answer_items(unit.policy, suite, self._items(unit, suite, model)):
             keys = {AnswerKey(row.item.item_id, row.sample_index): row for row in rows}
             yield [
                 RerunAnswer(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvaudit.audit.runs.evaluate import suite_as_asked, evaluation_items
+from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import Digests

@@ -119,11 +119,11 @@ class Probe:
         with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
             work_on_units(
                 units,
-                done=self._is_done,
+                is_done=self._is_done,
                 lock=lambda unit: self._run.records / f"{unit.name}.lock",
                 work=self._ask,
-                finished=lambda _: None,
-                waiting=partial(print_line, self._console),
+                on_done=lambda _: None,
+                on_wait=partial(print_line, self._console),
             )
         if self._models:
             self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_NAMED])}})
