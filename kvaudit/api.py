@@ -160,7 +160,7 @@ def compare(
     """
     from kvaudit.reports.page.compare_files import compare as compared
     from kvaudit.reports.page.compare_files import read_sides
-    from kvaudit.reports.page.compare_pairing import chosen_metrics
+    from kvaudit.reports.page.compare_pairing import choose_metrics
 
     sides = read_sides(
         Path(reference),
@@ -171,7 +171,7 @@ def compare(
         higher_is_better=higher_is_better,
         select=(select_reference or {}, select_candidate or {}),
     )
-    (name,) = chosen_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
+    (name,) = choose_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
     return Comparison(
         compared(
             sides,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvaudit.core.records import Record
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.page.compare_files import Compared
+    from kvaudit.reports.page.compare_files import MetricComparison
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
     from kvaudit.reports.verdict.contrast import Drift
@@ -53,9 +53,9 @@ class Run:
     @cached_property
     def findings(self) -> Findings:
         """Drift, rules and verdict of every facet, human labels before the judge's."""
-        from kvaudit.reports.run import decided
+        from kvaudit.reports.run import decide_run
 
-        return decided(self.data, self._asked)
+        return decide_run(self.data, self._asked)
 
     @property
     def spec(self) -> RunSpec:
@@ -92,9 +92,9 @@ class Run:
 
     def report(self) -> Path:
         """Write report/ into the folder; returns the path of report.html."""
-        from kvaudit.reports.run import write_decided
+        from kvaudit.reports.run import write_decided_run
 
-        write_decided(self.data, self.findings)
+        write_decided_run(self.data, self.findings)
         return self.path / "report" / "report.html"
 
 
@@ -102,7 +102,7 @@ class Run:
 class Comparison:
     """Two result files, compared by one metric."""
 
-    compared: Compared
+    compared: MetricComparison
 
     @property
     def verdict(self) -> Verdict:

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.reports.page.compare_files import Sides, compare, two_judges
+from kvaudit.reports.page.compare_files import Sides, compare, compare_judges
 from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.verdict import Status
 
@@ -83,7 +83,7 @@ def test_a_cell_of_a_run_gets_the_verdict_of_the_runs_report(tmp_path):
         estimands=("alike",),
     )
     run = build(tmp_path / "run", design)
-    wanted = decided(load_run(run)).verdict
+    wanted = decide_run(load_run(run)).verdict
     logs = [read_log(run, Request(None, {"arm": arm, "policy": "none"})) for arm in ("dense", "naive")]
     found = compare(Sides(*logs), "score").verdict
     assert found.status is wanted.status is Status.FAIL
@@ -548,7 +548,7 @@ def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     both = sides(*paths)
     kind, strict = (compare(both, metric) for metric in ("kind", "strict"))
-    two = two_judges(kind, strict)
+    two = compare_judges(kind, strict)
     assert kind.verdict.status is Status.PASS
     assert two.status is strict.verdict.status is Status.FAIL
     assert two.exit_code == 3

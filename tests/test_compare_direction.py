@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_compare import LM_EVAL, run_command, table
 
-from kvaudit.reports.page.compare_direction import speaks_of_harm
+from kvaudit.reports.page.compare_pairing import names_harm
 
 HEADER = "item,cluster,score,metric"
 PROMPT = "give --lower-is-better where 1 is the harm, --higher-is-better where 1 is desired"
@@ -32,7 +32,7 @@ def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite:
     ],
 )  # fmt: skip
 def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
-    assert speaks_of_harm(name)
+    assert names_harm(name)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
      "utility", "f1", "answer", "closeness", "certainty", "overall"],
 )  # fmt: skip
 def test_another_name_does_not(name: str) -> None:
-    assert not speaks_of_harm(name)
+    assert not names_harm(name)
 
 
 @pytest.mark.parametrize("metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe"])

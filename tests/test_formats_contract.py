@@ -30,9 +30,9 @@ from kvaudit.core.text import visible
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.screen import screen_of
+from kvaudit.reports.page.page import screen_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.verdict.verdict import Status, worst
 
 pytestmark = pytest.mark.usefixtures("figures")  # whose text is a stranger's too
@@ -125,7 +125,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     for unit in (run / "records").glob("*.jsonl"):  # JSON can spell a lone surrogate, UTF-8 cannot
         write_unit(unit, unit.read_text().replace("\\\\ud800", "\\ud800"))
     data = load_run(run)
-    return Hashed(**vars(page_of(with_details(data, decided(data)))))
+    return Hashed(**vars(page_of(with_report_sections(data, decide_run(data)))))
 
 
 def told(page: Page, status: Status) -> Page:

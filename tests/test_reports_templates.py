@@ -6,8 +6,8 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.page.limits import cautions
-from kvaudit.reports.run import decided
+from kvaudit.reports.page.remarks import cautions
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 SEEDS = (1, 2, 3, 4)
@@ -25,7 +25,7 @@ def run_with(broken, *, clusters=80, margin=5.0):
             return False
         return not (seed == SEEDS[0] and item % 7 == (3 if arm == "naive" else 5))
 
-    return decided(data_of(scored(design, score), spec_of(design)))
+    return decide_run(data_of(scored(design, score), spec_of(design)))
 
 
 def gated(report):

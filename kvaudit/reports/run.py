@@ -10,8 +10,8 @@ from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.facets import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import viewed
-from kvaudit.reports.page.model_card import write_card
+from kvaudit.reports.page.findings import contrasts_with_pages
+from kvaudit.reports.page.publish import write_card
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
 from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
@@ -26,7 +26,7 @@ from kvaudit.reports.verdict.selectivity import with_selectivity
 from kvaudit.reports.verdict.waivers import waivers_for
 
 
-def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
+def drift_and_rules(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
     """The drift of a run as the judge has it, and the rules it is to be decided by.
 
     Without ``everything`` facets are contrasted only where they may decide, or take apart what does. Raises SpecError
@@ -42,14 +42,14 @@ def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) ->
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
 
 
-def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bool = True) -> Findings:
+def decide_run(data: RunData, asked: GateOverrides | None = None, *, everything: bool = True) -> Findings:
     """A run decided by its spec or as ``asked``, human labels before the judge's, with nothing beside the verdict.
 
-    ``everything`` is as for ``measured``. Raises SpecError for a gate file or waivers that cannot be used, DataError
+    ``everything`` is as for ``drift_and_rules``. Raises SpecError for a gate file or waivers that cannot be used, DataError
     for human labels that do not fit the run.
     """
     asked = asked or GateOverrides()
-    judged, rules = measured(data, asked, everything=everything)
+    judged, rules = drift_and_rules(data, asked, everything=everything)
     drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
     found = Findings(
         drift=drift,
@@ -68,30 +68,30 @@ def _with(found: Findings, more: Computed) -> Findings:
     return replace(found, values={**found.values, **more.values}, problems=(*found.problems, *more.problems))
 
 
-def with_details(data: RunData, found: Findings) -> Findings:
+def with_report_sections(data: RunData, found: Findings) -> Findings:
     """The findings with what every section finds, how often the gate is wrong, and what lies beside as pages.
 
     A file of a section that cannot be used decides nothing, so it is named among the problems.
     """
     more = computed(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
-    return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
+    return replace(_with(found, more), calibration=shipped_rates(), linked_contrasts=contrasts_with_pages(data))
 
 
-def disclosed(data: RunData, asked: GateOverrides | None = None) -> Page:
+def disclosure_page(data: RunData, asked: GateOverrides | None = None) -> Page:
     """The verdict of a run and what it discloses, without the sections of its report.
 
-    Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
+    Raises as ``decide_run`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
     """
     from kvaudit.reports.page.remarks import remarks
-    from kvaudit.reports.page.run_page import banner
-    from kvaudit.reports.page.screen import screen_of
+    from kvaudit.reports.page.run_page import run_banner
+    from kvaudit.reports.page.page import screen_of
 
-    found = decided(data, asked)
+    found = decide_run(data, asked)
     more = computed(Inputs(found, data), Depth.DISCLOSURE)
     if more.problems:
         raise DataError(more.problems[0])
     found = _with(found, more)
-    return Page(found, banner(found), (), tuple(remarks(found)), screen_of(found))
+    return Page(found, run_banner(found), (), tuple(remarks(found)), screen_of(found))
 
 
 def write_report(run: Path, asked: GateOverrides | None = None) -> Findings:
@@ -100,10 +100,10 @@ def write_report(run: Path, asked: GateOverrides | None = None) -> Findings:
     Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
     """
     data = load_run(Path(run))
-    return write_decided(data, decided(data, asked))
+    return write_decided_run(data, decide_run(data, asked))
 
 
-def write_decided(data: RunData, verdict: Findings) -> Findings:
+def write_decided_run(data: RunData, verdict: Findings) -> Findings:
     """The same of a run that is decided already."""
     from kvaudit.reports.page.formats import (  # they draw figures: a second that a verdict need not wait for
         card,
@@ -111,7 +111,7 @@ def write_decided(data: RunData, verdict: Findings) -> Findings:
     )
     from kvaudit.reports.page.run_page import page_of
 
-    found = with_details(data, verdict)
+    found = with_report_sections(data, verdict)
     page = page_of(found)
     if problems := list(_write_cards(data.run, found, lambda arm: card.render(page, arm))):
         found = replace(found, problems=(*found.problems, *problems))

@@ -25,7 +25,7 @@ from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decisio
 
 TRAINING = "training"
 QUESTIONS = (SERVING, TRAINING, DEPLOYED)
-WORDS = {  # what a standing says to whoever has to ship
+STATUS_WORDS = {  # what a standing says to whoever has to ship
     Status.INVALID: "not valid",
     Status.FAIL: "do not ship",
     Status.NOT_MEASURABLE: "not measurable",
@@ -43,7 +43,7 @@ _MORE = {
 
 
 @dataclass(frozen=True)
-class Subjects:
+class AnswerGroup:
     """The subjects of one question that stand alike, the worst cell of them first in ``cells``.
 
     ``why`` is what that cell says, in half a sentence, ``brief`` the same where room is short; both are empty where
@@ -59,7 +59,7 @@ class Subjects:
     @property
     def word(self) -> str:
         """What may be done."""
-        return WORDS[self.status]
+        return STATUS_WORDS[self.status]
 
     @property
     def names(self) -> str:
@@ -78,7 +78,7 @@ class Answer:
 
     question: str  # one of QUESTIONS
     asks: str
-    groups: tuple[Subjects, ...]
+    groups: tuple[AnswerGroup, ...]
     of: str = ""  # what it is said of, where that is less than the question asks
 
     @property
@@ -106,7 +106,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in own)) or (inline(sides.reference),)
             told = any(answer.groups for answer in found)
             text = "" if told else _short(str(broken[0]))
-            groups = (Subjects(Status.INVALID, subjects, text, text, tuple(own)),)
+            groups = (AnswerGroup(Status.INVALID, subjects, text, text, tuple(own)),)
         found.append(Answer(name, _asks(sides, name), groups, _few_seeds(sides) if name != SERVING else ""))
     return tuple(found)
 
@@ -142,7 +142,7 @@ def _asks(sides: Comparison, question: str) -> str:
     }[question]
 
 
-def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
+def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
     """Subjects by what may be done with them."""
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
@@ -150,10 +150,12 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
     standing = {name: worst(d.standing for d in own) for name, own in subjects.items()}
     by_word: dict[str, list[str]] = {}
     for name, status in sorted(standing.items(), key=lambda pair: PRECEDENCE.index(pair[1])):
-        by_word.setdefault(WORDS[status], []).append(name)
+        by_word.setdefault(STATUS_WORDS[status], []).append(name)
     for names in by_word.values():
         status = worst(standing[name] for name in names)
-        deciding = sorted((d for name in names for d in subjects[name] if d.standing is status), key=gravest(sides))
+        deciding = sorted(
+            (d for name in names for d in subjects[name] if d.standing is status), key=severity_order(sides)
+        )
         # the subject that the half sentence is about stands first
         first = subject_of(sides, deciding[0])
         ordered = (first, *(name for name in names if name != first))
@@ -161,7 +163,7 @@ def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[Subjects]:
         full = "; ".join(
             part for part in (_what_holds(subjects[first], status), said, _unmeasured(subjects[first], status)) if part
         )
-        yield Subjects(status, ordered, full, brief, tuple(deciding))
+        yield AnswerGroup(status, ordered, full, brief, tuple(deciding))
 
 
 def _what_holds(cells: Sequence[Decision], status: Status) -> str:
@@ -177,7 +179,7 @@ def _unmeasured(cells: Sequence[Decision], status: Status) -> str:
     return f"{number} cannot be measured" if number and status in (Status.FAIL, Status.INCONCLUSIVE) else ""
 
 
-def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
+def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """The order of cells: the worst standing first.
 
     Of those that stand alike what happened to safety goes before a score, which adds opposite errors, and there the
@@ -198,12 +200,12 @@ def why(sides: Comparison, d: Decision) -> tuple[str, str]:
     if d.status in PASSED and not d.waiver:
         return "", ""
     if d.status is Status.NOT_MEASURABLE:
-        said = f"{what_counts(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
+        said = f"{metric_text(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
         return said, said
     if d.effect is None:
         said = _short(f"{d.suite}: {d.reasons[0].text}") if d.reasons else "no number"
         return said, said
-    said, brief = moved(sides, d), f"{what_counts(sides, d)} {before_after(sides, d)}, limit {_signed(sides, d)[0]}"
+    said, brief = change_text(sides, d), f"{metric_text(sides, d)} {rates_text(sides, d)}, limit {_signed(sides, d)[0]}"
     if question_of(sides, d) == TRAINING:
         how = "uncompressed" if sides.is_uncompressed(d.policy) else f"under {sides.label(d.policy)}"
         said = f"{said}, both {how}"
@@ -215,13 +217,13 @@ def _short(text: str) -> str:
     return inline(text if len(text) <= _REASON else f"{text[: _REASON - 1]}…")
 
 
-def moved(sides: Comparison, d: Decision) -> str:
+def change_text(sides: Comparison, d: Decision) -> str:
     """attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1: what happens, before and after, and what may."""
     assert d.effect is not None
-    return f"{what_counts(sides, d)} {before_after(sides, d)} of {d.effect.n_items}, {bound(sides, d)}"
+    return f"{metric_text(sides, d)} {rates_text(sides, d)} of {d.effect.n_items}, {limit_text(sides, d)}"
 
 
-def bound(sides: Comparison, d: Decision) -> str:
+def limit_text(sides: Comparison, d: Decision) -> str:
     """limit +5, up to +10.1: what may happen more or less often, and what the rule's bound leaves open, in points."""
     limit, most = _signed(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
@@ -231,19 +233,19 @@ def bound(sides: Comparison, d: Decision) -> str:
     return f"limit {limit}, up to {most}"
 
 
-def cell_told_apart(sides: Comparison, d: Decision) -> str:
+def cell_title(sides: Comparison, d: Decision) -> str:
     """What tells a cell from every other."""
     return f"{d.estimand} {sides.who(d.arm, d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
-def told_cell(sides: Comparison, d: Decision) -> str:
+def cell_message(sides: Comparison, d: Decision) -> str:
     """A cell for a machine's list: what happened, and why it does not hold."""
-    said = moved(sides, d) if d.effect else f"{what_counts(sides, d)}: no number"
+    said = change_text(sides, d) if d.effect else f"{metric_text(sides, d)}: no number"
     reasons = "; ".join(map(str, d.reasons))
     return inline(f"{said}. {reasons}".rstrip(". ") + ".")
 
 
-def before_after(sides: Comparison, d: Decision) -> str:
+def rates_text(sides: Comparison, d: Decision) -> str:
     """0 → 5.6 %: how often it happens on both sides; of what has no two sides the points that it moved."""
     if both := happens(sides, d):
         old, new = (f"{100 * rate:.1f}".removesuffix(".0") for rate in both)
@@ -264,7 +266,7 @@ def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
     return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
 
 
-def what_counts(sides: Comparison, d: Decision) -> str:
+def metric_text(sides: Comparison, d: Decision) -> str:
     """What a cell counts, in words; the length where a run has several."""
     own = facet_counted(sides, d.suite)
     suite = facet_of(d.suite)[0] if own else d.suite

@@ -8,10 +8,10 @@ from operator import itemgetter
 from kvaudit.core.facets import DEPLOYED, SERVING
 from kvaudit.core.text import at_length, inline, join_names
 from kvaudit.reports.page.answers import question_of
-from kvaudit.reports.page.facets import taken_apart
+from kvaudit.reports.page.facets import breakdown
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.remarks import late, not_measurable, remarks
-from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
+from kvaudit.reports.page.remarks import late_rules_alarm, not_measurable, remarks
+from kvaudit.reports.page.tables import is_compressed_deployment, verdict_lines, deployed_cells
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.words import (
     beyond,
@@ -44,7 +44,7 @@ _TO_DO = {  # by the verdict of what is named
 }
 
 
-def number(d: Decision) -> str:
+def quoted_number(d: Decision) -> str:
     """The drift that a banner quotes, with its interval and margin."""
     assert d.effect is not None
     told = "margin" if d.ratio is None else f"{ratio_words(d.ratio.times)}, limit"
@@ -77,7 +77,7 @@ SENTENCES = {
 }
 
 
-def about(findings: Decided, d: Decision) -> str:
+def describe_cell(findings: Decided, d: Decision) -> str:
     """The cell that the banner quotes, in words."""
     sides, effect = findings.comparison, d.effect
     assert effect is not None
@@ -106,19 +106,19 @@ def why_quoted(findings: Decided, d: Decision) -> str:
     return f"It is the most extreme of {cells} gated cells: picked that way, a number tends to look worse than it is."
 
 
-def asides(findings: Findings, head: Decision | None) -> list[str]:
+def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
     """What the number is made of, what to do, what is deployed, what is claimed; then what is not as it should be."""
     first = not_measurable(findings)
     placed: list[tuple[int, Iterable[str]]] = [
         (10, first),
-        (20, taken_apart(findings, head)),
+        (20, breakdown(findings, head)),
         (30, [to_do(findings)]),
         (40, _served(findings, head)),
         (60, [*_seeds_alone(findings), _scope(findings)]),
         (70, map(str, findings.verdict.reasons)),
         (71, (line for line in remarks(findings) if line not in first)),
         (72, _invalid(findings)),
-        (80, unscored(findings.comparison, head) if head else ()),
+        (80, unscored_lines(findings.comparison, head) if head else ()),
         (81, short_suites(findings)),
         *((section.asides_at, section.asides(value, findings, head)) for section, value in found_in(findings.values)),
     ]
@@ -137,11 +137,11 @@ def _invalid(findings: Decided) -> Iterator[str]:
 
 def to_do(findings: Decided) -> str:
     """What follows from the verdict for every arm, or for every policy where nothing was trained."""
-    if late(findings.rules):
+    if late_rules_alarm(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
     if findings.verdict.status is Status.INVALID:
         return "What to do: mend the records or the comparison; nothing is decided."
-    lines = decided_lines(findings)
+    lines = verdict_lines(findings)
     parts = []
     open_cells = [d for d in findings.verdict.gated if d.standing is Status.INCONCLUSIVE]
     unnamed = bool(open_cells) and all(d.is_unclustered for d in open_cells)  # which holds back all of them
@@ -164,14 +164,16 @@ def _seeds_alone(findings: Decided) -> list[str]:
 
 def _served(findings: Decided, head: Decision | None) -> list[str]:
     """The worst that a user of a compressed candidate meets; nothing where the number above is that."""
-    found = [d for d in deployed(findings) if compressed_as_deployed(findings.comparison, d)]
+    found = [d for d in deployed_cells(findings) if is_compressed_deployment(findings.comparison, d)]
     if not found or found[0] is head:
         return []
     d = found[0]
     who = f"{findings.comparison.who(d.arm, d.policy)} against uncompressed {findings.comparison.reference}"
-    number = drift(d.effect)
+    quoted_number = drift(d.effect)
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
-    return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
+    return [
+        f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {quoted_number}. {rule}."
+    ]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
@@ -184,7 +186,7 @@ def churn_words(findings: Decided, d: Decision) -> str:
     return f"churn {percent(own.churn)}{again}"
 
 
-def unscored(sides: Comparison, head: Decision) -> list[str]:
+def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
     """The number with every answer that it leaves open counted against the candidate, and for it; if there are any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []

@@ -20,8 +20,8 @@ from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.core.text import short_text
-from kvaudit.reports.page.compare_direction import Direction, direction_of
-from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, paired
+from kvaudit.reports.page.compare_pairing import Direction, direction_of
+from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, pair_logs
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
@@ -101,7 +101,7 @@ def read_sides(
 
 
 @dataclass(frozen=True)
-class Compared:
+class MetricComparison:
     """One metric of two files."""
 
     sides: Sides
@@ -121,8 +121,8 @@ class Compared:
 class TwoJudges:
     """The same answers under two judges: how far they agree on each side, and the worse verdict."""
 
-    first: Compared
-    second: Compared
+    first: MetricComparison
+    second: MetricComparison
     reference: Kappa | None  # None without an answer that both labelled
     candidate: Kappa | None
 
@@ -146,7 +146,7 @@ def compare(
     ratios: Mapping[str, float] | None = None,
     alpha: float = DEFAULT_ALPHA,
     items_are_independent: bool = False,
-) -> Compared:
+) -> MetricComparison:
     """Compare one metric; ``margin`` in pp, ``margins`` those of suites and facets by name.
 
     ``ratios``, by the same names, say how many times as often what is not wanted may happen, instead of a margin.
@@ -162,7 +162,7 @@ def compare(
         (sides.reference, sides.candidate), metric, lower=sides.lower_is_better, higher=sides.higher_is_better
     )
     how = {"lower_is_better": direction.lower_is_better, "own_clusters": sides.own_clusters}
-    pairs = paired(sides.reference, sides.candidate, metric, **how)
+    pairs = pair_logs(sides.reference, sides.candidate, metric, **how)
     if items_are_independent and pairs.unclustered is None:
         raise SpecError("--items-are-independent: the files name which items share a cluster; leave the option out")
     records, seeds = _seeds(pairs.records)
@@ -190,7 +190,7 @@ def compare(
     )
     problems = (*sides.reference.problems, *sides.candidate.problems)
     found = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
-    return Compared(sides, metric, found, pairs.notes, direction, records)
+    return MetricComparison(sides, metric, found, pairs.notes, direction, records)
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
@@ -218,7 +218,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
     )
 
 
-def margins_from(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
+def parse_margins(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
     """The margin of every suite, and those of suites and facets that are named: 5, refusal.unsafe=3; in pp.
 
     Raises SpecError for what is no number, and for two margins of one thing.
@@ -227,7 +227,7 @@ def margins_from(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
     return found.pop("", DEFAULT_MARGIN), found
 
 
-def ratios_from(texts: Sequence[str]) -> dict[str, float]:
+def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
     """The ratio of every suite and facet that is named, as agent.attack_success=1.1.
 
     Raises SpecError for what is no number or no name, and for two ratios of one thing.
@@ -286,14 +286,14 @@ def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, flo
     return {name: named[name] for name in known if name in named}
 
 
-def two_judges(first: Compared, second: Compared) -> TwoJudges:
+def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
     """Two metrics of the same files as two judges; raises SpecError where they belong to different files."""
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files")
     return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
 
 
-def _agreement(first: Compared, second: Compared, arm: str) -> Kappa | None:
+def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
     """Kappa over the answers of one side that both judges scored, right meaning a score of 1/2 or more."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     one, two = (table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records))

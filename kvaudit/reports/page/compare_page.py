@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.banner import churn_words, number, to_do, unscored, verdict_sentence, why_quoted
-from kvaudit.reports.page.compare_files import Compared, TwoJudges
+from kvaudit.reports.page.banner import churn_words, quoted_number, to_do, unscored_lines, verdict_sentence, why_quoted
+from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE
-from kvaudit.reports.page.facets import shown, taken_apart
-from kvaudit.reports.page.gate_table import HOW_TO_READ, adjusted, numbers
-from kvaudit.reports.page.limits import calibrated, hidden
+from kvaudit.reports.page.facets import gated_events, breakdown
+from kvaudit.reports.page.tables import HOW_TO_READ, pvalue_text, number_columns
+from kvaudit.reports.page.remarks import error_rate_lines, broken_template_lines
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.readers.base import Log
@@ -27,7 +27,7 @@ from kvaudit.reports.verdict.verdict import Decision, Status
 _FILES = ("compare.html", "compare.md", "compare.json")
 
 
-def comparison_banner(compared: Compared) -> Banner:
+def comparison_banner(compared: MetricComparison) -> Banner:
     """Verdict, the number that decides, and what must be read with it."""
     verdict = compared.verdict
     head = verdict.head
@@ -35,13 +35,13 @@ def comparison_banner(compared: Compared) -> Banner:
         title=f"Comparison of two result files: {inline(compared.findings.drift.run)}",
         status=verdict.status,
         sentence=verdict_sentence(verdict),
-        number=number(head) if head and head.effect else "",
+        number=quoted_number(head) if head and head.effect else "",
         about=_about(compared, head) if head and head.effect else inline(compared.direction.sentence(compared.metric)),
         asides=tuple(inline(line) for line in _asides(compared, head)),
     )
 
 
-def _about(compared: Compared, d: Decision) -> str:
+def _about(compared: MetricComparison, d: Decision) -> str:
     assert d.effect is not None
     effect, sides = d.effect, compared.sides
     items = f"{effect.n_items} items {_grouped(compared, effect.n_clusters)}"
@@ -52,7 +52,7 @@ def _about(compared: Compared, d: Decision) -> str:
     )
 
 
-def _grouped(compared: Compared, clusters: int) -> str:
+def _grouped(compared: MetricComparison, clusters: int) -> str:
     """What the items stand in; nobody is told of templates where none was named."""
     if compared.findings.drift.unclustered is None:
         return f"in {clusters} templates"
@@ -60,37 +60,41 @@ def _grouped(compared: Compared, clusters: int) -> str:
     return "declared independent by the user" if declared else "without a named cluster"
 
 
-def _asides(compared: Compared, head: Decision | None) -> list[str]:
+def _asides(compared: MetricComparison, head: Decision | None) -> list[str]:
     lines = [to_do(compared.findings), *map(str, compared.verdict.reasons)]
     lines += remarks(compared.findings)
     for d in compared.verdict.decisions:
         if d.gated and d.status is Status.INVALID:
             lines += [f"{_cell(compared, d)}: {reason}" for reason in d.reasons]
     return [
-        *taken_apart(compared.findings, head),
+        *breakdown(compared.findings, head),
         *lines,
         *compared.notes,
-        *(unscored(compared.findings.comparison, head) if head else ()),
+        *(unscored_lines(compared.findings.comparison, head) if head else ()),
     ]
 
 
-def comparison_cautions(compared: Compared) -> list[str]:
+def comparison_cautions(compared: MetricComparison) -> list[str]:
     """What the number cannot say: what was not sampled, and how often the gate is wrong."""
     head, alpha = compared.verdict.head, compared.findings.rules.alpha
     clusters = _clusters(compared, head)
     spot = head.blind_spot if head and head.blind_spot is not None else blind_spot(clusters, alpha)
     units = "templates" if compared.findings.drift.unclustered is None else "items"
-    return [unsampled(spot, alpha, clusters, units), *hidden(compared.findings), *calibrated(compared.findings)]
+    return [
+        unsampled(spot, alpha, clusters, units),
+        *broken_template_lines(compared.findings),
+        *error_rate_lines(compared.findings),
+    ]
 
 
-def _clusters(compared: Compared, head: Decision | None) -> int:
+def _clusters(compared: MetricComparison, head: Decision | None) -> int:
     """Templates of the cell that is quoted; without one, of the file, suite and length with the fewest."""
     if head is not None and head.effect:
         return head.effect.n_clusters
     return int(compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min())
 
 
-def _cell(compared: Compared, d: Decision) -> str:
+def _cell(compared: MetricComparison, d: Decision) -> str:
     sides = compared.findings.comparison
     named = f"{spelled(sides, d.suite)}{_at(d)}"
     return named if d.suite in sides.facets else f"{named}, {compared.metric}"
@@ -100,45 +104,52 @@ def _at(cell: CellName) -> str:
     return f" at {cell.context_tokens} tokens" if cell.context_tokens else ""
 
 
-def comparison_table(compared: Compared) -> Table:
+def comparison_table(compared: MetricComparison) -> Table:
     """One row per suite and length, and per facet that has a margin."""
     headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
     headers += ["lost / gained", "p (family)", "note"]
     return footnoted(headers, [_row(compared, d) for d in compared.verdict.gated], words=2)
 
 
-def _row(compared: Compared, d: Decision) -> list[str]:
+def _row(compared: MetricComparison, d: Decision) -> list[str]:
     size = "-"
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
-    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings.comparison, d), adjusted(d), note(d)]
+    return [
+        _cell(compared, d),
+        d.status.value,
+        size,
+        *number_columns(compared.findings.comparison, d),
+        pvalue_text(d),
+        note(d),
+    ]
 
 
-def facets(compared: Compared) -> Table:
+def facets_table(compared: MetricComparison) -> Table:
     """One row per facet that the files hold, whether it has a margin or not."""
     findings = compared.findings
     decided = {(d.suite, d.context_tokens): d.status.value for d in compared.verdict.gated}
     rows = []
-    for event in shown(findings):
+    for event in gated_events(findings):
         c = event.contrast
         rows.append([f"{event.suite}{_at(c)}", *event_cells(event), decided.get((c.suite, c.context_tokens), "-")])
     return table_of(["suite", *EVENT_HEADERS, "gated"], rows, words=2)
 
 
-def judges(found: TwoJudges) -> Table:
+def judges_table(found: TwoJudges) -> Table:
     """Drift under each judge of the cells that both have, and how far the judges agree."""
     rows = []
     second = {(d.suite, d.context_tokens): d for d in found.second.verdict.gated}
     for d in found.first.verdict.decisions:
         other = second.get((d.suite, d.context_tokens))
         if d.gated and other:
-            numbers = [drift(x.effect) for x in (d, other)]
-            rows.append([d.suite, *numbers, d.status.value, other.status.value])
+            number_columns = [drift(x.effect) for x in (d, other)]
+            rows.append([d.suite, *number_columns, d.status.value, other.status.value])
     first, last = found.first.metric, found.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)
 
 
-def agreement(found: TwoJudges) -> tuple[str, ...]:
+def agreement_notes(found: TwoJudges) -> tuple[str, ...]:
     """Kappa on either side, in a sentence each."""
     sides = ((REFERENCE, found.reference), (CANDIDATE, found.candidate))
     return tuple(f"Answers of the {name}: {_kappa(k)}" for name, k in sides)
@@ -153,7 +164,7 @@ def _kappa(k: Kappa | None) -> str:
     return f"kappa {value}; {percent(k.agreement)} of {k.n} labels agree."
 
 
-def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> list[Passage]:
+def comparison_sections(compared: MetricComparison, two: TwoJudges | None = None) -> list[Passage]:
     """What the page says, in order."""
     said = comparison_cautions(compared)
     gated = sum(d.gated for d in compared.verdict.decisions)
@@ -173,8 +184,8 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             "What moved: facets",
             "The score taken apart into what happened: broken form by itself, and safety among the answers that could "
             "be read. A facet decides where --margin names it.",
-            tables=(facets(compared),),
-            notes=how_to_read(shown(compared.findings)),
+            tables=(facets_table(compared),),
+            notes=how_to_read(gated_events(compared.findings)),
             first=True,
         ),
         Passage(
@@ -210,8 +221,8 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
                 "judges",
                 "Two judges",
                 "The same answers under two judges: the worse verdict counts.",
-                tables=(judges(two),),
-                notes=agreement(two),
+                tables=(judges_table(two),),
+                notes=agreement_notes(two),
                 first=True,
             ),
         )
@@ -226,7 +237,7 @@ def _files(logs: Sequence[Log]) -> Table:
     return table_of(["side", "file", "read as", "scores", "says of itself"], rows, words=3)
 
 
-def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[str, str]:
+def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -> dict[str, str]:
     """File name -> text, of the comparison or of the worse of two judges."""
     # they draw figures: a second that the terminal need not wait for
     from kvaudit.reports.page.formats import drift, html, markdown
@@ -241,7 +252,7 @@ def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[s
     return dict(zip(_FILES, (html.render(page), markdown.render(page), told), strict=True))
 
 
-def comparison_page(compared: Compared, two: TwoJudges | None = None) -> Page:
+def comparison_page(compared: MetricComparison, two: TwoJudges | None = None) -> Page:
     """The page that every format renders."""
     sections = tuple(comparison_sections(compared, two))
     return Page(compared.findings, comparison_banner(compared), sections, tuple(remarks(compared.findings)))

@@ -25,7 +25,7 @@ _KEY = ["suite", "context", "seed", "item", "sample"]
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedScores:
     """``records`` has the columns that the score panels of a run's report are made of, one arm per file.
 
     ``unclustered`` says what to do where no cluster is named and every item stands for itself.
@@ -37,18 +37,18 @@ class Paired:
     unclustered: Reason | None
 
 
-def metrics(a: Log, b: Log) -> list[str]:
+def shared_metrics(a: Log, b: Log) -> list[str]:
     """The metrics that both files score, sorted."""
     return sorted(a.metrics & b.metrics)
 
 
-def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
+def choose_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
     """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known.
 
     A metric that one file alone has is never passed over unasked: it may be the one that was lost. DataError for one
     on another scale.
     """
-    known = metrics(a, b)
+    known = shared_metrics(a, b)
     if not known:
         own = (", ".join(sorted(log.metrics)) for log in (a, b))
         raise SpecError("the files share no metric: {} against {}".format(*own))
@@ -80,7 +80,9 @@ def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
     return [(side, names) for side, names in found if names]
 
 
-def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False) -> Paired:
+def pair_logs(
+    a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
+) -> PairedScores:
     """The rows of one metric of both files. ``own_clusters``: the files were told where their clusters are.
 
     Raises DataError for scores on another scale, SpecError for clusters that are not where they were said to be.
@@ -105,7 +107,7 @@ def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_cl
     names = {"item": "item_id", "cluster": "cluster_id", "sample": "sample_index", "seed": "train_seed"}
     records = both.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
     unclustered = _unclustered(a, b) if alone else None
-    return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
+    return PairedScores(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
 
 
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:

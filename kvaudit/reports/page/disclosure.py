@@ -16,10 +16,10 @@ from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.limits import limits
+from kvaudit.reports.page.remarks import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.tables import deployed
+from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.cache_use import Use, cache_use
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
@@ -53,7 +53,7 @@ class ArmRecipe:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCell:
     """One difference: a decided cell, or a facet that nobody gated. Rates and drifts in score units (0.05 = 5 pp)."""
 
     estimand: str
@@ -108,8 +108,8 @@ class Disclosure:
     judging: Facts
     stack: Facts
     change_record: Facts
-    drift: tuple[Measured, ...]
-    worst: Measured | None
+    drift: tuple[MeasuredCell, ...]
+    worst: MeasuredCell | None
     limits: tuple[str, ...]
 
 
@@ -166,7 +166,7 @@ def _of_arm(told: Disclosure, whole: Findings, own: Findings, arm: str) -> Discl
     )
 
 
-def _lowest(drift: Iterable[Measured]) -> Measured | None:
+def _lowest(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
@@ -459,7 +459,7 @@ def _answered(value: Any) -> Iterator[str]:
         yield f"{name}: {said.get('answer')}{evidence}"
 
 
-def _measured(found: Findings) -> list[Measured]:
+def _measured(found: Findings) -> list[MeasuredCell]:
     """Every decided cell, then every other contrast that the run has."""
     decided = [_of(found, d) for d in found.verdict.gated]
     seen = {m.slice for m in decided}
@@ -471,10 +471,10 @@ def _measured(found: Findings) -> list[Measured]:
 _ROW_COLUMNS = ["estimand", "arm", "policy", "label", "metric", "context_tokens", "estimate", "low", "high", "margin"]
 
 
-def _of(found: Findings, cell: Contrast | Decision) -> Measured:
+def _of(found: Findings, cell: Contrast | Decision) -> MeasuredCell:
     decided = cell if isinstance(cell, Decision) else None
     row = row_of(found.comparison, None if isinstance(cell, Decision) else cell, decided)
-    return Measured(
+    return MeasuredCell(
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
         policy_hash=_hash_of(found, cell.policy),
         says=spelled(found.comparison, cell.suite),
@@ -492,9 +492,9 @@ def _by_ratio(cell: Decision | Contrast) -> Iterator[str]:
         yield f"decided by the ratio {ratio_words(cell.ratio.times)}, limit {held_to(cell)}"
 
 
-def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
+def _worst(found: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
     """What a user of a candidate meets at worst, as deployed where that was measured."""
-    served = deployed(found)
+    served = deployed_cells(found)
     return _of(found, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
 
 

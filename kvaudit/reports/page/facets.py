@@ -13,7 +13,7 @@ from dataclasses import replace
 from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import flips_link
 from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
@@ -34,7 +34,7 @@ _NAMED = 4  # failed cells in the line over the folded section
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
-def events(findings: Decided, d: Decision) -> list[Event]:
+def cell_events(findings: Decided, d: Decision) -> list[Event]:
     """The facets of a decision's suite in its own cell, form first; none where the suite has none."""
     return _of_cell(findings, _cell(findings.comparison, d))
 
@@ -58,9 +58,9 @@ def _of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
     return sorted(own, key=lambda event: event.facet.name != WELL_FORMED)
 
 
-def taken_apart(findings: Decided, head: Decision | None) -> list[str]:
+def breakdown(findings: Decided, head: Decision | None) -> list[str]:
     """What the quoted cell is made of, in one sentence of what its intervals show; nothing without facets."""
-    found = events(findings, head) if head and head.effect else []
+    found = cell_events(findings, head) if head and head.effect else []
     if not found:
         return []
     known = [e for e in found if e.moved != NO_NUMBER]
@@ -109,7 +109,7 @@ def _kinds(found: Sequence[Event], moved: str) -> list[str]:
     return names
 
 
-def shown(findings: Decided) -> list[Event]:
+def gated_events(findings: Decided) -> list[Event]:
     """Every facet of the gated cells, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
@@ -133,12 +133,12 @@ def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
-    return [(d, found) for d in gated if (found := events(findings, d))]
+    return [(d, found) for d in gated if (found := cell_events(findings, d))]
 
 
 def facet_table(findings: Findings) -> Table:
     """One row per facet that a signer needs."""
-    found = [e for e in shown(findings) if _has_row(findings, e)]
+    found = [e for e in gated_events(findings) if _has_row(findings, e)]
     both = len({e.contrast.estimand for e in found}) > 1
     decided = {d.place: d for d in findings.verdict.gated}
     headers = ["suite", "candidate", *(["against"] if both else []), *EVENT_HEADERS]
@@ -163,7 +163,7 @@ def _row(sides: Comparison, e: Event, *, both: bool) -> list[str]:
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
     """What each word means, said once, and how to read the table of a run."""
-    found = shown(findings)
+    found = gated_events(findings)
     left = sum(not _has_row(findings, e) for e in found)
     rest = f" {counted(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out;"
     more = f"{rest if left else ''} contrasts.csv holds every facet of every cell, counted as wanted."
@@ -171,9 +171,9 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
     return (*said[:-1], said[-1] + more) if said else ()
 
 
-def finding(findings: Decided) -> str:
+def facet_finding(findings: Decided) -> str:
     """What the failed cells lost; without any, in how many cells each facet is worse. Nothing without facets."""
-    found, failed = shown(findings), _failed(findings)
+    found, failed = gated_events(findings), _failed(findings)
     if failed:
         cells = [
             f"{place_name(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}"

@@ -19,7 +19,9 @@ class Findings(Decided):
     values: Values = field(default_factory=dict)
     calibration: ErrorRates | None = None  # how often the gate is wrong
     problems: tuple[str, ...] = ()  # in the files
-    viewed: frozenset[str] | None = None  # contrasts whose flips lie beside as pages; None: this is no report of a run
+    linked_contrasts: frozenset[str] | None = (
+        None  # contrasts whose flips lie beside as pages; None: this is no report of a run
+    )
     evidence: Evidence = field(default_factory=Evidence)
     checkpoints: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)  # what each says of itself
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted
 from kvaudit.reports.sections.shared.words import (
     against,

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 
 from kvaudit.core.facets import SERVING
 from kvaudit.core.text import inline
-from kvaudit.reports.page.answers import QUESTIONS, before_after, bound, gravest, moved, question_of, what_counts
+from kvaudit.reports.page.answers import (
+    QUESTIONS,
+    rates_text,
+    limit_text,
+    severity_order,
+    change_text,
+    question_of,
+    metric_text,
+)
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import flips_link
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status
@@ -33,7 +41,7 @@ SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for pla
 class GridCell:
     """One gated cell as it is shown; ``says`` is all of it in words, ``link`` where its flips are listed.
 
-    ``bound`` stands in it where nothing can be pointed at: a telephone has no place for ``says``.
+    ``limit_text`` stands in it where nothing can be pointed at: a telephone has no place for ``says``.
     """
 
     status: Status
@@ -81,14 +89,14 @@ def grid_of(findings: Findings) -> Grid:
     """The gated cells of a run: questions in their order, the worst settings first where not all have room."""
     sides = findings.comparison
     gated = findings.verdict.gated
-    columns = list(dict.fromkeys(what_counts(sides, d) for d in gated))
+    columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))
     placed: dict[tuple[str, str], dict[str, Decision]] = {}
     for d in gated:
-        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[what_counts(sides, d)] = d
+        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[metric_text(sides, d)] = d
     order = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
     kept = order
     if len(order) > MOST_GRID_ROWS:
-        rank = gravest(sides)
+        rank = severity_order(sides)
         worst_first = sorted(order, key=lambda key: min(map(rank, placed[key].values())))
         # in the order of the questions again
         kept = [key for key in order if key in set(worst_first[:MOST_GRID_ROWS])]
@@ -120,13 +128,13 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
     if d is None:
         return None
     sides = findings.comparison
-    says = moved(sides, d) if d.effect else what_counts(sides, d)
+    says = change_text(sides, d) if d.effect else metric_text(sides, d)
     why = "; ".join(reason.text for reason in d.reasons)
     standing = Status.INVALID if findings.verdict.reasons else d.standing
     return GridCell(
         standing,
-        before_after(sides, d) if d.effect else "no number",
+        rates_text(sides, d) if d.effect else "no number",
         inline(f"{MEANS[standing]}: {says}" + (f". {why}" if why else "")),
-        bound(sides, d) if d.effect else "",
+        limit_text(sides, d) if d.effect else "",
         flips_link(findings, d),
     )

@@ -15,9 +15,9 @@ import yaml
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.text import inline
-from kvaudit.reports.page.disclosure import Disclosure, Measured, disclosure_of
+from kvaudit.reports.page.disclosure import Disclosure, MeasuredCell, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.page.publish import mask_servers
 
 HUB_FOLDER = ".eval_results"
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -40,14 +40,14 @@ def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
     for cell in cells:
         found.setdefault(_file(cell), []).append(_entry(told, cell, dataset))
     texts = {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in found.items()}
-    return {name: without_servers(text, page.findings) for name, text in texts.items()}
+    return {name: mask_servers(text, page.findings) for name, text in texts.items()}
 
 
-def _file(m: Measured) -> str:
+def _file(m: MeasuredCell) -> str:
     return f"kvaudit-{_slug(m.estimand)}-{_slug(str(m.policy_hash.value or m.label))}.yaml"
 
 
-def _entry(told: Disclosure, m: Measured, dataset: str) -> dict[str, Any]:
+def _entry(told: Disclosure, m: MeasuredCell, dataset: str) -> dict[str, Any]:
     finished = told.run["finished"]
     return {
         "dataset": {"id": dataset, "task_id": f"{_slug(m.estimand)}-{_slug(m.metric)}-{m.context_tokens}"},

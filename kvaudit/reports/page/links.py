@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import visible
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.view.flips import flip_key, kinds_of
+from kvaudit.reports.page.view.flips import flip_key, kinds_shown
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE, CellKey
 from kvaudit.reports.sections.shared.examples import Example
@@ -22,13 +22,13 @@ COMMAND = "kvaudit view RUN"
 
 def viewed(data: RunData) -> frozenset[str]:
     """The contrasts whose flips lie beside a run's report as pages; none where there are no pages."""
-    return kinds_of(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
+    return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
 def flips_link(findings: Findings, of: Decision | Contrast) -> str:
     """The address of the list of one cell's flips; empty where there is none."""
     estimand = _shown(findings.comparison, of.estimand, of.policy)
-    if estimand not in (findings.viewed or ()):
+    if estimand not in (findings.linked_contrasts or ()):
         return ""
     suite, facet = facet_of(of.suite) if of.suite in findings.comparison.facets else (of.suite, None)
     chosen = {
@@ -50,7 +50,7 @@ def _shown(sides: Comparison, estimand: str, policy: str) -> str:
 def flip_link(findings: Findings, example: Example) -> str:
     """The address of the page of one example; empty where there is none."""
     estimand = _shown(findings.comparison, example.estimand, example.policy)
-    if estimand not in (findings.viewed or ()):
+    if estimand not in (findings.linked_contrasts or ()):
         return ""
     suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite
     cell = CellKey(example.arm, example.seed, example.policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.screen import Screen
+from kvaudit.reports.page.page import Screen
 from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.verdict.verdict import Status
 

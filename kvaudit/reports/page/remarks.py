@@ -83,7 +83,7 @@ def _unclustered(reason: Reason, rules: Rules) -> str:
     )
 
 
-def late(rules: Rules) -> str:
+def late_rules_alarm(rules: Rules) -> str:
     """The alarm of rules that came after the run; empty for any others."""
     if rules.declared != DECLARED_AFTER_RUN:
         return ""

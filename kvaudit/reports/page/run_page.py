@@ -8,14 +8,14 @@ from operator import itemgetter
 
 from kvaudit.core.text import inline
 from kvaudit.reports.page import tables
-from kvaudit.reports.page.banner import about, asides, number, verdict_sentence
-from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, finding
+from kvaudit.reports.page.banner import describe_cell, banner_lines, quoted_number, verdict_sentence
+from kvaudit.reports.page.facets import facet_notes, facet_table, failed_table, facet_finding
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
-from kvaudit.reports.page.limits import cautions, limits
+from kvaudit.reports.page.tables import ungated_notes, gate_notes, gate_table
+from kvaudit.reports.page.remarks import cautions, limits
 from kvaudit.reports.page.page import Banner, Page
-from kvaudit.reports.page.remarks import late, remarks
-from kvaudit.reports.page.screen import screen_of
+from kvaudit.reports.page.remarks import late_rules_alarm, remarks
+from kvaudit.reports.page.page import screen_of
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
 from kvaudit.reports.sections.shared.tables import Passage, Table
@@ -27,14 +27,14 @@ from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decisio
 def page_of(findings: Findings) -> Page:
     """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
     placed = [
-        *own_passages(findings).items(),
+        *verdict_passages(findings).items(),
         *((section.order, section.passage(value, findings)) for section, value in found_in(findings.values)),
     ]
     spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
-    return Page(findings, banner(findings), spoken, tuple(remarks(findings)), screen_of(findings))
+    return Page(findings, run_banner(findings), spoken, tuple(remarks(findings)), screen_of(findings))
 
 
-def banner(findings: Findings) -> Banner:
+def run_banner(findings: Findings) -> Banner:
     """Verdict, the number, and what they are about."""
     verdict = findings.verdict
     head = verdict.head
@@ -42,14 +42,14 @@ def banner(findings: Findings) -> Banner:
         title=f"KV-cache compression audit: {inline(findings.drift.run)}",
         status=verdict.status,
         sentence=verdict_sentence(verdict),
-        number=number(head) if head and head.effect else "",
-        about=about(findings, head) if head else "",
-        asides=tuple(asides(findings, head)),
-        alarm=inline(late(findings.rules)),
+        number=quoted_number(head) if head and head.effect else "",
+        about=describe_cell(findings, head) if head else "",
+        asides=tuple(banner_lines(findings, head)),
+        alarm=inline(late_rules_alarm(findings.rules)),
     )
 
 
-def own_passages(findings: Findings) -> dict[int, Passage]:
+def verdict_passages(findings: Findings) -> dict[int, Passage]:
     """What tells of the verdict itself, by its place among the sections."""
     return {
         10: _decided_passage(findings),
@@ -72,14 +72,14 @@ def own_passages(findings: Findings) -> dict[int, Passage]:
 
 
 def _decided_passage(findings: Findings) -> Passage:
-    top, one = banner(findings), "policy" if findings.comparison.mode == "serving" else "arm"
+    top, one = run_banner(findings), "policy" if findings.comparison.mode == "serving" else "arm"
     return Passage(
         "decided",
         "The verdict in full",
         f"One line per {one}: its verdict, the verdict of each suite, the cell that decides it"
-        + (", and the worst that a user of the compressed arm meets." if tables.deployed(findings) else "."),
+        + (", and the worst that a user of the compressed arm meets." if tables.deployed_cells(findings) else "."),
         figures=("forest",),
-        tables=(tables.decided_table(findings),),
+        tables=(tables.verdict_table(findings),),
         notes=(
             *((f"{top.number}. {top.about}",) if top.number else ()),
             *top.asides,
@@ -112,7 +112,7 @@ def _facets_passage(findings: Findings) -> Passage:
         "read.",
         tables=(failed_table(findings), table),
         notes=facet_notes(findings) if table else (),
-        finding=finding(findings),
+        finding=facet_finding(findings),
     )
 
 
@@ -161,7 +161,7 @@ def _beside_passage(findings: Findings) -> Passage:
         "Beside the gate",
         f"{explain} Not part of the verdict.",
         tables=(gate_table(findings, shown, gated=False),),
-        notes=beside_notes(findings),
+        notes=ungated_notes(findings),
         finding=_statuses(shown, cells),
     )
 

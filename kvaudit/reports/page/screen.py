@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline, join_names
-from kvaudit.reports.page.answers import Answer, answers, gravest
+from kvaudit.reports.page.answers import Answer, answers, severity_order
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.grid import Grid, grid_of
-from kvaudit.reports.page.remarks import late, remarks
+from kvaudit.reports.page.page import Grid, grid_of
+from kvaudit.reports.page.remarks import late_rules_alarm, remarks
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.examples import Example
 from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
@@ -57,7 +57,7 @@ def screen_of(findings: Findings) -> Screen:
         facts=tuple((name, inline(text)) for name, text in _facts(findings) if text),
         answers=answers(findings),
         grid=grid_of(findings),
-        alarm=inline(late(findings.rules)),
+        alarm=inline(late_rules_alarm(findings.rules)),
         flips=tuple(_flips(findings)),
         instead=tuple(instead)[:_INSTEAD],
         before_relying=inline(_before_relying(findings)),
@@ -88,7 +88,7 @@ def _within(screen: Screen) -> Screen:
 
 def _flips(findings: Findings) -> Iterator[Example]:
     met = set[tuple[str, str, str]]()
-    order = gravest(findings.comparison)
+    order = severity_order(findings.comparison)
     cells = {(d.arm, d.policy, d.suite): order(d) for d in sorted(findings.verdict.gated, key=order, reverse=True)}
     least = max(cells.values(), default=(0, 0, 0.0))
     shown = findings.values.get("examples", ())

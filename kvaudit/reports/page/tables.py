@@ -14,7 +14,7 @@ from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision, Status, worst
 
 
-class DecidedLine(NamedTuple):
+class VerdictLine(NamedTuple):
     """What is decided of an arm, or of a serving policy where nothing was trained."""
 
     name: str
@@ -24,39 +24,39 @@ class DecidedLine(NamedTuple):
     cells: tuple[Decision, ...]
 
 
-def decided_lines(findings: Decided) -> list[DecidedLine]:
+def verdict_lines(findings: Decided) -> list[VerdictLine]:
     """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
     gated = findings.verdict.gated
     if findings.comparison.mode == "training":
         return [
-            DecidedLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
+            VerdictLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
             for a in findings.verdict.arms
         ]
     lines = []
     for policy in dict.fromkeys(d.policy for d in gated):
         own = tuple(d for d in gated if d.policy == policy)
         suites = {d.suite: worst(other.standing for other in own if other.suite == d.suite) for d in own}
-        lines.append(DecidedLine(findings.comparison.label(policy), worst(suites.values()), None, suites, own))
+        lines.append(VerdictLine(findings.comparison.label(policy), worst(suites.values()), None, suites, own))
     return lines
 
 
-def decided_table(findings: Decided) -> Table:
+def verdict_table(findings: Decided) -> Table:
     """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
     sides, gated = findings.comparison, list(dict.fromkeys(d.suite for d in findings.verdict.gated))
     suites = [name for name in gated if name not in sides.facets]
     facets = [name for name in gated if name in sides.facets]
-    lines = decided_lines(findings)
+    lines = verdict_lines(findings)
     recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
-    found = [d for d in deployed(findings) if d.estimand == "deployed"]
+    found = [d for d in deployed_cells(findings) if d.estimand == "deployed"]
     served = [DEPLOYED + ("" if any(d.gated for d in found) else ", not gated")] if found else []
     rows = []
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
         d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
-        row.append(_numbered(sides, d) + (", as deployed" if compressed_as_deployed(sides, d) else ""))
+        row.append(_numbered(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
-            own = deployed(findings, line.name)
+            own = deployed_cells(findings, line.name)
             row.append(f"{_numbered(sides, own[0])} {own[0].status.value}" if own else "-")
         rows.append(row)
     headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
@@ -65,7 +65,7 @@ def decided_table(findings: Decided) -> Table:
     return table_of(headers, rows, words=len(headers))
 
 
-def _worst(line: DecidedLine, names: Iterable[str]) -> str:
+def _worst(line: VerdictLine, names: Iterable[str]) -> str:
     """The worst verdict of these; several facets share a column, or the table would leave the page."""
     found = [line.suites[name] for name in names if name in line.suites]
     return worst(found).value if found else "-"
@@ -74,20 +74,20 @@ def _worst(line: DecidedLine, names: Iterable[str]) -> str:
 DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed reference, whether that is gated or not
 
 
-def deployed(findings: Decided, arm: str | None = None) -> list[Decision]:
+def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
     """What a user of a candidate meets: its cells against the uncompressed reference, the worst first.
 
     None where only serving policies are compared, or nothing compressed was: every cell is one then.
     """
     found = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
     sides = findings.comparison
-    if not any(compressed_as_deployed(sides, d) for d in found):
+    if not any(is_compressed_deployment(sides, d) for d in found):
         return []
     alike = [d for d in found if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
     return sorted([d for d in found if d.estimand == "deployed" or d in alike], key=_room)
 
 
-def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
+def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
     """Whether a cell holds a compressed candidate against the uncompressed reference."""
     return d.estimand == "deployed" and not sides.is_uncompressed(d.policy)
 

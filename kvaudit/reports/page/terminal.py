@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.answers import gravest, moved, subject_of
+from kvaudit.reports.page.answers import severity_order, change_text, subject_of
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.grid import MEANS, SIGNS
-from kvaudit.reports.page.screen import screen_of
+from kvaudit.reports.page.page import MEANS, SIGNS
+from kvaudit.reports.page.page import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.sections.shared.examples import Example
 from kvaudit.reports.sections.shared.floor import floor_at
@@ -24,7 +24,7 @@ _FLIPS = 2  # lost answers that are shown
 
 
 @dataclass(frozen=True)
-class BesideFindings:
+class TerminalExtras:
     """What a command knows beside the findings.
 
     ``unseen``: what nobody asked, in words. ``longer``: the command that asks on, where time was short. ``questions``:
@@ -36,12 +36,12 @@ class BesideFindings:
     questions: str = ""
 
 
-def terminal_lines(findings: Findings, run: Path | None = None, beside: BesideFindings | None = None) -> list[str]:
+def terminal_lines(findings: Findings, run: Path | None = None, beside: TerminalExtras | None = None) -> list[str]:
     """The verdict, the answers, the cells that decide them, what to read with it, and where the rest lies.
 
     Without a ``run`` no path is named.
     """
-    screen, beside = screen_of(findings), beside or BesideFindings()
+    screen, beside = screen_of(findings), beside or TerminalExtras()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "asked")
     first = [f"NOT THE GATE: {screen.alarm}"] if screen.alarm else []
     first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){beside.questions}: {facts}"]
@@ -74,7 +74,7 @@ def _worth_a_line(findings: Findings) -> list[Decision]:
     sides, gated = findings.comparison, findings.verdict.gated
     own = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     shown = [d for d in gated if d.suite not in own or d.standing is Status.FAIL]
-    return sorted(shown, key=gravest(sides))
+    return sorted(shown, key=severity_order(sides))
 
 
 def _cell(findings: Findings, d: Decision) -> str:
@@ -83,7 +83,7 @@ def _cell(findings: Findings, d: Decision) -> str:
     if d.effect is None or d.status is Status.NOT_MEASURABLE:
         return f"{who}, {d.suite}: {d.reasons[0].text if d.reasons else 'no number'}"
     items = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_by_itself(findings, d)}"
-    return f"{who}: {moved(sides, d)} ({items}): {_means(d)}"
+    return f"{who}: {change_text(sides, d)} ({items}): {_means(d)}"
 
 
 def _means(d: Decision) -> str:
@@ -107,7 +107,7 @@ def _by_itself(findings: Findings, d: Decision) -> str:
     return f"; in another order {changed}, {plain.lost + plain.gained} uncompressed"
 
 
-def _last_lines(findings: Findings, before_relying: str, beside: BesideFindings) -> Iterator[str]:
+def _last_lines(findings: Findings, before_relying: str, beside: TerminalExtras) -> Iterator[str]:
     yield from _rounds(findings)
     if beside.unseen:
         yield f"not asked: {'; '.join(beside.unseen)}"
@@ -128,7 +128,7 @@ def _rounds(findings: Findings) -> Iterator[str]:
             yield f"not asked of this model: {suite} ({reason})"
 
 
-def _next(findings: Findings, run: Path, beside: BesideFindings) -> Iterator[str]:
+def _next(findings: Findings, run: Path, beside: TerminalExtras) -> Iterator[str]:
     """The one command to type next; none where the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from kvaudit.core.text import inline, length_label, length_of
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import flips_link
 from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
 from kvaudit.reports.sections.shared.words import plain_words, points, shortened, spelled
 from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
@@ -70,17 +70,19 @@ def draw(findings: Findings) -> Drawing | None:
     return save(figure, "heatmap", f"{what}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
 
 
-def called(c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True) -> Status:
+def status_of(
+    c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
+) -> Status:
     """What the verdict says of a cell where it was decided, else the same rule without adjustment."""
     if decided is not None:
         return decided
-    if c.effect is None or margin is None:
+    if c.effect is None or suite_margin is None:
         return Status.INCONCLUSIVE
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
+    status = decide_cell(c.effect, suite_margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
     return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
-def margin(findings: Decided, c: Contrast) -> float | None:
+def suite_margin(findings: Decided, c: Contrast) -> float | None:
     """None of a facet: where its answers lost their form it passes nothing, which only the gate looks at."""
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
@@ -101,7 +103,9 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
     for c in group:
         x, y = list(names).index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
-        status = called(c, margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None)
+        status = status_of(
+            c, suite_margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None
+        )
         # the greater the drift, the less of the page shows through
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))

@@ -8,9 +8,9 @@ from typing import Any
 from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
-from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
+from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, MeasuredCell, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.page.publish import mask_servers
 from kvaudit.reports.sections.shared.facts import Fact
 from kvaudit.reports.sections.shared.json_text import dumped
 
@@ -37,7 +37,7 @@ def render(page: Page) -> str:
     # two documents that differ in anything, a waiver too, have two serial numbers; a clock would give one run many
     digest = hashlib.sha256(dumped(body).encode()).digest()
     whole = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
-    return without_servers(whole, page.findings)
+    return mask_servers(whole, page.findings)
 
 
 def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
@@ -69,7 +69,7 @@ def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
     }
 
 
-def _metric(m: Measured) -> dict[str, Any]:
+def _metric(m: MeasuredCell) -> dict[str, Any]:
     where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
     return {
         "type": inline(f"drift of {m.says} in percentage points, limit {m.held_to or 'none'}: {m.verdict}"),

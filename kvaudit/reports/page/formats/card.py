@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of, findings_of_arm
-from kvaudit.reports.page.formats.markdown import as_table, escape
-from kvaudit.reports.page.grid import grid_table
+from kvaudit.reports.page.formats.markdown import markdown_table, escape
+from kvaudit.reports.page.page import grid_table
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.screen import Screen, screen_of
-from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.page.page import Screen, screen_of
+from kvaudit.reports.page.publish import mask_servers
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, known
 
 FILE = "card.md"
@@ -36,7 +36,7 @@ def render(page: Page, arm: str | None = None) -> str:
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "a card is of a run"
     own = "" if arm is None else _word(told.verdict["says"])
-    return without_servers("\n\n".join(part for part in _parts(told, screen, own) if part) + "\n", page.findings)
+    return mask_servers("\n\n".join(part for part in _parts(told, screen, own) if part) + "\n", page.findings)
 
 
 def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _parts(told: Disclosure, screen: Screen, own: str) -> Iterator[str]:
     yield "\n".join(f"* {escape(a.asks)} **{escape(a.line)}**" for a in screen.answers if a.groups)
     yield "\n".join(f"* {escape(line)}" for line in screen.instead)
     if screen.grid.rows:
-        yield as_table(grid_table(screen.grid, _ROWS))
+        yield markdown_table(grid_table(screen.grid, _ROWS))
         left = screen.grid.left_out + max(0, len(screen.grid.rows) - _ROWS)
         yield escape(f"{screen.grid.signs}." + (f" {left} more rows stand in contrasts.csv." if left else ""))
     if recipes := [recipe for recipe in told.recipes if recipe.role != "base"]:

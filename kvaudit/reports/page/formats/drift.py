@@ -24,7 +24,7 @@ def render(page: Page) -> str:
     # emptied before asdict copies them, which would take long
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
     del body["answers"], body["contrasts"]
-    placed = [*own_facts(page)]
+    placed = [*verdict_facts(page)]
     for section in sections():
         facts = section.facts(found.values.get(section.name))
         placed += [(place, key, facts[key]) for key, place in section.keys.items()]
@@ -34,7 +34,7 @@ def render(page: Page) -> str:
     return dumped(body)
 
 
-def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
+def verdict_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
     """What is told of the verdict and of the run, by its place among what sections found."""
     found = page.findings
     rules, verdict = asdict(found.rules), asdict(found.verdict)

@@ -9,7 +9,7 @@ import jinja2
 
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.links import COMMAND, flip_link
+from kvaudit.reports.page.findings import COMMAND, flip_link
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.words import points, shortened
 from kvaudit.reports.verdict.verdict import Status

@@ -6,7 +6,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
+from kvaudit.reports.page.answers import answers, cell_title, cell_message
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import Status, exit_code
@@ -21,7 +21,7 @@ def render(page: Page) -> str:
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
     gated = page.findings.verdict.gated
-    cells = [(cell_told_apart(sides, d), d.arm, d.standing, told_cell(sides, d)) for d in gated]
+    cells = [(cell_title(sides, d), d.arm, d.standing, cell_message(sides, d)) for d in gated]
     cells.append(("verdict", "verdict", banner.status, " ".join(line for line in lines if line)))
     found = Counter[str]()
     for name, group, status, said in cells:

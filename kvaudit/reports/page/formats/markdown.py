@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.grid import grid_table
+from kvaudit.reports.page.page import grid_table
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.screen import Screen
+from kvaudit.reports.page.page import Screen
 from kvaudit.reports.sections.shared.tables import Passage, Table
 
 FILE = "report.md"
@@ -46,7 +46,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
         # about four words a cell
         most = max(1, words // (4 * (len(grid.columns) + 2)))
         left = grid.left_out + max(0, len(grid.rows) - most)
-        yield as_table(grid_table(grid, most))
+        yield markdown_table(grid_table(grid, most))
         more = f" {left} more rows stand in contrasts.csv." if left else ""
         yield escape(f"{grid.signs}.{more}")
 
@@ -83,14 +83,14 @@ def _section(section: Passage) -> Iterator[str]:
         yield "(The figure stands in the HTML page.)"
     for table in section.tables:
         if table:
-            yield as_table(table)
+            yield markdown_table(table)
         if table.footnotes:
             yield "\n".join(f"* Note {i}: {escape(text)}" for i, text in enumerate(table.footnotes, 1))
     if section.notes:
         yield "\n".join(f"* {escape(note)}" for note in section.notes)
 
 
-def as_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     """A table as Markdown."""
     marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
     rows = [table.headers, marks, *table.rows]

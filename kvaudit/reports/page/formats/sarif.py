@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
+from kvaudit.reports.page.answers import answers, cell_title, cell_message
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.verdict.verdict import PASSED, Status
@@ -40,7 +40,7 @@ def render(page: Page) -> str:
         _result(
             d.standing.value,
             _LEVELS.get(d.standing.value, "note"),
-            f"{cell_told_apart(sides, d)}: {told_cell(sides, d)}",
+            f"{cell_title(sides, d)}: {cell_message(sides, d)}",
         )
         for d in open_cells
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
+from kvaudit.reports.page.answers import Answer, answers, severity_order, question_of, subject_of, metric_text
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.json_text import dumped
@@ -25,7 +25,7 @@ def render(page: Page) -> str:
     found = page.findings
     verdict, rules, provenance = found.verdict, found.rules, found.provenance
     gated = verdict.gated
-    kept = {id(d) for d in sorted(gated, key=gravest(found.comparison))[:_CELLS]}
+    kept = {id(d) for d in sorted(gated, key=severity_order(found.comparison))[:_CELLS]}
     return dumped(
         {
             "format": _FORMAT,
@@ -99,7 +99,7 @@ def _cell(found: Findings, d: Decision) -> dict[str, Any]:
         "question": question_of(sides, d),
         "subject": subject_of(sides, d)[:_CHARACTERS],
         **{name: value(row) for name, value in _COLUMNS.items()},
-        "counts": what_counts(sides, d),
+        "counts": metric_text(sides, d),
         "wanted": facet is None or facet.wanted,
         "before": _short(before),
         "after": _short(after),

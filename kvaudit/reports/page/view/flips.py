@@ -49,7 +49,7 @@ class Flip:
     changes: tuple[Change, ...]
 
 
-def kinds_of(data: RunData) -> frozenset[str]:
+def kinds_shown(data: RunData) -> frozenset[str]:
     """The contrasts whose flips are shown: candidates as deployed where the gate asks for them."""
     asked = set(data.spec.gate.estimands)
     return frozenset(kind for kind in KINDS if kind != "deployed" or asked & {"deployed", "worst"})
@@ -63,7 +63,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
     """Every flip of a run: arms served alike, policies against none, and candidates as deployed where the gate asks."""
-    kinds = kinds_of(data)
+    kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
         for context in comparison.lengths[suite]:

@@ -20,8 +20,8 @@ from kvaudit.core.provenance import JUDGED
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
 from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
-from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
-from kvaudit.reports.page.view.texts import ItemKey, Texts, script
+from kvaudit.reports.page.view.data import ItemShades, in_turn, severity_rank
+from kvaudit.reports.page.view.data import ItemKey, Texts, script
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
 from kvaudit.reports.verdict.comparison import Comparison
@@ -82,12 +82,12 @@ class RunView:
                 write_output(out / DATA / SHADES.format(number), f"SHADES[{number}] = {script(table)};\n")
         write_output(out / DATA / LIST, f"const VIEW = {script(self._table(shaded))};\n")
 
-    def shaded(self) -> tuple[int, int]:
+    def shaded_counts(self) -> tuple[int, int]:
         """Of how many flips is shown what their caches lost, and how many there are whose caches lost something."""
         codes = [self._lost(pair, shaded) for shaded in [self._shaded()] for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
-    def unshaded(self, number: int) -> dict[str, set[AnswerKey]]:
+    def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
         """By unit, the answers of the first so many flips whose caches lost something, and of which it is not known."""
         lost = [n for n in in_turn(self.flips) if any(self._texts.shown[a].evicted for a in self._answers[n])]
         known: dict[str, Shadings] = {}
