@@ -32,11 +32,11 @@ from kvaudit.audit.sampling.checkpoints import chat_named
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_line
-from kvaudit.reports.page.answers import WORDS
-from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, terminal_lines
+from kvaudit.reports.page.answers import STATUS_WORDS
+from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, TerminalExtras, terminal_lines
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
@@ -282,8 +282,8 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
         margins={"math": 5},
         **more,
     )
-    found = decided(load_run(build(tmp_path / "run", design)))
-    known = BesideFindings(unseen=("agents",), longer="kvaudit check again --minutes 30")
+    found = decide_run(load_run(build(tmp_path / "run", design)))
+    known = TerminalExtras(unseen=("agents",), longer="kvaudit check again --minutes 30")
     flips = AgainFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
@@ -320,8 +320,8 @@ def test_nothing_to_lose_is_never_shipped(tmp_path: Path) -> None:
 
 
 def test_no_status_but_a_pass_says_ship() -> None:
-    assert {status for status in Status if WORDS[status] == "ship"} == {*PASSED}
-    assert WORDS[Status.FAIL] == "do not ship"
+    assert {status for status in Status if STATUS_WORDS[status] == "ship"} == {*PASSED}
+    assert STATUS_WORDS[Status.FAIL] == "do not ship"
 
 
 # --- whole -----------------------------------------------------------------------------------------------------------

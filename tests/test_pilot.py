@@ -33,7 +33,7 @@ from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.enough import (
     Counted,
     Metric,
@@ -407,7 +407,7 @@ def test_readers_take_the_numbers_of_the_pilot(sized: RunFolder) -> None:
     found = sized.provenance()["pilot"]["found"]["items"]
     data = load_run(sized.path)
     assert data.records.groupby("suite", observed=True).size().to_dict() == {name: 2 * n for name, n in found.items()}
-    assert not [reason for reason in decided(data).drift.reasons if reason.code == "INCOMPLETE"]
+    assert not [reason for reason in decide_run(data).drift.reasons if reason.code == "INCOMPLETE"]
 
 
 def test_a_pilot_names_what_can_be_measured(sized: RunFolder) -> None:

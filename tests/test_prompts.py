@@ -21,7 +21,7 @@ from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 
 DATED = "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
 SPEC = """
@@ -63,7 +63,9 @@ def evaluated(tmp_path: Path, tiny: Path, patch: pytest.MonkeyPatch, zones: tupl
 
 def remarks_of(run: Path) -> list[str]:
     data = load_run(run)
-    return [line for line in page_of(with_details(data, decided(data))).remarks if line.startswith("PROMPTS")]
+    return [
+        line for line in page_of(with_report_sections(data, decide_run(data))).remarks if line.startswith("PROMPTS")
+    ]
 
 
 def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(

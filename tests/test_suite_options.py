@@ -19,7 +19,7 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 SPEC = """\
@@ -130,7 +130,7 @@ def report(without: int = 0, **gate: Any) -> Findings:
     kept = rows[: len(rows) - without]
     frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(kept, 1))
     data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec), provenance=pins(rows))
-    found = decided(data)
+    found = decide_run(data)
     return with_values(found, data)
 
 

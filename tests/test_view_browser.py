@@ -66,7 +66,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = build(tmp_path_factory.mktemp("browser") / "run", DESIGN)
     data = load_run(run)
     pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
-    for unit, answers in pages.unshaded(10**6).items():
+    for unit, answers in pages.missing_shades(10**6).items():
         write_shadings(run, unit, dict.fromkeys(answers, shading()))
     pages.write(run / "view")
     return run / "view"

@@ -54,7 +54,7 @@ def adjudicate(
 def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import measured
+    from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.label_key import known_labels, sheet_key
     from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
@@ -66,7 +66,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; choose another --out")
     data = load_run(run)
-    drift, rules = measured(data, GateOverrides(), everything=False)
+    drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
@@ -102,7 +102,7 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, measured
+    from kvaudit.reports.run import decide_run, drift_and_rules
     from kvaudit.reports.verdict.label_key import check_key, labels_of
     from kvaudit.reports.verdict.label_pairs import digest, paired_answers
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
@@ -115,13 +115,13 @@ def _read(run: Path, sheet: Path) -> int:
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
-    drift, rules = measured(data, GateOverrides(), everything=False)
+    drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
     stored = labels_of(run, drift.comparison.reference, key, labels)
     relabelled(data, drift, stored)  # nothing is stored that cannot be read back
     write_output(run / "report" / LABELS_FILE, render_labels(stored))
     # which reads the labels that were just written
-    findings = decided(data, everything=False)
+    findings = decide_run(data, everything=False)
     console = wide_console()
     if findings.verdict.judged is not None:
         _print(console, findings)

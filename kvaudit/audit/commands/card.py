@@ -26,7 +26,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.model_card import placed, read_card, section_of
+from kvaudit.reports.page.publish import extract_section, insert_section, read_card
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def card(
         section = render(page, arm)
         # whatever is wrong with one of them comes up before any is written
         results = {} if hub is None else _results(page, hub, benchmark, arm)
-        whole = None if into is None else placed(read_card(into) if into.exists() else "", section, str(into))
+        whole = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))
         for path, text in results.items():
             write_output(path, text)
             say(console, f"results: {path}")
@@ -107,19 +107,19 @@ def card(
 def _page(run: Path, asked: GateOverrides) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import disclosed
+    from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.verdict.rules import refuse_late
 
     check_checkpoints(run)
     say_unfinished(run)
-    page = disclosed(load_run(run), asked)
+    page = disclosure_page(load_run(run), asked)
     refuse_late(page.findings.rules)
     return page
 
 
 def _results(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
     """The files of results that the hub reads, and their texts."""
-    from kvaudit.reports.page.hub_results import HUB_FOLDER, hub_results
+    from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):
@@ -131,7 +131,7 @@ def _results(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> d
 def _agrees(path: Path, section: str, console: Console) -> bool:
     """Whether a card says what its run says; prints the first line in which it does not."""
     # by line feeds alone: to Markdown a form feed or a U+2028 in the place of one is no line break
-    theirs, ours = section_of(read_card(path), str(path)).split("\n"), section.split("\n")
+    theirs, ours = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if theirs == ours:
         say(console, f"card: {path} says what its run says")
         return True

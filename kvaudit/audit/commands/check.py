@@ -165,15 +165,15 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     )
     with pipeline.under_one_bar():
         pipeline.work_on("pilot", "evaluate")
-    from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
+    from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, write_decided
+    from kvaudit.reports.run import decide_run, write_decided_run
 
     data = load_run(run.path)
-    findings = write_decided(data, decided(data))
+    findings = write_decided_run(data, decide_run(data))
     made_up = " (made-up questions)" if plan.made_up else ""
     longer = replace(asking, minutes=_MORE_TIME * plan.minutes)
-    beside = BesideFindings(plan.not_asked, f"{typed(longer)} --out {shlex.quote(f'{run.path}-longer')}", made_up)
+    beside = TerminalExtras(plan.not_asked, f"{typed(longer)} --out {shlex.quote(f'{run.path}-longer')}", made_up)
     for line in terminal_lines(findings, run.path, beside):
         say(console, line)
     return run.path, findings.verdict.exit_code

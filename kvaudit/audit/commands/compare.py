@@ -17,7 +17,7 @@ from kvaudit.core.text import inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.reports.page.compare_files import Compared, TwoJudges
+    from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 
 MOST_METRICS = 2  # two judges
 
@@ -71,8 +71,8 @@ def compare(
     """
     with user_errors():
         from kvaudit.reports.page.compare_files import compare as compared
-        from kvaudit.reports.page.compare_files import margins_from, ratios_from, read_sides
-        from kvaudit.reports.page.compare_pairing import chosen_metrics
+        from kvaudit.reports.page.compare_files import parse_margins, parse_ratios, read_sides
+        from kvaudit.reports.page.compare_pairing import choose_metrics
 
         if len(metric or ()) > MOST_METRICS:
             raise SpecError(
@@ -87,9 +87,9 @@ def compare(
             higher_is_better=higher_is_better,
             select=(selectors(select_a or (), "--select-a"), selectors(select_b or (), "--select-b")),
         )
-        names = chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))
-        points, margins = margins_from(tuple(margin or ()))
-        ratios, independent = ratios_from(tuple(ratio or ())), items_are_independent
+        names = choose_metrics(sides.reference, sides.candidate, tuple(metric or ()))
+        points, margins = parse_margins(tuple(margin or ()))
+        ratios, independent = parse_ratios(tuple(ratio or ())), items_are_independent
         rules = {"margins": margins, "ratios": ratios}
         found = [
             compared(sides, name, margin=points, alpha=alpha, items_are_independent=independent, **rules)
@@ -98,12 +98,12 @@ def compare(
         raise typer.Exit(_show(found, out))
 
 
-def _show(found: Sequence[Compared], out: Path | None) -> int:
+def _show(found: Sequence[MetricComparison], out: Path | None) -> int:
     """Print comparisons of one metric, or two; write pages where asked, and return the exit code of the verdict."""
-    from kvaudit.reports.page.compare_files import two_judges
+    from kvaudit.reports.page.compare_files import compare_judges
     from kvaudit.reports.page.compare_page import comparison_files
 
-    two = two_judges(*found) if len(found) == MOST_METRICS else None
+    two = compare_judges(*found) if len(found) == MOST_METRICS else None
     # of two judges the one whose verdict is that of both
     shown = next(c for c in found if two is None or c.verdict.status is two.status)
     console = wide_console()
@@ -115,27 +115,27 @@ def _show(found: Sequence[Compared], out: Path | None) -> int:
     return two.exit_code if two else shown.verdict.exit_code
 
 
-def _print(console: Console, found: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
+def _print(console: Console, found: Sequence[MetricComparison], shown: MetricComparison, two: TwoJudges | None) -> None:
     from kvaudit.reports.page.compare_page import (
-        agreement,
+        agreement_notes,
         comparison_banner,
         comparison_cautions,
         comparison_table,
-        facets,
-        judges,
+        facets_table,
+        judges_table,
     )
 
     for comparison in found:
         print_table(console, comparison_table(comparison))
-    if by_facet := facets(shown):
+    if by_facet := facets_table(shown):
         print_table(console, by_facet)
     if two:
-        print_table(console, judges(two))
-        for line in agreement(two):
+        print_table(console, judges_table(two))
+        for line in agreement_notes(two):
             say(console, inline(line))
     top = comparison_banner(shown)
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.asides, *comparison_cautions(shown)):
+    for line in (top.sentence, top.about, *top.lines, *comparison_cautions(shown)):
         if line:
             say(console, line)
 

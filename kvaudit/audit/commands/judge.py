@@ -142,10 +142,10 @@ def _note(
 def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Say the verdict before and after the judge, and return the one before with who had judged."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
+    from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.comparison import PROGRAMMATIC
 
-    before, now = (decided(load_run(folder)) for folder in (run, out))
+    before, now = (decide_run(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]
     say(console, f"verdict: {verdicts[0]} as the run was judged before, {verdicts[1]} by {judge.label}")
     judges = {name for judges in before.comparison.judges.values() for name in judges}

@@ -108,10 +108,10 @@ def _given(context: typer.Context) -> list[str]:
 def _plan_next(path: Path) -> None:
     """Print for every gated cell of a run what it has, and how many templates would decide it."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
+    from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
 
-    found = decided(load_run(path))
+    found = decide_run(load_run(path))
     cells = gated_cells(found.drift, found.rules)
     console = wide_console()
     if not cells:

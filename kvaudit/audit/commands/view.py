@@ -38,13 +38,13 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
         pages.write(folder)
         say(console, inline(f"view: {folder / 'index.html'}"))
         say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
-        if pages.served and (wanted := pages.unshaded(shade)):
+        if pages.is_servable and (wanted := pages.missing_shades(shade)):
             try:
                 _shade(run, wanted, plugin or ())
             finally:
                 # also what was served before it was interrupted
                 pages.write_shades(folder)
-        shown, lost = pages.shaded()
+        shown, lost = pages.shaded_counts()
         more = f"; the others with --shade {lost}" if shown < lost else ""
         if lost:
             say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
