@@ -208,7 +208,7 @@ def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
     verdict = report.verdict
     assert verdict.decisions[verdict.headline].policy == "none"
     top = run_banner(report)
-    assert "This cell is PASS; the verdict is of cells that cannot be measured." in top.about
+    assert "This cell is PASS; the verdict comes from cells that cannot be measured." in top.about
     assert top.lines[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
     alone = at_floor(tmp_path / "b", primary=(SNAP,)).verdict
     assert not alone.decisions[alone.headline].is_measurable

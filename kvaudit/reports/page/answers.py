@@ -46,7 +46,7 @@ _LARGER_RUN = {
 class AnswerGroup:
     """The subjects of one question that have the same answer; ``cells`` decide it, the worst first.
 
-    ``why`` describes that worst cell and ``brief`` is a shorter form of it; both are empty where nothing was lost.
+    ``why`` describes that worst cell and ``brief`` is a shorter form of it; both are empty if it passes.
     """
 
     status: Status

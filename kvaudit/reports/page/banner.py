@@ -83,7 +83,7 @@ def number(d: Decision) -> str:
 
 
 def verdict_sentence(verdict: Verdict) -> str:
-    """Return what a verdict means; for a FAIL with the number of cells whose drop surely exceeds the margin."""
+    """Return what a verdict means; for a FAIL with the number of cells whose drop is shown to exceed the margin."""
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
@@ -149,8 +149,8 @@ def _invalid_cells(findings: Decided) -> Iterator[str]:
     invalid = [d for d in findings.verdict.gated if d.status is Status.INVALID]
     for d in invalid[:INVALID_SHOWN]:
         end = ", as deployed" if d.estimand == DEPLOYED else ""
-        where = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
-        yield f"{where}: {d.reasons[0]}"
+        cell_name = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
+        yield f"{cell_name}: {d.reasons[0]}"
     if len(invalid) > INVALID_SHOWN:
         yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 

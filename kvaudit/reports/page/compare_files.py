@@ -59,7 +59,7 @@ class Sides:
 
     @property
     def title(self) -> str:
-        """CANDIDATE against REFERENCE."""
+        """The names as: CANDIDATE against REFERENCE."""
         return f"{self.names[1]} against {self.names[0]}"
 
 
@@ -298,11 +298,11 @@ def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudg
 def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
     """Kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
-    one, two = (table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records))
-    labels = one.to_frame("one").join(two.to_frame("two"), how="inner").dropna()
+    scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]
+    labels = scores[0].to_frame("first").join(scores[1].to_frame("second"), how="inner").dropna()
     if labels.empty:
         return None
-    return kappa(*(np.asarray(labels[name] >= 0.5, dtype=np.int64) for name in ("one", "two")))
+    return kappa(*(np.asarray(labels[name] >= 0.5, dtype=np.int64) for name in ("first", "second")))
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:

@@ -12,15 +12,14 @@ from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE
 from kvaudit.reports.page.facets import breakdown, gated_events
 from kvaudit.reports.page.page import Banner, Page
-from kvaudit.reports.page.remarks import broken_template_lines, error_rate_lines, remarks
+from kvaudit.reports.page.remarks import blind_spot_line, broken_template_lines, error_rate_lines, remarks
 from kvaudit.reports.page.run_page import FACETS_EXPLAIN, PASSING_RULE, problems_passage
 from kvaudit.reports.page.tables import HOW_TO_READ, number_columns, pvalue_text
 from kvaudit.reports.records.readers.base import Log
 from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_cells, how_to_read
 from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
-from kvaudit.reports.sections.shared.words import drift, note, percent, spelled, unsampled
+from kvaudit.reports.sections.shared.words import drift, note, percent, spelled
 from kvaudit.reports.stats.judges import Kappa
-from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decision, Status
 
@@ -59,15 +58,11 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
     """Return what the number cannot show: unsampled templates, and the gate's error rates."""
-    findings, head = compared.findings, compared.verdict.head
-    if head is not None and head.effect:
-        clusters = head.effect.n_clusters
-    else:  # the file, suite and length with the fewest
-        clusters = int(compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min())
-    alpha = findings.rules.alpha
-    spot = head.blind_spot if head and head.blind_spot is not None else blind_spot(clusters, alpha)
+    findings = compared.findings
+    fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"
-    return [unsampled(spot, alpha, clusters, units), *broken_template_lines(findings), *error_rate_lines(findings)]
+    blind_spot = blind_spot_line(findings, compared.verdict.head, int(fewest), units)
+    return [blind_spot, *broken_template_lines(findings), *error_rate_lines(findings)]
 
 
 def _cell(compared: MetricComparison, d: Decision) -> str:
@@ -110,9 +105,9 @@ def judges_table(two_judges: TwoJudges) -> Table:
     rows = []
     second = {(d.suite, d.context_tokens): d for d in two_judges.second.verdict.gated}
     for d in two_judges.first.verdict.gated:
-        other = second.get((d.suite, d.context_tokens))
-        if other:
-            rows.append([d.suite, drift(d.effect), drift(other.effect), d.status.value, other.status.value])
+        second_cell = second.get((d.suite, d.context_tokens))
+        if second_cell:
+            rows.append([d.suite, drift(d.effect), drift(second_cell.effect), d.status.value, second_cell.status.value])
     first, last = two_judges.first.metric, two_judges.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)
 

@@ -72,7 +72,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """The sides that have metrics of their own, with these metrics."""
+    """The sides that have metrics which the other lacks, with these metrics."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -133,7 +133,7 @@ def _unscored_by(metric: str, log: Log) -> Iterator[str]:
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """What is missing or does not match its hash, in the chosen part of a run."""
+    """Reasons for records that are missing or changed in the chosen part of a run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
@@ -208,10 +208,10 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
 def _unclustered(a: Log, b: Log) -> Reason:
     """The reason for missing clusters, which proposes fields that both files have."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
-    where = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
+    proposal = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
     return Reason(
         ReasonCode.NO_CLUSTERS,
-        f"no cluster is named, so nothing passes: name what items share ({where}) with --cluster, or "
+        f"no cluster is named, so nothing passes: name what items share ({proposal}) with --cluster, or "
         "give --items-are-independent",
     )
 
@@ -249,8 +249,8 @@ def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
 
 def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
     """Items that only one file has, and items of one name with different questions."""
-    where = ["suite", "context", "item"]
-    sides = [set(map(tuple, table[where].to_numpy())) for table in (a, b)]
+    item_key = ["suite", "context", "item"]
+    sides = [set(map(tuple, table[item_key].to_numpy())) for table in (a, b)]
     common = sides[0] & sides[1]
     if not common:
         yield Reason(ReasonCode.NO_COMMON_ITEM, "the files have no item in common; compare two logs of the same task")
@@ -259,7 +259,9 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
         unpaired = sorted(str(item) for _, _, item in items - other_items)
         if unpaired:
             yield Reason(ReasonCode.ITEMS, f"{len(unpaired)} items are only in the {name} file ({_some(unpaired)})")
-    fingerprints = [table[table["fingerprint"] != ""].groupby(where)["fingerprint"].agg(frozenset) for table in (a, b)]
+    fingerprints = [
+        table[table["fingerprint"] != ""].groupby(item_key)["fingerprint"].agg(frozenset) for table in (a, b)
+    ]
     shared = fingerprints[0].index.intersection(fingerprints[1].index)
     changed = [str(index[2]) for index in shared if fingerprints[0][index] != fingerprints[1][index]]
     if changed:

@@ -18,12 +18,12 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.remarks import limits, remarks
+from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
 from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.cache_use import Use, cache_use
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision
@@ -182,86 +182,60 @@ def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[s
 
 
 def _run_disclosure(page: Page) -> Disclosure:
-    findings = page.findings
+    findings, banner = page.findings, page.banner
+    provenance, verdict, rules, sides = findings.provenance, findings.verdict, findings.rules, findings.comparison
     measured = tuple(_measured_cells(findings))
     uses = {use.policy: use for use in cache_use(findings.drift)}
-    rows = table_of(table_of(findings.provenance, "inputs"), "rows")
+    rows = table_of(table_of(provenance, "inputs"), "rows")
+    weights = {str(seed): sorted(names) for seed, names in sorted(findings.drift.weights.items())}
+    blind_spot = "Blind spot: unknown, no gated cell has a number."
+    if verdict.head and verdict.head.effect:
+        blind_spot = blind_spot_line(findings, verdict.head, 0)
     return Disclosure(
-        run=_run(findings),
-        verdict=_verdict(page),
-        model=_model(findings),
-        reference=_reference(findings),
-        recipes=tuple(_recipes(findings)),
-        serving=tuple(_served(findings, policy, uses.get(policy)) for policy in findings.comparison.policies),
+        run={
+            "name": known(findings.drift.run),
+            **_facts(provenance, "spec_sha256", "started", "finished"),
+            **_facts(table_of(provenance, "versions"), "kvaudit"),
+            "records": known(findings.drift.n_records),
+        },
+        verdict={
+            "status": known(banner.status.value),
+            "says": known(banner.sentence),
+            "number": known(banner.number),
+            "about": known(banner.about),
+            "recipe": known(verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
+            "level": known(rules.alpha),
+            "rules": known(rules.source),
+            "declared": known(rules.declared),
+            "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
+            "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
+        },
+        model={"name": known(findings.model), **_facts(provenance, "base_sha256", "dtype", "device")},
+        reference={
+            "arm": known(sides.reference),
+            "served_under": known("; ".join(map(sides.label, sides.uncompressed)) or DENSE_POLICY),
+            "weights_sha256": known(weights or None),
+            "pin_sha256": known(rules.pin.sha256) if rules.pin else NOT_APPLICABLE,
+        },
+        recipes=tuple(_recipe(findings, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"),
+        serving=tuple(_served(findings, policy, uses.get(policy)) for policy in sides.policies),
         not_evaluated=_not_evaluated(findings),
         suites=tuple(_suites(findings)),
         judging={
-            "by": known(f"{'human labels before ' if findings.verdict.judged else ''}the suites' own graders"),
+            "by": known(f"{'human labels before ' if verdict.judged else ''}the suites' own graders"),
             "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
         },
         stack=_stack(findings),
         change_record=_change_record(findings),
         drift=measured,
         worst=_worst(findings, measured),
-        limits=(_blind_spot(findings), *limits(findings)),
+        limits=(blind_spot, *limits(findings)),
     )
 
 
-def _run(findings: Findings) -> Facts:
-    provenance = findings.provenance
-    versions = table_of(provenance, "versions")
-    return {
-        "name": known(findings.drift.run),
-        "spec_sha256": known(provenance.get("spec_sha256")),
-        "started": known(provenance.get("started")),
-        "finished": known(provenance.get("finished")),
-        "kvaudit": known(versions.get("kvaudit")),
-        "records": known(findings.drift.n_records),
-    }
-
-
-def _verdict(page: Page) -> Facts:
-    banner, verdict, rules = page.banner, page.findings.verdict, page.findings.rules
-    return {
-        "status": known(banner.status.value),
-        "says": known(banner.sentence),
-        "number": known(banner.number),
-        "about": known(banner.about),
-        "recipe": Fact("known", verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
-        "level": known(rules.alpha),
-        "rules": known(rules.source),
-        "declared": known(rules.declared),
-        "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
-        "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
-    }
-
-
-def _model(findings: Findings) -> Facts:
-    provenance = findings.provenance
-    return {
-        "name": known(findings.model),
-        "base_sha256": known(provenance.get("base_sha256")),
-        "dtype": known(provenance.get("dtype")),
-        "device": known(provenance.get("device")),
-    }
-
-
-def _reference(findings: Decided) -> Facts:
-    weights = {str(seed): sorted(names) for seed, names in sorted(findings.drift.weights.items())}
-    pin = findings.rules.pin
-    return {
-        "arm": known(findings.comparison.reference),
-        "served_under": known(
-            "; ".join(map(findings.comparison.label, findings.comparison.uncompressed)) or DENSE_POLICY
-        ),
-        "weights_sha256": known(weights or None),
-        "pin_sha256": known(pin.sha256) if pin else NOT_APPLICABLE,
-    }
-
-
-def _recipes(findings: Findings) -> list[ArmRecipe]:
-    sides = findings.comparison
-    return [_recipe(findings, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"]
+def _facts(table: Mapping[str, Any], *keys: str) -> Facts:
+    """Some entries of a table as facts; a missing entry is unknown."""
+    return {key: known(table.get(key)) for key in keys}
 
 
 def _recipe(findings: Findings, arm: str) -> ArmRecipe:
@@ -273,23 +247,23 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
     declared = {key: value for key, value in declared.items() if value != UNSAID}
     # the checkpoint's provenance takes precedence over the spec's declaration
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
+    digests_by_place = table_of(findings.provenance, "checkpoints")  # keys are ARM/SEED
+    weights = {
+        key.rpartition("/")[2]: str(digest) for key, digest in digests_by_place.items() if key.rpartition("/")[0] == arm
+    }
     curve = next((curve for curve in findings.values.get("training", ()) if curve.arm == arm), None)
+    source = "declared in the spec; not verified" if declared else "its own provenance" if checkpoints else None
     facts = {
-        "rollouts": known(recipe.get("rollouts")),
-        "rollouts_hash": known(recipe.get("rollouts_hash")),
+        **_facts(recipe, "rollouts", "rollouts_hash"),
         "learner_view": known(recipe.get("learner")),
-        "correction": known(recipe.get("correction")),
-        "distillation": known(recipe.get("distillation")),
-        "loss": known(config.get("loss")),
-        "reward": known(recipe.get("reward")),
-        "reward_sha256": known(recipe.get("reward_sha256")),
+        **_facts(recipe, "correction", "distillation"),
+        **_facts(config, "loss"),
+        **_facts(recipe, "reward", "reward_sha256"),
         "constitution": _constitution(recipe, declared),
         "trained_on": known(config.get("suites")),
-        "said_by": known(
-            "declared in the spec; not verified" if declared else "its own provenance" if checkpoints else None
-        ),
+        "said_by": known(source),
         "seeds": known(sorted({c for cell in findings.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
-        "weights_sha256": known(_weights(findings, arm) or None),
+        "weights_sha256": known(weights or None),
     }
     role: Literal["reference", "candidate"] = "reference" if arm == findings.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
@@ -304,12 +278,6 @@ def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fac
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
     return known(recipe.get("constitution"))
-
-
-def _weights(findings: Findings, arm: str) -> dict[str, str]:
-    """The sha256 of the arm's checkpoints by seed."""
-    table = table_of(findings.provenance, "checkpoints")
-    return {key.rpartition("/")[2]: str(digest) for key, digest in table.items() if key.rpartition("/")[0] == arm}
 
 
 def _schedule(
@@ -342,14 +310,14 @@ def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[s
 
 def _served(findings: Findings, policy: str, use: Use | None) -> Facts:
     cells = [c for c in findings.drift.cells if c.policy == policy and c.kv_bytes_dense]
-    hidden = use is not None and not use.is_shown
+    is_hidden = use is not None and not use.is_shown
     return {
         "policy": known(policy),
         "policy_hash": _policy_hash(findings, policy),
         "gated": known(policy in findings.rules.primary),
-        "kv_allocated_of_none": known(NOT_SHOWN if hidden else use and use.allocated_share),
-        "kv_live_of_none": known(NOT_SHOWN if hidden else use and use.live_share),
-        "retention": known(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
+        "kv_allocated_of_none": known(NOT_SHOWN if is_hidden else use and use.allocated_share),
+        "kv_live_of_none": known(NOT_SHOWN if is_hidden else use and use.live_share),
+        "retention": known(NOT_SHOWN if is_hidden else min((c.retention or 0.0 for c in cells), default=None)),
         **_engine(findings, policy),
     }
 
@@ -374,10 +342,10 @@ def _not_evaluated(findings: Findings) -> Facts:
     """Mechanisms, rollout policies and lengths that the run did not evaluate."""
     families = findings.provenance.get("known_policies")
     served = {
-        part.partition(":")[0]
+        mechanism.partition(":")[0]
         for text in findings.comparison.policies
         if not findings.comparison.is_engine(text)
-        for part in text.replace("|", "+").split("+")
+        for mechanism in text.replace("|", "+").split("+")
     }
     not_served = sorted(set(families) - served) if isinstance(families, list) else None
     return {
@@ -392,9 +360,8 @@ def _rollouts_not_served(findings: Findings) -> Fact:
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:
         if arm != BASE_ARM:
-            recipes = [
-                table_of(checkpoint, "recipe") for (name, _), checkpoint in findings.checkpoints.items() if name == arm
-            ]
+            checkpoints = [checkpoint for (name, _), checkpoint in findings.checkpoints.items() if name == arm]
+            recipes = [table_of(checkpoint, "recipe") for checkpoint in checkpoints]
             rollouts += [recipe.get("rollouts") for recipe in recipes or [table_of(declared, arm)]]
     names = sorted({str(text) for text in rollouts if text not in (None, UNSAID)})
     not_served = sorted(set(match_policies(names, policies)) - set(policies))
@@ -494,13 +461,6 @@ def _worst(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell
     """The worst cell for a user of a candidate: as deployed, else of the gated cells."""
     served = deployed_cells(findings)
     return _measured_cell(findings, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
-
-
-def _blind_spot(findings: Decided) -> str:
-    head = findings.verdict.head
-    if head is None or head.blind_spot is None or head.effect is None:
-        return "Blind spot: unknown, no gated cell has a number."
-    return unsampled(head.blind_spot, findings.rules.alpha, head.effect.n_clusters)
 
 
 def _policy_hash(findings: Findings, policy: str) -> Fact:

@@ -72,7 +72,7 @@ def breakdown(findings: Decided, head: Decision | None) -> list[str]:
 
 
 def _event_text(e: Event) -> str:
-    """unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
+    """An event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
     reading = ""
     if e.reading_decides and e.bounds:
         reading = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp depending on how broken answers count"
@@ -88,7 +88,7 @@ _PHRASES = {  # singular, plural
 
 
 def _by_kind(all_events: Sequence[Event]) -> str:
-    """form alone is worse; safety and capability are not shown to move."""
+    """A phrase such as: form alone is worse; safety and capability are not shown to move."""
     parts = []
     is_complete = all(e.moved != NO_NUMBER for e in all_events)
     for moved, phrases in _PHRASES.items():
@@ -176,13 +176,13 @@ def facet_finding(findings: Decided) -> str:
             f"{place_name(findings.comparison, d)}: {', '.join(_kinds(facet_events, WORSE)) or 'none'}"
             for d, facet_events in failed[:_NAMED]
         ]
-        more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
-        return inline(f"Worse in the failed cells: {'; '.join(cells)}{more}.")
+        rest_note = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
+        return inline(f"Worse in the failed cells: {'; '.join(cells)}{rest_note}.")
     return f"Worse: {', '.join(_counts(all_events)) or 'none'}." if all_events else ""
 
 
 def _counts(all_events: Sequence[Event]) -> Iterator[str]:
-    """agent broken form in 3 of 8 cells."""
+    """Phrases such as: agent broken form in 3 of 8 cells."""
     for suite, name in dict.fromkeys((e.suite, e.name) for e in all_events):
         cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]
         count = sum(e.moved == WORSE for e in cells)

@@ -32,7 +32,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def mask_servers(text: str, findings: Findings) -> str:
-    """Replace the address of every server in the spec by server-1, server-2: strangers need no host names."""
+    """Replace the address of every server in the spec by server-1, server-2, since host names are private."""
     from kvaudit.reports.page.formats.markdown import escape
 
     settings = [settings_in(policy).get("base_url", "") for policy in findings.comparison.policies]

@@ -170,8 +170,9 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
         for d in findings.verdict.decisions
         if d.effect and head and d.place[1:] == head.place[1:] and {d.estimand, head.estimand} == set(CONTRASTED)
     ]
+    fewest = min((c.n_clusters for c in findings.drift.cells), default=0)
     lines = (
-        _blind_spot(findings, head),
+        blind_spot_line(findings, head, fewest),
         *broken_template_lines(findings),
         *other_contrasts,
         *_recipe_error_rate(findings),
@@ -180,13 +181,12 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
     return list(map(inline, lines))
 
 
-def _blind_spot(findings: Decided, head: Decision | None) -> str:
-    """The blind spot of the quoted cell; without one, of the suite with the fewest templates."""
+def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
+    """Return the blind spot of the quoted cell; without a number, of ``fewest`` templates."""
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
-        return unsampled(head.blind_spot, alpha, head.effect.n_clusters)
-    fewest = min((c.n_clusters for c in findings.drift.cells), default=0)
-    return unsampled(blind_spot(fewest, alpha), alpha, fewest)
+        return unsampled(head.blind_spot, alpha, head.effect.n_clusters, units)
+    return unsampled(blind_spot(fewest, alpha), alpha, fewest, units)
 
 
 _RULED_OUT = (

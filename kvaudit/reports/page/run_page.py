@@ -123,7 +123,7 @@ def _gate_passage(findings: Findings) -> Passage:
 
 
 def _status_counts(decisions: Iterable[Decision], noun: str) -> str:
-    """24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
+    """A phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
     counts = Counter(d.standing for d in decisions)
     parts = [f"{counts[status]} {status.value}" for status in PRECEDENCE if counts[status]]
     return f"{counts.total()} {noun}: {', '.join(parts)}." if parts else ""

@@ -52,7 +52,7 @@ def verdict_lines(findings: Decided) -> list[VerdictLine]:
     lines = []
     for policy in dict.fromkeys(d.policy for d in gated):
         cells = tuple(d for d in gated if d.policy == policy)
-        suites = {d.suite: worst(other.standing for other in cells if other.suite == d.suite) for d in cells}
+        suites = {d.suite: worst(cell.standing for cell in cells if cell.suite == d.suite) for d in cells}
         lines.append(VerdictLine(findings.comparison.label(policy), worst(suites.values()), None, suites, cells))
     return lines
 
@@ -85,7 +85,6 @@ def verdict_table(findings: Decided) -> Table:
 
 
 def _worst(line: VerdictLine, names: Iterable[str]) -> str:
-    """The worst verdict of these; several facets share a column to save width."""
     statuses = [line.suites[name] for name in names if name in line.suites]
     return worst(statuses).value if statuses else "-"
 
@@ -109,9 +108,9 @@ def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
 
 
 def _numbered(sides: Comparison, d: Decision) -> str:
-    """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    where = f"{named(sides, d)} @ {sides.label(d.policy)}"
-    return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
+    """A cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
+    cell_name = f"{named(sides, d)} @ {sides.label(d.policy)}"
+    return f"{cell_name}: {drift(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
 
 
 def _room(d: Decision) -> float:

@@ -26,8 +26,8 @@ _FLIPS = 2  # lost answers that are shown
 class TerminalExtras:
     """Facts for the terminal that only the command knows.
 
-    ``unseen``: what was not asked, in words. ``longer``: the command that continues a run that ended for lack of time.
-    ``questions``: the kind of questions, after the verdict, if that must be said.
+    ``unseen``: suites that were not asked, in words. ``longer``: the command that continues a run that ran out of time.
+    ``questions``: a note on the kind of questions, printed after the verdict.
     """
 
     unseen: Sequence[str] = ()

@@ -70,11 +70,13 @@ def _component(disclosure: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
 
 
 def _metric(m: MeasuredCell) -> dict[str, Any]:
-    where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
+    slice_text = (
+        f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
+    )
     return {
         "type": inline(f"drift of {m.says} in percentage points, limit {m.held_to or 'none'}: {m.verdict}"),
         "value": f"{100 * (m.estimate or 0.0):.4g}",
-        "slice": inline(where),
+        "slice": inline(slice_text),
         "confidenceInterval": {
             "lowerBound": f"{100 * (m.low or 0.0):.4g}",
             "upperBound": f"{100 * (m.high or 0.0):.4g}",

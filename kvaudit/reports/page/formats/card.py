@@ -40,7 +40,7 @@ def render(page: Page, arm: str | None = None) -> str:
 
 
 def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[str]:
-    """The paragraphs of the section; ``arm_note`` says what the verdict of one arm is about."""
+    """The paragraphs of the section; ``arm_note`` describes the verdict of one arm."""
     yield "## KV-cache compression"
     if disclosure.verdict["alarm"].state == "known":
         yield f"> **{_word(disclosure.verdict['alarm'])}**"

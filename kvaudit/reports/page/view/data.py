@@ -163,7 +163,7 @@ def _level(share: float) -> str:
 
 
 def _run_lengths(letters: Iterable[str]) -> str:
-    """AAbb -> A2b2; a single letter has no number."""
+    """Compress repeats: AAbbc -> A2b2c."""
     counted = ((letter, sum(1 for _ in run)) for letter, run in groupby(letters))
     return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in counted)
 

@@ -57,8 +57,8 @@ def kinds_shown(data: RunData) -> frozenset[str]:
 
 def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
     """Return the key of a flip in links, the same in every view of a run."""
-    where = (kind, suite, context_tokens, item, *candidate)
-    return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:10]
+    place = (kind, suite, context_tokens, item, *candidate)
+    return hashlib.sha256(json.dumps(place).encode()).hexdigest()[:10]
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
@@ -113,14 +113,14 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")
-    where: dict[tuple[object, ...], list[int]] = {}
+    rows_by_cell: dict[tuple[object, ...], list[int]] = {}
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
-        where.setdefault(key, []).append(n)
+        rows_by_cell.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
     worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {n: wanted_of(rows[FACET_COLUMNS[n]], n) for n in FACETS}
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
-        draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
+        draws = rows_by_cell[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
         read = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
         chosen = (max if highest else min)(read, key=lambda n: value[n])
