@@ -75,8 +75,8 @@ def run(
 ) -> Run:
     """Train the arms of a spec, evaluate them and write the report; ``spec`` is a file or a mapping.
 
-    ``limit`` is the largest number of items per suite, for a trial. Raises CannotPass (exit code 6 of the command) if
-    no cell of a suite could pass, unless ``anyway``.
+    ``limit`` is the largest number of items per suite, for a trial. Unless ``anyway``, raises CannotPass if a gated
+    cell could not pass whatever the model answers, NotMeasurable (exit code 6) if a suite has nothing to lose.
 
     >>> grid = {"policies": ["none", "int8"], "suites": {"math": {"items": 4}}, "context_tokens": [96], "pilot": 0}
     >>> spec = {"name": "tiny", "model": "embedded", "evaluate": {"base": True, **grid}}

@@ -10,7 +10,7 @@ from reports_synthetic import Beside, Design, looked_at, policy, tables_of, with
 from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.page.banner import about
+from kvaudit.reports.page.banner import describe_cell
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.safe import cleared_sentence
 from kvaudit.reports.sections.shared.safe import families
@@ -203,7 +203,7 @@ def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
     found, report = analysed(design, lambda arm, seed, _p, i: (seed == 11) is (arm == "naive"))
     [churn] = found.churn
     assert (churn.drift, churn.losses, churn.gains, churn.churn) == (0, 0.5, 0.5, 1.0)
-    assert "churn 100.0 %" in about(report, next(d for d in report.verdict.decisions if d.gated))
+    assert "churn 100.0 %" in describe_cell(report, next(d for d in report.verdict.decisions if d.gated))
 
 
 def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
@@ -220,7 +220,9 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
     report = decide_run(data)
     [c] = [c for c in report.drift.contrasts if c.estimand == "alike"]
     assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
-    assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
+    assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in describe_cell(
+        report, report.verdict.head
+    )
     found = with_values(report, data)
     [table] = tables_of(found, "churn")
     assert table.rows[0][table.headers.index("A/A churn")] == "25.0 %"

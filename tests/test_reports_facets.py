@@ -10,7 +10,7 @@ from report_text import page_text
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.page.banner import banner_lines, unscored
+from kvaudit.reports.page.banner import banner_lines, unscored_lines
 from kvaudit.reports.page.facets import breakdown, cell_events, facet_finding, facet_notes, facet_table, failed_table
 from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html
@@ -161,11 +161,11 @@ def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
 
 def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
     own = replace(head, suite="refusal.unsafe", worst=-0.08, best=0.03)
-    [line] = unscored(found.comparison, own)
+    [line] = unscored_lines(found.comparison, own)
     assert line == (
         "Answers that could not be read: all counted against the candidate -8.0 pp, all counted for it +3.0 pp."
     )
-    assert unscored(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
+    assert unscored_lines(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
 def test_the_page_says_it_too(found, head):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from kvaudit.reports.page.banner import about, banner_lines, to_do, verdict_sentence
+from kvaudit.reports.page.banner import banner_lines, describe_cell, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.remarks import cautions
 from kvaudit.reports.page.run_page import page_of
@@ -62,9 +62,9 @@ def test_a_failing_cell_says_the_same_in_its_note(found):
 
 
 def test_the_headline_is_the_most_extreme_of_its_family(found):
-    assert "It is the most extreme of 4 gated cells:" in about(found, found.verdict.head)
+    assert "It is the most extreme of 4 gated cells:" in describe_cell(found, found.verdict.head)
     alone = replace(found.verdict, decisions=(found.verdict.head,), headline=0)
-    assert about(replace(found, verdict=alone), alone.head).endswith("It is the only gated cell.")
+    assert describe_cell(replace(found, verdict=alone), alone.head).endswith("It is the only gated cell.")
 
 
 def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
@@ -120,7 +120,7 @@ def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
 def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
     d = replace(found.verdict.head, rates=Rates(reference, candidate), margin=0.05)
     assert rates(found.comparison, d) == said
-    assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
+    assert (f"Rates: {said}." in describe_cell(found, d)) == ("of it" in said)
 
 
 def test_each_pvalue_names_its_own_family(found):

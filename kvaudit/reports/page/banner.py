@@ -54,15 +54,15 @@ SENTENCES = {
 }
 
 
-def make_banner(findings: Findings, title: str, about: str, lines: Iterable[str]) -> Banner:
+def make_banner(findings: Findings, title: str, description: str, lines: Iterable[str]) -> Banner:
     """Return the banner of a run or of a comparison of two files."""
     head = findings.verdict.head
     return Banner(
         title=inline(title),
         status=findings.verdict.status,
         sentence=verdict_sentence(findings.verdict),
-        number=number(head) if head and head.effect else "",
-        about=inline(about),
+        number=quoted_number(head) if head and head.effect else "",
+        about=inline(description),
         lines=tuple(map(inline, lines)),
         alarm=inline(late_rules_alarm(findings.rules)),
     )
@@ -72,10 +72,10 @@ def run_banner(findings: Findings) -> Banner:
     """Return the banner of a run."""
     head = findings.verdict.head
     title = f"KV-cache compression audit: {findings.drift.run}"
-    return make_banner(findings, title, about(findings, head) if head else "", banner_lines(findings, head))
+    return make_banner(findings, title, describe_cell(findings, head) if head else "", banner_lines(findings, head))
 
 
-def number(d: Decision) -> str:
+def quoted_number(d: Decision) -> str:
     """Return the drift that a banner quotes, with interval and margin."""
     assert d.effect is not None
     label = "margin" if d.ratio is None else f"{ratio_words(d.ratio.times)}, limit"
@@ -97,7 +97,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     )
 
 
-def about(findings: Decided, d: Decision) -> str:
+def describe_cell(findings: Decided, d: Decision) -> str:
     """Return what the quoted cell compares, on how many items, and why it is quoted."""
     sides, effect = findings.comparison, d.effect
     assert effect is not None
@@ -138,7 +138,7 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
         (70, map(str, findings.verdict.reasons)),
         (71, (line for line in remarks(findings) if line not in first)),
         (72, _invalid_cells(findings)),
-        (80, unscored(findings.comparison, head) if head else ()),
+        (80, unscored_lines(findings.comparison, head) if head else ()),
         (81, short_suites(findings)),
         *((section.asides_at, section.asides(value, findings, head)) for section, value in found_in(findings.values)),
     ]
@@ -205,7 +205,7 @@ def churn_words(findings: Decided, d: Decision) -> str:
     return f"churn {percent(contrast.churn)}{rerun}"
 
 
-def unscored(sides: Comparison, head: Decision) -> list[str]:
+def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
     """Return the drift with all unscored answers counted against the candidate, and for it; nothing without any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []

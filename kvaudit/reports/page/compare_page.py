@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.banner import churn_words, make_banner, to_do, unscored, why_quoted
+from kvaudit.reports.page.banner import churn_words, make_banner, to_do, unscored_lines, why_quoted
 from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE
 from kvaudit.reports.page.facets import breakdown, gated_events
@@ -33,7 +33,7 @@ def comparison_banner(compared: MetricComparison) -> Banner:
     for d in compared.verdict.gated:
         if d.status is Status.INVALID:
             lines += [f"{_cell(compared, d)}: {reason}" for reason in d.reasons]
-    lines += [*compared.notes, *(unscored(findings.comparison, head) if head else ())]
+    lines += [*compared.notes, *(unscored_lines(findings.comparison, head) if head else ())]
     return make_banner(
         findings,
         f"Comparison of two result files: {findings.drift.run}",

@@ -66,8 +66,8 @@ def late_rules_alarm(rules: Rules) -> str:
     if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (
-        f"{rules.source} came after the run, so its author may have seen the numbers. This verdict is not binding: "
-        "kvaudit gate refuses it."
+        f"{rules.source} came after the run, so its author may have seen the numbers: kvaudit gate refuses this "
+        "verdict."
     )
 
 
