@@ -20,7 +20,9 @@ from kvaudit.reports.sections.shared.words import counted, plain_words
 from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
 from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Status
 
-PASSING_RULE = "PASS needs the lower bound above minus the margin, and templates that could not hide a loss of it."
+PASSING_RULE = (
+    "PASS needs a lower bound above minus the margin, and templates in which no loss of the margin could hide."
+)
 FACETS_EXPLAIN = "Each score split into its facets: answers with broken form, and what the readable answers did."
 _PROBLEMS_SHOWN = 50
 
@@ -77,7 +79,11 @@ def _verdict_passage(findings: Findings) -> Passage:
         "decided",
         "The verdict in full",
         f"One line per {unit}: its verdict, the verdict of each suite, the cell that decides it"
-        + (", and the worst that a user of the compressed arm meets." if tables.deployed_cells(findings) else "."),
+        + (
+            ", and the worst cell of the compressed arm against the uncompressed reference."
+            if tables.deployed_cells(findings)
+            else "."
+        ),
         figures=("forest",),
         tables=(tables.verdict_table(findings),),
         notes=(
@@ -109,13 +115,13 @@ def _gate_passage(findings: Findings) -> Passage:
         extra for section, value in found_in(findings.values) for extra in section.beside_gate(value, findings, gated)
     ]
     is_serving = findings.comparison.mode == "serving"
-    row = f"drift from {plain_words(findings.comparison)}" if is_serving else "drift of each arm from the reference"
+    row = f"the drift from {plain_words(findings.comparison)}" if is_serving else "an arm's drift from the reference"
     estimands = {d.estimand for d in gated}
     served = ", both served alike" if estimands == {"alike"} else ", uncompressed" if estimands == {"deployed"} else ""
     return Passage(
         "gate",
         "Gate",
-        f"Each row is a {row}{served}: below zero is worse. {PASSING_RULE}",
+        f"Each row is {row}{served}: below zero is worse. {PASSING_RULE}",
         tables=(tables.gate_table(findings, gated, gated=True), *(e for e in extras if isinstance(e, Table))),
         notes=(*(note for note in extras if isinstance(note, str)), *tables.gate_notes(findings)),
         finding=_status_counts(gated, "gated cells"),
