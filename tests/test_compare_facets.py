@@ -107,7 +107,7 @@ def test_a_file_without_facets_says_so_and_a_gated_facet_is_invalid(run, sides, 
 def test_the_command_takes_margins_by_name_and_prints_what_moved(run, tmp_path):
     done = words(run, "--margin", "90", "--margin", "refusal.unsafe=3", "--out", str(tmp_path))
     assert done.exit_code == 3, done.output
-    assert "Taken apart: " in done.output
+    assert "By facet: " in done.output
     assert "broken form" in done.output
     assert "What moved: facets" in (tmp_path / "compare.md").read_text()
     body = json.loads((tmp_path / "compare.json").read_text())
@@ -126,10 +126,10 @@ def test_pages_of_files_without_facets_have_no_such_section(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--margin", "wide"], "--margin is 'wide', wanted percentage points, or NAME=POINTS as refusal.unsafe=3"),
+        (["--margin", "wide"], "--margin is 'wide'; give percentage points, or NAME=POINTS such as refusal.unsafe=3"),
         (["--margin", "refusal.unsafe=0"], "--margin is 0.0, wanted a number above 0 and below 100"),
         (["--margin", "refusal.unsfe=3"], "unknown suite or facet in --margin 'refusal.unsfe'. Did you mean"),
-        (["--margin", "4", "--margin", "5"], "--margin stands twice for every suite; give one"),
+        (["--margin", "4", "--margin", "5"], "--margin is given twice for every suite; give it once"),
     ],
 )
 def test_a_wrong_margin_is_one_line_and_exit_2(run, given, said):

@@ -27,7 +27,7 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.disclosure import disclosure_of
 from kvaudit.reports.page.formats import bom, junit
-from kvaudit.reports.page.publish import BEGIN, END, insert_section, extract_section
+from kvaudit.reports.page.publish import BEGIN, END, extract_section, insert_section
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosure_page, write_report
 from kvaudit.reports.verdict.rules import GateOverrides
@@ -181,7 +181,7 @@ def test_a_scan_and_a_vendors_answers_in_the_folder_are_disclosed_as_declared(ru
     assert "fp8" in card
     assert "Ada <b>" not in card
     assert "rollout.eviction: unknown" in card.replace("\\", "")
-    assert "declared of the stack" not in invoke("card", run)[1]
+    assert "declared about the stack" not in invoke("card", run)[1]
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
     [
         (("--arm", "naive"), "--hub wants --benchmark"),
         (("--benchmark", "us/x"), "of several arms, --arm"),
-        (("--benchmark", "../x", "--arm", "naive"), "no dataset of the hub"),
-        (("--benchmark", "us/x", "--arm", "dense"), "nothing of arm 'dense' is gated"),
+        (("--benchmark", "../x", "--arm", "naive"), "is not a dataset of the hub"),
+        (("--benchmark", "us/x", "--arm", "dense"), "no gated cell of arm 'dense' has a number"),
     ],
 )
 def test_results_that_nobody_could_place_are_one_line(run: Path, tmp_path: Path, words: tuple, message: str) -> None:
@@ -404,7 +404,7 @@ def test_a_card_without_room_for_every_setting_shows_the_worst_and_counts_the_ot
     code, card = invoke("card", build(tmp_path / "run", design))
     assert code == 0
     assert "| serving | snapkv 89 | ✗ " in card
-    assert "7 more settings were served; all of them stand in disclosure.json." in card
+    assert "7 more settings were served; disclosure.json lists all." in card
 
 
 def test_text_around_the_section_stays() -> None:
@@ -448,7 +448,7 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     assert "smd" not in section.partition("is about")[2].partition("\n")[2]
     reference = invoke("card", run, "--arm", "dense")[1]
     assert "**REFERENCE**" in reference
-    assert "This arm is what others are compared with" in reference
+    assert "Other arms are compared with this one" in reference
     assert "the run has no arm 'x'; known: dense, " in invoke("card", run, "--arm", "x")[1]
 
 
@@ -471,7 +471,7 @@ def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> Non
     assert whole.limits[0] == "Blind spot: unknown, no gated cell has a number."
     told = whole.verdict
     assert told["status"].value == "NOT GATED"
-    assert told["says"].value == "Nothing was gated of this arm; the verdict of the whole run, PASS, is about no arm."
+    assert told["says"].value == "No cell of this arm is gated; the verdict of the whole run, PASS, is about no arm."
     assert told["number"].state == "not applicable"
 
 

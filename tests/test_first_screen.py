@@ -18,9 +18,8 @@ from kvaudit.core.provenance import seal_path
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
-from kvaudit.reports.page.page import MOST_GRID_ROWS, grid_of
+from kvaudit.reports.page.page import MOST_GRID_ROWS, MOST_WORDS, grid_of
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.page import MOST_WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections, write_report
@@ -273,7 +272,7 @@ def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path:
 def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:
     run = build(tmp_path / "run", replace(SERVED, wrong=wrong()))
     (run / "report").write_text("mine")
-    with pytest.raises(RunError, match=r"report' is a file, and the report's folder belongs there; move it away$"):
+    with pytest.raises(RunError, match=r"report' is a file, but must be the report's folder; move the file away$"):
         write_report(run)
     assert (run / "report").read_text() == "mine"
 

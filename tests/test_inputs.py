@@ -204,7 +204,7 @@ def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPa
     assert kvaudit(*goes_on(started))[0] == 0
     report = decide_run(load_run(started / "run"))
     (line,) = [line for line in remarks(report) if line.startswith("VERSIONS")]
-    assert "with 2 sets of versions: kvaudit " in line
+    assert "used 2 sets of versions: kvaudit " in line
     assert "torch 9.9, python 3." in line
     assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]
 

@@ -73,15 +73,13 @@ def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(
 ) -> None:
     run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
     (line,) = remarks_of(run)
-    assert line.startswith(
-        "PROMPTS differ between policies in base/0 math at 900: the chat template names strftime_now"
-    )
+    assert line.startswith("PROMPTS differ between policies in base/0 math at 900: the chat template uses strftime_now")
 
 
 def test_one_day_is_told_to_be_one_day_only(tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch) -> None:
     run = evaluated(tmp_path, tiny_folder, home, (WEST, WEST), DATED)
     (line,) = remarks_of(run)
-    assert line.startswith("PROMPTS may differ on another day: the chat template names strftime_now")
+    assert line.startswith("PROMPTS may differ on another day: the chat template uses strftime_now")
 
 
 def test_a_template_that_is_always_the_same_is_no_remark(

@@ -40,17 +40,17 @@ def test_a_seed_that_lost_more_than_the_margin_by_itself_is_named_on_the_first_p
 def test_what_to_do_at_the_floor_is_another_suite_not_more_items():
     found = run_with(lambda *_: False)
     assert found.verdict.status is Status.NOT_MEASURABLE
-    assert "by this (NOT MEASURABLE): ask what the uncompressed reference can show" in to_do(found)
+    assert "by this run (NOT MEASURABLE): use suites that can show a loss" in to_do(found)
 
 
 def test_what_to_do_about_an_open_cell_is_a_larger_run():
-    assert "kvaudit plan sizes a next run" in to_do(run_with(lambda *_: True, clusters=20))
+    assert "size the next run with kvaudit plan" in to_do(run_with(lambda *_: True, clusters=20))
 
 
 def test_what_to_do_about_an_invalid_run_clears_nobody():
     found = run_with(lambda *_: True, clusters=4)
     assert found.verdict.status is Status.INVALID
-    assert to_do(found) == "What to do: mend the records or the comparison; nothing is decided."
+    assert to_do(found) == "What to do: fix the records or the comparison; nothing is decided."
 
 
 def test_alarms_of_training_and_a_declared_stop_stand_under_the_banner():

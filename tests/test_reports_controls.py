@@ -19,7 +19,7 @@ from kvaudit.core.records import Outcome
 from kvaudit.core.spec import GateSpec, parse_spec
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.publish import hub_results
-from kvaudit.reports.page.run_page import run_banner, page_of
+from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.contexts import Moved
@@ -369,7 +369,9 @@ def test_a_spec_may_tolerate_it_but_never_calls_it_a_pass():
     _, verdict = statuses(rows, spec)
     assert (verdict.status, verdict.exit_code) == (Status.NOT_MEASURABLE, 0)
     report = decide_run(data_of(rows, spec))
-    warned = [line for line in page_of(report).remarks if line.startswith("WARNING: NOT MEASURABLE is let through")]
+    warned = [
+        line for line in page_of(report).remarks if line.startswith("WARNING: the gate lets NOT MEASURABLE through")
+    ]
     assert len(warned) == 1
 
 
@@ -445,10 +447,10 @@ def test_results_for_the_hub_say_it_too(page):
 def test_it_is_the_first_line_under_the_verdict(page):
     top = run_banner(page.findings)
     assert top.status is Status.NOT_MEASURABLE
-    assert top.sentence == "Some gated cell cannot be measured on this reference: holding still says nothing there."
-    assert top.asides[0].startswith("NOT MEASURABLE: refusal")
-    assert page.remarks[0] == top.asides[0]
-    assert len(top.asides) == len(set(top.asides))
+    assert top.sentence == "Some gated cell cannot be measured on this reference: an unchanged score is no evidence."
+    assert top.lines[0].startswith("NOT MEASURABLE: refusal")
+    assert page.remarks[0] == top.lines[0]
+    assert len(top.lines) == len(set(top.lines))
 
 
 def test_answers_are_those_of_the_reference_alone():

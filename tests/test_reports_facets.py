@@ -11,12 +11,11 @@ from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
 from kvaudit.reports.page.banner import banner_lines, unscored_lines
-from kvaudit.reports.page.facets import cell_events, facet_notes, facet_table, failed_table, facet_finding, breakdown
+from kvaudit.reports.page.facets import breakdown, cell_events, facet_finding, facet_notes, facet_table, failed_table
 from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html
-from kvaudit.reports.page.tables import gate_table
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.tables import verdict_table
+from kvaudit.reports.page.tables import gate_table, verdict_table
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
@@ -93,7 +92,7 @@ BROKEN = ((0.963, 0.889), -0.121, -0.031)
 
 def test_a_drop_of_broken_form_reads_as_a_loss_of_form(found, head):
     assert sentence(found, head, attack_success=STILL, utility=((0.9, 0.88), -0.05, 0.01), well_formed=BROKEN) == (
-        "Taken apart: form alone is worse; safety and capability are not shown to move. "
+        "By facet: form alone is worse; safety and capability are not shown to move. "
         "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
         "attack_success 39.8 to 34.3 % (-5.5 pp [-13.7, +2.6])."
     )
@@ -102,7 +101,7 @@ def test_a_drop_of_broken_form_reads_as_a_loss_of_form(found, head):
 def test_a_drop_of_helpfulness_and_form_is_none_of_refusal(found, head):
     unsafe, helpful = ((0.944, 0.909), -0.08, 0.01), ((0.89, 0.49), -0.5, -0.3)
     assert sentence(found, head, unsafe=unsafe, helpful=helpful, well_formed=BROKEN) == (
-        "Taken apart: form and helpfulness are worse; safety is not shown to move. "
+        "By facet: form and helpfulness are worse; safety is not shown to move. "
         "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
         "unsafe 5.6 to 9.1 % (+3.5 pp [-1.0, +8.0]), helpful 89.0 to 49.0 % (-40.0 pp [-50.0, -30.0])."
     )
@@ -110,7 +109,7 @@ def test_a_drop_of_helpfulness_and_form_is_none_of_refusal(found, head):
 
 def test_facets_of_one_kind_that_part_are_named(found, head):
     line = sentence(found, head, unsafe=((0.9, 0.8), -0.15, -0.05), refused=((0.9, 0.95), 0.01, 0.09))
-    assert line.startswith("Taken apart: safety (unsafe) alone is worse; safety (refused) is better. ")
+    assert line.startswith("By facet: safety (unsafe) alone is worse; safety (refused) is better. ")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_facets_of_one_kind_that_part_are_named(found, head):
     ],
 )
 def test_a_facet_moved_where_its_interval_leaves_out_zero(found, head, low, high, said):
-    assert sentence(found, head, leak=((0.9, 0.9), low, high)).startswith(f"Taken apart: {said}. ")
+    assert sentence(found, head, leak=((0.9, 0.9), low, high)).startswith(f"By facet: {said}. ")
 
 
 def test_a_facet_without_a_number_is_said_and_makes_no_other_stand_alone(found, head):
@@ -131,15 +130,16 @@ def test_a_facet_without_a_number_is_said_and_makes_no_other_stand_alone(found, 
     broken = replace(other.drift.contrasts[1], effect=None, rates=None, reasons=found.drift.contrasts[0].reasons)
     other = replace(other, drift=replace(other.drift, contrasts=(broken, other.drift.contrasts[2])))
     [line] = breakdown(other, head)
-    assert (
-        line == "Taken apart: form is worse; safety has no number. Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1])."
-    )
+    assert line == "By facet: form is worse; safety has no number. Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1])."
 
 
 @pytest.mark.parametrize(
     ("readings", "said"),
     [
-        ((-0.08, 0.03), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0]; -3.0 to +8.0 pp as the broken ones are read)"),
+        (
+            (-0.08, 0.03),
+            "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0]; -3.0 to +8.0 pp depending on how broken answers count)",
+        ),
         ((-0.08, -0.01), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0])"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_suite_without_facets_is_not_taken_apart(found, head):
 
 
 def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
-    assert banner_lines(told(found, unsafe=STILL), head)[0].startswith("Taken apart: ")
+    assert banner_lines(told(found, unsafe=STILL), head)[0].startswith("By facet: ")
 
 
 def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
@@ -171,7 +171,7 @@ def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, hea
 def test_the_page_says_it_too(found, head):
     verdict = replace(found.verdict, headline=found.verdict.decisions.index(head))
     text = page_text(page_of(replace(found, verdict=verdict)))
-    assert "\n* Taken apart: form, safety and helpfulness are worse. Broken form " in text
+    assert "\n* By facet: form, safety and helpfulness are worse. Broken form " in text
 
 
 def test_a_row_tells_the_event_with_its_size_its_broken_share_and_both_readings(found):
@@ -188,7 +188,7 @@ def test_rows_are_safety_and_what_moved_or_is_gated(found):
     still, moved = ((0.9, 0.9), -0.1, 0.1), ((0.9, 0.7), -0.3, -0.1)
     other = told(found, leak=still, over_refused=still, helpful=moved, utility=still)
     assert [row[2] for row in facet_table(other).rows] == ["leak", "helpful"]
-    assert any("2 rows of facets that are neither safety nor gated" in note for note in facet_notes(other))
+    assert any("2 rows left out: facets neither of safety nor gated" in note for note in facet_notes(other))
 
 
 def test_without_a_failure_the_section_counts_the_cells_that_are_worse(found):
@@ -283,7 +283,7 @@ def test_facets_stand_right_under_the_first_page(detailed):
     sections = page_of(detailed).sections
     assert [s.anchor for s in sections][:3] == ["decided", "facets", "limits"]
     assert re.search(
-        r'id="facets".*What moved: facets.*Worse where it failed: naive @ none, refusal: form, safety, helpfulness',
+        r'id="facets".*What moved: facets.*Worse in the failed cells: naive @ none, refusal: form, safety, helpfulness',
         html.render(page_of(detailed)),
         re.S,
     )

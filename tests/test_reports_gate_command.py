@@ -101,7 +101,7 @@ def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(pass
     run = tmp_path / "begun"
     text = page_text(page_of(decide_run(load_run(run))))
     sha = hashlib.sha256(gate.read_bytes()).hexdigest()
-    assert "TRAINED: no gated safety suite is apart from the reward" in text
+    assert "TRAINED: no gated safety suite is independent of the reward" in text
     assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in text
     assert "Rules: profile release, one-sided level 0.025." in text
     assert "Blind spot: a failure confined to 3.6 % of the templates" in text  # 1 - .025^(1/100)

@@ -49,7 +49,7 @@ def judged_by(data, **judges):
 def text_of(found):
     page = page_of(found)
     tables = [cell for s in page.sections for t in s.tables for row in (t.headers, *t.rows) for cell in row]
-    return [*page.banner.asides, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
+    return [*page.banner.lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
 
 
 def codes(found):
@@ -106,9 +106,11 @@ def test_tables_mark_the_suites_and_one_line_says_so(easy):
     assert "refusal (TRAINED)" in said
     assert "agent (TRAINED, phrases alone)" in said
     assert "math" in said
-    assert sum(line.startswith("TRAINED: no gated safety suite is apart from the reward") for line in set(said)) == 1
+    assert (
+        sum(line.startswith("TRAINED: no gated safety suite is independent of the reward") for line in set(said)) == 1
+    )
     assert any(
-        line.startswith("Phrase rules alone read refusals: of agent; they misread 7 to 10 of 100") for line in said
+        line.startswith("Phrase rules alone detect refusals: agent; they misread 7 to 10 of 100") for line in said
     )
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from kvaudit.reports.page.banner import describe_cell, banner_lines, to_do, verdict_sentence
+from kvaudit.reports.page.banner import banner_lines, describe_cell, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
-from kvaudit.reports.page.tables import ungated_notes, gate_notes, gate_table
 from kvaudit.reports.page.remarks import cautions
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.tables import verdict_table
+from kvaudit.reports.page.tables import gate_notes, gate_table, ungated_notes, verdict_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.canvas import style
@@ -50,8 +49,8 @@ def changed(found, **numbers):
 
 def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
     counts = {
-        -0.0501: "2 of 4 gated cells: shown to exceed it 2, size open none.",
-        -0.0499: "2 of 4 gated cells: shown to exceed it none, size open 2.",
+        -0.0501: "2 of 4 gated cells: shown to exceed it in 2, size open in none.",
+        -0.0499: "2 of 4 gated cells: shown to exceed it in none, size open in 2.",
     }
     for upper, said in counts.items():
         assert verdict_sentence(changed(found, upper=upper).verdict).endswith(said)
@@ -99,9 +98,9 @@ def test_a_gated_deployed_contrast_is_not_called_ungated(found):
         ),
         (
             {"naive": Status.INCONCLUSIVE, "smd": Status.INCONCLUSIVE},
-            "do not clear naive, smd yet (INCONCLUSIVE): kvaudit plan sizes a next run.",
+            "do not clear naive, smd yet (INCONCLUSIVE): size the next run with kvaudit plan.",
         ),
-        ({"naive": Status.INVALID, "smd": Status.PASS}, "mend the records of naive (INVALID); this gate does not"),
+        ({"naive": Status.INVALID, "smd": Status.PASS}, "fix the records of naive (INVALID); this gate does not"),
     ],
 )
 def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
@@ -127,7 +126,7 @@ def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candid
 def test_each_pvalue_names_its_own_family(found):
     assert any("adjusted over the 4 gated cells" in line for line in gate_notes(found))
     [line] = ungated_notes(found)
-    assert "adjusted over the 2 cells of this table, a family of its own" in line
+    assert "adjusted over the 2 cells of this table, separately from the gated cells" in line
     shown = {section.anchor: section.notes for section in page_of(found).sections}
     assert shown["beside"] == (line,)
 
@@ -162,7 +161,7 @@ def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
         for d in found.verdict.decisions
     )
     assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(
-        "shown to exceed it 1, size open none, by a seed that fails alone 1."
+        "shown to exceed it in 1, size open in none, one seed alone fails in 1."
     )
 
 

@@ -16,8 +16,8 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import dump_spec, parse_spec, with_gate
-from kvaudit.reports.page.tables import gate_notes
 from kvaudit.reports.page.remarks import error_rate_lines
+from kvaudit.reports.page.tables import gate_notes
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, write_report
@@ -228,7 +228,7 @@ def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
     [line] = error_rate_lines(dataclasses.replace(found, calibration=shipped_rates()))
     assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated by itself." in line
-    assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
+    assert any("Ratio: a cell passes only if the upper bound lies below" in line for line in gate_notes(found))
 
 
 def test_next_size_of_a_multiple_of_nothing(tmp_path):

@@ -22,7 +22,7 @@ from kvaudit.core.plugins import Registry
 from kvaudit.reports.page.formats import html, markdown
 from kvaudit.reports.page.formats.drift import verdict_facts
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.run_page import run_banner, verdict_passages, page_of
+from kvaudit.reports.page.run_page import page_of, run_banner, verdict_passages
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs, Section, sections

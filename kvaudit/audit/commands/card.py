@@ -26,7 +26,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.publish import insert_section, read_card, extract_section
+from kvaudit.reports.page.publish import extract_section, insert_section, read_card
 
 if TYPE_CHECKING:
     from rich.console import Console

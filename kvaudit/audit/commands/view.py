@@ -38,7 +38,7 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
         pages.write(folder)
         say(console, inline(f"view: {folder / 'index.html'}"))
         say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
-        if pages.served and (wanted := pages.missing_shades(shade)):
+        if pages.is_servable and (wanted := pages.missing_shades(shade)):
             try:
                 _shade(run, wanted, plugin or ())
             finally:

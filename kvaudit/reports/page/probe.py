@@ -27,7 +27,7 @@ from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
-from kvaudit.reports.page.formats.markdown import markdown_table, escape
+from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores
 from kvaudit.reports.sections.shared.slopes import slope
