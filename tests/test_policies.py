@@ -22,7 +22,9 @@ def test_a_plug_in_that_is_no_kind_of_policy_is_refused(monkeypatch: pytest.Monk
         name = "odd"
 
     monkeypatch.setattr(POLICIES, "_classes", {"odd": Odd})
-    with pytest.raises(SpecError, match="policy odd of test_policies is of no kind; subclass one of Evictor, Quant"):
+    with pytest.raises(
+        SpecError, match="policy odd of test_policies subclasses Policy directly; subclass one of Evictor, Quant"
+    ):
         parse_policy("odd")
 
 

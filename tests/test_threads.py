@@ -12,7 +12,7 @@ import pytest
 from kvaudit.core.network import map_in_order, start_all
 
 HANGING = {
-    "an engine's requests": "from kvaudit.audit.engines.http_server import all_at_once as ask; more = (1e9,)",
+    "an engine's requests": "from kvaudit.audit.engines.http_server import ask_concurrently as ask; more = (1e9,)",
     "a judge's questions": "from kvaudit.core.network import map_in_order as ask; more = ()",
 }
 
