@@ -14,7 +14,6 @@ from kvaudit.core.removed import REMOVED, removed_import
 
 # old path -> new path, both below kvaudit
 MOVED = {
-    "audit.again": "audit.rerun",
     "audit.again.answers": "audit.rerun.finished",
     "audit.again.diagnose": "audit.rerun.diagnose",
     "audit.again.distances": "audit.rerun.diagnose",
@@ -91,7 +90,6 @@ MOVED = {
     "reports.drift.drift": "reports.verdict.drift",
     "reports.drift.results": "reports.verdict.contrast",
     "reports.drift.selectivity": "reports.verdict.selectivity",
-    "reports.gate": "reports.verdict",
     "reports.gate.cell": "reports.verdict.cell",
     "reports.gate.chance": "reports.verdict.chance",
     "reports.gate.controls": "reports.verdict.controls",
@@ -111,7 +109,6 @@ MOVED = {
     "reports.labels.pairs": "reports.verdict.label_pairs",
     "reports.labels.relabelled": "reports.verdict.relabelled",
     "reports.labels.sheet": "reports.verdict.label_sheet",
-    "reports.layout": "reports.sections.shared",
     "reports.layout.canvas": "reports.sections.shared.canvas",
     "reports.layout.contrasts": "reports.sections.shared.contrasts",
     "reports.layout.events": "reports.sections.shared.events",
