@@ -41,9 +41,9 @@ def check(
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
-    from kvaudit.audit.commands.check import Asking, check_served
+    from kvaudit.audit.commands.check import CheckOptions, check_served
 
-    asking = Asking(
+    asking = CheckOptions(
         model,
         engine,
         kv,
@@ -85,10 +85,10 @@ def run(
     >>> sorted(tiny.records["policy"].str.partition(":")[0].unique())
     ['int8', 'none']
     """
-    from kvaudit.audit.commands.run import Options, run_spec
+    from kvaudit.audit.commands.run import RunOptions, run_spec
 
     files = (plugins,) if isinstance(plugins, str) else plugins
-    options = Options(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, files)), anyway=anyway)
+    options = RunOptions(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, files)), anyway=anyway)
     source = spec if isinstance(spec, Mapping) else Path(spec)
     return Run(run_spec(source, None if out is None else Path(out), options, resume=resume))
 

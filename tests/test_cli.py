@@ -19,8 +19,8 @@ from conftest import with_figures
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.command_line import end_on_sigterm, user_errors
-from kvaudit.audit.commands.run import Options, share
+from kvaudit.audit.commands.base import end_on_sigterm, user_errors
+from kvaudit.audit.commands.run import RunOptions, plan_workers
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import load_spec
@@ -325,7 +325,7 @@ def test_a_path_that_can_be_no_folder_is_refused(spec: Path, tmp_path: Path) -> 
 def test_a_run_keeps_the_threads_it_began_with(
     spec: Path, threads: int | None, workers: int | None, begun: int | None, shared: tuple[int, int | None]
 ) -> None:
-    assert share(Options(threads=threads, workers=workers), load_spec(spec, NAMES), begun) == shared
+    assert plan_workers(RunOptions(threads=threads, workers=workers), load_spec(spec, NAMES), begun) == shared
 
 
 def test_a_run_remembers_what_it_began_with_when_it_goes_on_with_other_threads(finished: Path, tmp_path: Path) -> None:

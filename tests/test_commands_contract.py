@@ -15,7 +15,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.base import HELP_HEADINGS, LONGEST_SUMMARY, Command, commands
+from kvaudit.audit.commands.base import HELP_HEADINGS, LONGEST_SUMMARY, Command, load_commands
 from kvaudit.core.removed import REMOVED
 
 PACKAGE = "kvaudit.audit.commands"
@@ -29,7 +29,7 @@ FORMER = (
     *("verify", "view"),
 )
 REMOVED_COMMANDS = [name for removed in REMOVED for name in removed.commands]
-FOUND = commands()
+FOUND = load_commands()
 RENAMED = {old: new for command in FOUND for old, new in command.old.items()}
 
 
@@ -128,7 +128,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(("command", "said"), WRONG.values(), ids=WRONG)
 def test_a_wrong_command_is_caught(command: str, said: str, planted: Path) -> None:
     (planted / "wrong.py").write_text(PLANTED.format(command=command, long="x" * 70))
-    (wrong,) = commands("planted")
+    (wrong,) = load_commands("planted")
     (fault,) = faults(wrong, [*FOUND, wrong])
     assert fault.startswith(said)
 

@@ -12,7 +12,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.run import kept_gate
+from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
@@ -310,7 +310,7 @@ def spec_with(gate):
 def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     gate = pinned_gate(tmp_path)
     spec = spec_with({"gate_file": str(gate)})
-    kept = kept_gate(spec, NAMES)
+    kept = gate_provenance(spec, NAMES)
     assert kept["gate_file"] == {
         "name": "gate.yaml",
         "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
@@ -325,12 +325,12 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
 def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     """The complete spec names all of them; its hash is that of one that declares the same."""
     spec = spec_with({"margins": {"refusal": 5}})
-    assert kept_gate(spec, NAMES) == {"default_margins": {"math": "capability"}}
-    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 5}}), NAMES) == {"default_margins": {}}
+    assert gate_provenance(spec, NAMES) == {"default_margins": {"math": "capability"}}
+    assert gate_provenance(spec_with({"margins": {"refusal": 5, "math": 5}}), NAMES) == {"default_margins": {}}
     assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 5}}).sha256
     assert spec == spec_with({"margins": {"refusal": 5, "math": 5}})
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
-    kept = kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+    kept = gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert kept["default_margins"] == {"refusal": "safety"}
 
 
@@ -363,7 +363,7 @@ def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
 def test_a_gate_file_that_does_not_fit_its_spec_stops_the_run_before_it_begins(tmp_path, text, message):
     (tmp_path / "gate.yaml").write_text(text)
     with pytest.raises(SpecError) as caught:
-        kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+        gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies.parse import parse_policy
-from kvaudit.audit.scan.files import files_below
+from kvaudit.audit.scan.files import find_files
 from kvaudit.audit.scan.rules import NO_EQUIVALENT, ScanRule, load_rules
-from kvaudit.audit.scan.scan import Scan, scan
+from kvaudit.audit.scan.scan import Scan, scan_files
 
 Rows = dict[str, list[tuple[int, str]]]  # file -> lines and rules
 
 
 def scanned(folder: Path) -> Scan:
-    files, skipped = files_below([folder])
-    return scan(files, (), skipped)
+    files, skipped = find_files([folder])
+    return scan_files(files, (), skipped)
 
 
 def by_file(result: Scan, folder: Path) -> Rows:
@@ -139,8 +139,8 @@ def test_bytes_that_are_no_text_are_not_readable(tmp_path: Path) -> None:
 def test_a_named_file_of_an_unknown_dialect_is_not_readable(tmp_path: Path) -> None:
     path = tmp_path / "engine.hcl"
     path.write_text('kv_cache_dtype = "fp8"\n')
-    files, skipped = files_below([path])
-    assert "no dialect that is known" in scan(files).not_readable[0].reason
+    files, skipped = find_files([path])
+    assert "no dialect that is known" in scan_files(files).not_readable[0].reason
     assert skipped == 0
 
 
@@ -164,8 +164,8 @@ def test_broken_files_keep_what_stands_above_the_break(tmp_path: Path) -> None:
 def test_a_notebook_that_is_named_is_not_said_to_be_clean(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     path.write_text('{"cells": [{"cell_type": "code", "source": ["LLM(kv_cache_dtype=1)"]}]}')
-    files, _ = files_below([path])
-    assert "a notebook" in scan(files).not_readable[0].reason
+    files, _ = find_files([path])
+    assert "a notebook" in scan_files(files).not_readable[0].reason
 
 
 def test_a_tag_builds_nothing(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import typer
 from typer.core import TyperGroup
 
 from kvaudit import __version__
-from kvaudit.audit.commands.base import HELP_HEADINGS, Command, commands
-from kvaudit.audit.commands.command_line import USAGE, end_on_sigterm
+from kvaudit.audit.commands.base import HELP_HEADINGS, Command, load_commands
+from kvaudit.audit.commands.base import USAGE, end_on_sigterm
 from kvaudit.core.removed import removed_command
 
-_FOUND = commands()
+_FOUND = load_commands()
 _RENAMED = {old: new for command in _FOUND for old, new in command.old.items()}
 
 

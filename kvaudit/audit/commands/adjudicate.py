@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import Run, check_seed, print_table, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.base import Run, check_seed, print_table, print_line, parse_pairs, user_errors, wide_console
 from kvaudit.audit.commands.report import print_verdict
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
@@ -67,7 +67,7 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
             raise RunError(f"{str(path)!r} exists and may hold labels; choose another --out")
     data = load_run(run)
     drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
-    found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
+    found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), parse_pairs(select, "--select"))
     wanted, needed = concordant or usual(found), templates_to_see(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
     # the key first: a sheet without one cannot be read back
@@ -77,19 +77,19 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     console = wide_console()
     apart = sum(int(pairs.discordant.sum()) for pairs in found)
     total = sum(len(cell.pairs) for cell in key.cells)
-    say(
+    print_line(
         console, f"sheet: {out}: {len(shown)} answers of {total} pairs ({apart} discordant) in {len(found)} gated cells"
     )
     if wanted < needed:
-        say(
+        print_line(
             console,
             f"too few for a PASS: {wanted} concordant pairs of {needed} templates; --concordant {needed} or more",
         )
-    say(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
+    print_line(console, f"key: {key_path(out)}: whose answers they are; keep it from whoever labels")
     if known:
-        say(console, f"{len(known)} answers hold the labels that this run already has")
-    say(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
-    say(console, f"kvaudit grade adjudicate {run} --read {out}")
+        print_line(console, f"{len(known)} answers hold the labels that this run already has")
+    print_line(console, "label each row 1 (the answer does what its suite wants) or 0, then:")
+    print_line(console, f"kvaudit grade adjudicate {run} --read {out}")
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
@@ -126,7 +126,7 @@ def _read(run: Path, sheet: Path) -> int:
     if findings.verdict.judged is not None:
         _print(console, findings)
     print_verdict(console, findings)
-    say(console, f"written: {run / 'report' / LABELS_FILE}")
+    print_line(console, f"written: {run / 'report' / LABELS_FILE}")
     return findings.verdict.exit_code
 
 
@@ -136,7 +136,7 @@ def _print(console: Console, findings: Findings) -> None:
     cells = labelled_cells(findings)
     print_table(console, labelled_cells_table(cells))
     for line in panel_notes(cells, findings.drift):
-        say(console, line)
+        print_line(console, line)
 
 
 COMMAND = Command("adjudicate", group="grade", order=3, call=adjudicate, old={"adjudicate": "grade adjudicate"})

@@ -56,7 +56,7 @@ class Command:
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
-def commands(package: str = "kvaudit.audit.commands") -> list[Command]:
+def load_commands(package: str = "kvaudit.audit.commands") -> list[Command]:
     """The command of every file of a package that has one, in the order of the help."""
     root = importlib.import_module(package)
     modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(root.__path__, f"{package}."))

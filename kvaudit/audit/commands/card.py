@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import (
+from kvaudit.audit.commands.base import (
     GateFile,
     OnInconclusive,
     Run,
     Waivers,
-    say,
+    print_line,
     say_unfinished,
     user_errors,
     wide_console,
@@ -94,10 +94,10 @@ def card(
         whole = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))
         for path, text in results.items():
             write_output(path, text)
-            say(console, f"results: {path}")
+            print_line(console, f"results: {path}")
         if into is not None and whole is not None:
             write_output(into, whole)
-            say(console, f"card: {into}")
+            print_line(console, f"card: {into}")
         if check is not None and not _agrees(check, section, console):
             raise typer.Exit(_DIFFERS)
         if into is None and check is None and hub is None:
@@ -133,13 +133,13 @@ def _agrees(path: Path, section: str, console: Console) -> bool:
     # by line feeds alone: to Markdown a form feed or a U+2028 in the place of one is no line break
     theirs, ours = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if theirs == ours:
-        say(console, f"card: {path} says what its run says")
+        print_line(console, f"card: {path} says what its run says")
         return True
     pairs = zip_longest(theirs, ours, fillvalue="(nothing)")
     number, of_card, of_run = next((n, *pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     for whose, line in (("the card", of_card), ("the run", of_run)):
-        say(console, inline(f"line {number} of the disclosure, {whose}: {clip(line, 300)}"))
-    say(console, f"card: {path} says other than its run; write it again with --into")
+        print_line(console, inline(f"line {number} of the disclosure, {whose}: {clip(line, 300)}"))
+    print_line(console, f"card: {path} says other than its run; write it again with --into")
     return False
 
 
@@ -150,15 +150,15 @@ def print_recipe(run: Path, other: Path | None) -> None:
     console, first = wide_console(), read_recipe(run)
     if other is None:
         for name, digest in recipe_digests(first).items():
-            say(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
-        say(console, f"recipe: {str(first['sha256'])[:12]}")
+            print_line(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
+        print_line(console, f"recipe: {str(first['sha256'])[:12]}")
         return
     found = list(recipe_changes(first, read_recipe(other)))
     for change in found:
         name = ".".join(filter(None, (change.section, change.entry)))
         for line in _changed_lines(change.before, change.after):
-            say(console, f"{inline(clip(name, _LONGEST_ENTRY))}: {line}")
-    say(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
+            print_line(console, f"{inline(clip(name, _LONGEST_ENTRY))}: {line}")
+    print_line(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
 
 
 def _changed_lines(before: Any, after: Any) -> Iterator[str]:

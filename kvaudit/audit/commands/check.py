@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import Resume, RunOut, Threads, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.base import Resume, RunOut, Threads, print_line, parse_pairs, user_errors, wide_console
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import clip, inline
@@ -53,7 +53,7 @@ DataFolder = Annotated[Path | None, option("--data", help="The folder of public 
 
 
 @dataclass(frozen=True)
-class Asking:
+class CheckOptions:
     """What the command line says of the model and of how it is to be served."""
 
     model: str
@@ -97,7 +97,7 @@ class Asking:
         of_an_engine = [self.kv, self.python, self.weights, *([] if any(servers) else self.settings)]
         if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(of_an_engine) and self.engine is None):
             raise SpecError(_FORMS)
-        named = selectors(self.settings, "--set")
+        named = parse_pairs(self.settings, "--set")
         if self.engine is not None:
             return engine_config(self.engine, self.kv, named, python=self.python, weights=self.weights)
         if self.policy is not None:
@@ -130,7 +130,7 @@ def check(
     Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit
     init check.
     """
-    asking = Asking(
+    asking = CheckOptions(
         *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),
         data=data,
         minutes=minutes,
@@ -143,11 +143,11 @@ def check(
         raise typer.Exit(check_served(asking, out, threads, resume=resume)[1])
 
 
-def check_served(asking: Asking, out: Path | None, threads: int | None, *, resume: bool) -> tuple[Path, int]:
+def check_served(asking: CheckOptions, out: Path | None, threads: int | None, *, resume: bool) -> tuple[Path, int]:
     """Plan, run, say; where the check lies, and its exit code."""
     asking.check_model()  # before it is shown: an address may hold a password
     typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
-    from kvaudit.audit.commands.run import AskedRun, Options, opened_run
+    from kvaudit.audit.commands.run import AskedRun, RunOptions, opened_run
     from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
     set_rows(asking)
@@ -157,9 +157,9 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     spec = parse_spec_text(spec_text(asking.model, way, plan, typed(asking)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
-        say(console, line)
+        print_line(console, line)
     asked = AskedRun(spec, out or Path("runs") / spec.name, {})
-    options = Options(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
+    options = RunOptions(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
     pipeline, run = opened_run(
         asked,
         options,
@@ -178,7 +178,7 @@ def check_served(asking: Asking, out: Path | None, threads: int | None, *, resum
     longer = replace(asking, minutes=_MORE_TIME * plan.minutes)
     beside = TerminalExtras(plan.not_asked, f"{typed(longer)} --out {shlex.quote(f'{run.path}-longer')}", made_up)
     for line in terminal_lines(findings, run.path, beside):
-        say(console, line)
+        print_line(console, line)
     return run.path, findings.verdict.exit_code
 
 
@@ -190,15 +190,15 @@ def _first_heard(console: Console, spec: RunSpec) -> OnFirstAnswer:
 
     def heard(served: str, item: Item, answer: str) -> None:
         if not asked:
-            say(console, f"first prompt: {clip(inline(item.messages[-1].content), _PROMPT)}")
+            print_line(console, f"first prompt: {clip(inline(item.messages[-1].content), _PROMPT)}")
             asked.add(item.item_id)
         name = _FULL if served == DENSE_POLICY else names.get(served, served)
-        say(console, f"  {name}: {clip(inline(answer), _ANSWER)}")
+        print_line(console, f"  {name}: {clip(inline(answer), _ANSWER)}")
 
     return heard
 
 
-def set_rows(asking: Asking) -> None:
+def set_rows(asking: CheckOptions) -> None:
     from kvaudit.suites.sources import DATA_VARIABLE
 
     if asking.data is None:
@@ -208,7 +208,7 @@ def set_rows(asking: Asking) -> None:
     os.environ[DATA_VARIABLE] = str(asking.data)
 
 
-def _check_there(asking: Asking, way: ServingConfig) -> None:
+def _check_there(asking: CheckOptions, way: ServingConfig) -> None:
     """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED
@@ -241,7 +241,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
         yield f"public rows that are not here, with which it could ask more: kvaudit data fetch {absent}"
 
 
-def typed(asking: Asking) -> str:
+def typed(asking: CheckOptions) -> str:
     """The command that asks this, as it would be typed."""
     named = (
         ("--engine", asking.engine),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import print_table, say, selectors, user_errors, wide_console
+from kvaudit.audit.commands.base import print_table, print_line, parse_pairs, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import inline
@@ -85,7 +85,7 @@ def compare(
             items_are_independent=items_are_independent,
             lower_is_better=lower_is_better,
             higher_is_better=higher_is_better,
-            select=(selectors(select_a or (), "--select-a"), selectors(select_b or (), "--select-b")),
+            select=(parse_pairs(select_a or (), "--select-a"), parse_pairs(select_b or (), "--select-b")),
         )
         names = choose_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         points, margins = parse_margins(tuple(margin or ()))
@@ -111,7 +111,7 @@ def _show(found: Sequence[MetricComparison], out: Path | None) -> int:
     if out is not None:
         for name, text in comparison_files(shown, two).items():
             write_output(out / name, text)
-        say(console, f"report: {out / 'compare.html'}")
+        print_line(console, f"report: {out / 'compare.html'}")
     return two.exit_code if two else shown.verdict.exit_code
 
 
@@ -132,12 +132,12 @@ def _print(console: Console, found: Sequence[MetricComparison], shown: MetricCom
     if two:
         print_table(console, judges_table(two))
         for line in agreement_notes(two):
-            say(console, inline(line))
+            print_line(console, inline(line))
     top = comparison_banner(shown)
-    say(console, f"verdict: {top.status.value} {top.number}".rstrip())
+    print_line(console, f"verdict: {top.status.value} {top.number}".rstrip())
     for line in (top.sentence, top.about, *top.lines, *comparison_cautions(shown)):
         if line:
-            say(console, line)
+            print_line(console, line)
 
 
 COMMAND = Command("compare", group="Audit", order=6, call=compare)

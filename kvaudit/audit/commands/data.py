@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.base import print_line, user_errors, wide_console
 from kvaudit.core.text import guide_path
 
 data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
@@ -35,11 +35,11 @@ def show_data(context: typer.Context) -> None:
             state = "lacking" if lacks else "there, other rows than these" if one.changed_files(folder) else "there"
             table.add_row(one.name, state, one.rows, one.licence, one.source_url, ", ".join(one.suites))
         console = wide_console()
-        say(console, f"folder: {folder}")
+        print_line(console, f"folder: {folder}")
         console.print(table, markup=False)
-        say(console, _OURS)
+        print_line(console, _OURS)
         if lacking := [one.name for one in catalogue() if one.missing_files(folder)]:
-            say(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
+            print_line(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
 
 
 @data.command("fetch")
@@ -66,8 +66,8 @@ def fetch_data(
             for file, raw in found:
                 _write(folder / file.path, raw)
             done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
-            say(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.source_url}")
-        say(console, f"in {folder}")
+            print_line(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.source_url}")
+        print_line(console, f"in {folder}")
 
 
 def _write(path: Path, raw: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import print_table, say, user_errors, wide_console
+from kvaudit.audit.commands.base import print_table, print_line, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import MAX_THREADS
 from kvaudit.core.text import inline
@@ -78,19 +78,19 @@ def diagnose(
         check_group(loaded, setting)
         asked = collect_requests(loaded, chosen, prompts, length)
         known = f"{sum(one.refused for one in asked)} refused, {sum(one.harmful for one in asked)} to be refused"
-        say(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
+        print_line(console, inline(f"{loaded.name}: {len(asked)} requests of {chosen.name}, {known}"))
 
         def heard(one: Harm) -> None:
-            say(console, f"  {one.case.name:<28} {one.nats:.4f} nats a token")
+            print_line(console, f"  {one.case.name:<28} {one.nats:.4f} nats a token")
 
         found = run_diagnosis(loaded, asked, setting, heard)
-        say(console, "")
+        print_line(console, "")
         _show(found, console)
         if out is not None:
             from kvaudit.core.files import write_output
 
             write_output(out, _json(found, loaded.name, loaded.sha256))
-            say(console, inline(f"written: {out}"))
+            print_line(console, inline(f"written: {out}"))
 
 
 def _setting(bits: int | None, group: int | None, kv_cache_dtype: str | None) -> Codes | Floats:
@@ -122,21 +122,21 @@ def _show(found: Diagnosis, console: Any) -> None:
     print_table(console, table_of(_COLUMNS, rows))
     most = sorted(found.layers, key=lambda one: -one.nats)[:_SHOWN]
     # their numbers, without the word "layer"
-    say(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
+    print_line(console, "layers, each alone: " + ", ".join(f"{one.case.name[6:]} {one.nats:.4f}" for one in most))
     if (ratio := found.along_refusals) is not None:
-        say(
+        print_line(
             console,
             f"noise of keys along the refusal direction: {ratio:.3g} times less by channel than by token (median)",
         )
-    say(console, f"mode: {found.mode}: {found.meaning}")
+    print_line(console, f"mode: {found.mode}: {found.meaning}")
     for one in found.effective_remedies:
         least = f"{one.case.bits:.2g} bits a number, leaves {_share(one, found)}"
         settings = next((text for start, text in _TRY.items() if one.case.name.startswith(start)), "")
         how = f" ({settings.format(bits=found.setting.bits, window=one.case.window)})" if settings else ""
-        say(console, f"try: {one.case.name}, {least}{how}")
+        print_line(console, f"try: {one.case.name}, {least}{how}")
     if found.mode != "nothing" and not found.effective_remedies:
-        say(console, "try: nothing here takes away half of it")
-    say(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
+        print_line(console, "try: nothing here takes away half of it")
+    print_line(console, "a diagnosis decides nothing: put what you choose to `kvaudit check`")
 
 
 def _share(one: Harm, found: Diagnosis) -> str:

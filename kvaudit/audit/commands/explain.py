@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Plugins, Run, print_line, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened, show_found
 
 
@@ -50,7 +50,7 @@ def explain(
         if svg is not None:
             parts = [ShadedPrompt(one.policy.canonical, one.outcome, one.shading.pieces, one.held) for _, one in found]
             write_output(svg, shading_svg(measure.title, parts))
-            say(wide_console(), inline(f"picture: {svg}"))
+            print_line(wide_console(), inline(f"picture: {svg}"))
 
 
 COMMAND = Command("explain", group="Look", order=2, call=explain)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import Run, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Run, print_line, user_errors, wide_console
 from kvaudit.core.errors import RunError
 from kvaudit.core.provenance import read_provenance
 from kvaudit.core.text import inline, install_command
@@ -24,7 +24,7 @@ def export(run: Run, *, out: Annotated[Path, option(help="The folder of the logs
             raise RunError(f"writing Inspect logs needs another package: {install_command('inspect')}") from None
         created = str(read_provenance(run).get("started") or "1970-01-01T00:00:00+00:00")
         written = list(write_logs(run, out, created))
-        say(
+        print_line(
             wide_console(), f"logs: {len(written)} in {inline(str(out))}; look at them with: inspect view --log-dir DIR"
         )
 

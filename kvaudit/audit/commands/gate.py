@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import (
+from kvaudit.audit.commands.base import (
     GateFile,
     OnInconclusive,
     Waivers,

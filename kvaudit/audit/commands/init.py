@@ -9,7 +9,7 @@ import typer
 
 from kvaudit.audit.commands.base import Command, argument
 from kvaudit.audit.commands.check import (
-    Asking,
+    CheckOptions,
     AsksMadeUp,
     CandidateUrl,
     DataFolder,
@@ -25,7 +25,7 @@ from kvaudit.audit.commands.check import (
     set_rows,
     typed,
 )
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.base import print_line, user_errors, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.text import shipped_folder
 
@@ -94,7 +94,7 @@ def init(
             raise UnknownName("kind of file", kind, (CHECK, *SHIPPED))
         if model is None:
             raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
-        asking = Asking(
+        asking = CheckOptions(
             *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),
             data=data,
             minutes=minutes,
@@ -119,7 +119,7 @@ def _write(text: str, out: Path, then: str) -> None:
     if out.exists():
         raise SpecError(f"{str(out)!r} is there already; give another --out")
     write_output(out, text)
-    say(wide_console(), f"{out}: {then.format(out=out)}")
+    print_line(wide_console(), f"{out}: {then.format(out=out)}")
 
 
 COMMAND = Command("init", group="Audit", order=1, call=init)

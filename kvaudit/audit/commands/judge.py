@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import Plugins, Run, say, set_data, user_errors, wide_console
+from kvaudit.audit.commands.base import Plugins, Run, print_line, set_data_folder, user_errors, wide_console
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.text import inline
 
@@ -54,10 +54,10 @@ DEFAULT = "logistic"  # where its packages and its labels are there, and a spec 
 
 def judge_all(run: Path, spec: RunSpec, plugins: Digests) -> None:
     """Judge a run by each of its spec's judges, or by the default one, and write the report of each."""
-    from kvaudit.audit.commands.report import write_checked
+    from kvaudit.audit.commands.report import write_report
 
     for text in spec.judge or _default(spec):
-        write_checked(_judge(run, None, text, plugins, card=False))
+        write_report(_judge(run, None, text, plugins, card=False))
 
 
 def _default(spec: RunSpec) -> tuple[str, ...]:
@@ -70,11 +70,11 @@ def _default(spec: RunSpec) -> tuple[str, ...]:
     asking = [name for name in spec.evaluate.suites if asks_a_judge(SUITES.get(name)())]
     if not asking:
         return ()
-    set_data(spec)
+    set_data_folder(spec)
     try:
         parse_plugin(JUDGES, DEFAULT).check()
     except AuditError as why:
-        say(wide_console(), f"phrase rules alone graded {inline(', '.join(asking))}: {inline(str(why))}")
+        print_line(wide_console(), f"phrase rules alone graded {inline(', '.join(asking))}: {inline(str(why))}")
         return ()
     return (DEFAULT,)
 
@@ -89,7 +89,7 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     from kvaudit.core.plugins import parse_plugin
 
     source = existing_run(path)
-    set_data(source.spec)
+    set_data_folder(source.spec)
     chosen = None if by is None else parse_plugin(JUDGES, by)
     place = out if chosen is None else out or judged_folder(path, chosen)
     if place is None:
@@ -101,13 +101,15 @@ def _judge(path: Path, out: Path | None, by: str | None, plugins: Digests, *, ca
     if chosen is not None:
         _check_spoke(chosen, changes)
     if failed := sum(change.failed for change in changes):
-        say(console, f"unscored: the judge failed on {failed} answers; the same command asks it again")
+        print_line(console, f"unscored: the judge failed on {failed} answers; the same command asks it again")
     if chosen is not None:
         _note(path, place, chosen, judging.agreement(), console, card=card)
     if judging.unfinished:
-        say(console, f"left out: {len(judging.unfinished)} unfinished units, first {inline(judging.unfinished[0])}")
+        print_line(
+            console, f"left out: {len(judging.unfinished)} unfinished units, first {inline(judging.unfinished[0])}"
+        )
     shown = "report" if source.spec.probe is None else "probe"
-    say(console, f"judged: {inline(str(place))}; show it with: kvaudit {shown} {inline(str(place))}")
+    print_line(console, f"judged: {inline(str(place))}; show it with: kvaudit {shown} {inline(str(place))}")
     return place
 
 
@@ -146,7 +148,7 @@ def _verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str,
 
     before, now = (decide_run(load_run(folder)) for folder in (run, out))
     verdicts = [found.verdict.status.value for found in (before, now)]
-    say(console, f"verdict: {verdicts[0]} as the run was judged before, {verdicts[1]} by {judge.label}")
+    print_line(console, f"verdict: {verdicts[0]} as the run was judged before, {verdicts[1]} by {judge.label}")
     judges = {name for judges in before.comparison.judges.values() for name in judges}
     return {"verdict_before": verdicts[0], "judges_before": sorted(judges - {PROGRAMMATIC})}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import Plugins, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Plugins, print_line, user_errors, wide_console
 
 if TYPE_CHECKING:
     from kvaudit.audit.policies import Policy
@@ -201,7 +201,7 @@ def _policy(name: str, cls: type[Policy]) -> list[str]:
 
 
 def _say(text: str) -> None:
-    say(wide_console(), text)
+    print_line(wide_console(), text)
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import user_errors
+from kvaudit.audit.commands.base import user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command, one_line
 

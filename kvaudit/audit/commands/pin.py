@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.commands.command_line import say, wide_console
+from kvaudit.audit.commands.base import print_line, wide_console
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_output
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
@@ -29,8 +29,10 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
     console = wide_console()
     for name, entry in zip(names, found, strict=True):
         known = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
-        say(console, inline(f"{name}: {known if entry.named else 'trained elsewhere, pinned under whatever name'}"))
-    say(console, f"pin: {out} ({made.sha256[:12]})")
+        print_line(
+            console, inline(f"{name}: {known if entry.named else 'trained elsewhere, pinned under whatever name'}")
+        )
+    print_line(console, f"pin: {out} ({made.sha256[:12]})")
 
 
 def _pinned(folder: Path) -> Iterator[Pinned]:

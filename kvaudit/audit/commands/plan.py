@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import say, user_errors, wide_console
+from kvaudit.audit.commands.base import print_line, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length
@@ -115,10 +115,10 @@ def _plan_next(path: Path) -> None:
     cells = gated_cells(found.drift, found.rules)
     console = wide_console()
     if not cells:
-        say(console, "nothing is gated, so nothing is to be decided")
+        print_line(console, "nothing is gated, so nothing is to be decided")
     # decisions of what is not gated come behind those of the cells
     for cell, decision in zip(cells, found.verdict.decisions, strict=False):
-        say(console, _next(found, cell, decision))
+        print_line(console, _next(found, cell, decision))
 
 
 def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
@@ -162,11 +162,11 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
         write_output(out, text)
     console = wide_console()
     for name, value in (*lines(sizes), *_what_decides(sizes), *_suggested(sizes, needed)):
-        say(console, f"{name:<36}{value}")
-    say(console, "")
-    say(console, text.rstrip())
+        print_line(console, f"{name:<36}{value}")
+    print_line(console, "")
+    print_line(console, text.rstrip())
     if out is not None:
-        say(console, f"written: {out}")
+        print_line(console, f"written: {out}")
 
 
 def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import USAGE, user_errors
+from kvaudit.audit.commands.base import USAGE, user_errors
 
 QuestionsOut = Annotated[
     Path | None, option("--out", help="Write the questions: FILE.md, or FILE.json for the schema.")
@@ -32,7 +32,7 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
         if check is not None:
             if out is not None or blank is not None:
                 raise SpecError("--check writes nothing; leave out --out and --blank")
-            faults, summary = asked.check_filled(check)
+            faults, summary = asked.check_answers(check)
             for fault in faults:
                 typer.echo(f"{check}: {fault}", err=True)
             typer.echo(summary)
@@ -40,9 +40,9 @@ def questionnaire(*, out: QuestionsOut = None, blank: Blank = None, check: Answe
         if out is not None and out.suffix not in (".md", ".json"):
             raise SpecError(f"--out is {str(out)!r}, wanted a name that ends in .md or .json")
         if out is not None:
-            write_output(out, asked.markdown() if out.suffix == ".md" else dumps(asked.schema(), indent=1) + "\n")
+            write_output(out, asked.markdown() if out.suffix == ".md" else dumps(asked.json_schema(), indent=1) + "\n")
         if blank is not None:
-            write_output(blank, dumps(asked.blank(), indent=1) + "\n")
+            write_output(blank, dumps(asked.blank_answers(), indent=1) + "\n")
         if out is None and blank is None:
             typer.echo(asked.markdown(), nl=False)
 

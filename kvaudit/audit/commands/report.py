@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.commands.base import Command
-from kvaudit.audit.commands.command_line import (
+from kvaudit.audit.commands.base import (
     GateFile,
     OnInconclusive,
     Run,
     Waivers,
-    check_report_place,
-    say,
+    check_report_folder,
+    print_line,
     say_unfinished,
     user_errors,
     wide_console,
@@ -37,7 +37,7 @@ def report(
         asked = asked_of(gate_file, waivers, on_inconclusive)
         check_checkpoints(run)
         say_unfinished(run)
-        write_checked(run, asked)
+        write_report(run, asked)
 
 
 def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> GateOverrides:
@@ -59,11 +59,11 @@ def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | Non
     )
 
 
-def write_checked(run: Path, asked: GateOverrides | None = None) -> None:
+def write_report(run: Path, asked: GateOverrides | None = None) -> None:
     """Write the report, print the answers and where the report lies."""
     from kvaudit.reports.run import write_report
 
-    check_report_place(run)
+    check_report_folder(run)
     print_verdict(wide_console(), write_report(run, asked), run)
 
 
@@ -72,7 +72,7 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
     from kvaudit.reports.page.terminal import terminal_lines
 
     for line in terminal_lines(findings, run):
-        say(console, line)
+        print_line(console, line)
 
 
 COMMAND = Command("report", group="Audit", order=4, call=report)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import (
+from kvaudit.audit.commands.base import (
     Anyway,
     LauncherText,
     Limit,
@@ -24,9 +24,9 @@ from kvaudit.audit.commands.command_line import (
     Takeover,
     Threads,
     Workers,
-    check_report_place,
-    say,
-    set_data,
+    check_report_folder,
+    print_line,
+    set_data_folder,
     user_errors,
 )
 from kvaudit.core.errors import DataError, SpecError, UnknownName
@@ -46,7 +46,7 @@ HERE = "local"  # the launcher under which this process works too
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """How this process works; none of it changes what is measured, but ``limit``, which makes another spec."""
 
     limit: int | None = None
@@ -102,7 +102,7 @@ def run(
     Exits with 0 once the report is written, whatever it says: `gate` decides. Exits with 6, before the grid is served,
     where the pilot of a suite has nothing to lose.
     """
-    options = Options(
+    options = RunOptions(
         limit=limit,
         threads=threads,
         workers=workers,
@@ -145,12 +145,12 @@ def _refuse(way: str, given: Mapping[str, object]) -> None:
             raise SpecError(f"{name} is given beside {way}, where it means nothing; leave one of the two out")
 
 
-def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options, *, resume: bool) -> Path:
+def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptions, *, resume: bool) -> Path:
     """Every phase, then the verdict and where the report lies; returns the run's folder."""
     from rich.console import Console
 
     from kvaudit.audit.commands.judge import judge_all
-    from kvaudit.audit.commands.report import write_checked
+    from kvaudit.audit.commands.report import write_report
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
     from kvaudit.core.plugins import parse_plugin
@@ -161,25 +161,27 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: Options,
     launcher = parse_launcher(options.launcher)
     launcher.check()
     begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
-    workers, threads = share(options, asked.spec, begun_with, here=launcher.here)
+    workers, threads = plan_workers(options, asked.spec, begun_with, here=launcher.here)
     for text in asked.spec.judge:
         parse_plugin(JUDGES, text).check()
     pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
     # this process is one of the workers, or only waits for them
-    with launcher.start_workers(workers - launcher.here, job, lambda line: say(Console(stderr=True), line)) as crew:
+    with launcher.start_workers(
+        workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)
+    ) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
         pipeline.work_on()
-    write_checked(run.path)
+    write_report(run.path)
     judge_all(run.path, run.spec, asked.plugins)
     return run.path
 
 
-def share(options: Options, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
+def plan_workers(options: RunOptions, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
     """Number of processes, and threads of each, None for the idle cores; ``begun`` is what the run began with.
 
     Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
@@ -221,11 +223,11 @@ def _ranks(spec: RunSpec) -> int:
     return 1 if spec.train is None else spec.train.ranks
 
 
-def _joining(folder: Path, options: Options) -> list[str]:
+def _joining(folder: Path, options: RunOptions) -> list[str]:
     return ["run", "--join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
 
 
-def _followed(asked: AskedRun, options: Options) -> bool:
+def _followed(asked: AskedRun, options: RunOptions) -> bool:
     """Whether this process is another rank of what the first one trains; if so, its work is done with this."""
     from rich.console import Console
 
@@ -241,7 +243,7 @@ def _followed(asked: AskedRun, options: Options) -> bool:
     return True
 
 
-def _join(path: Path, options: Options) -> None:
+def _join(path: Path, options: RunOptions) -> None:
     """Claim units of a run that exists until none is left; raises DataError where there is no run."""
     from kvaudit.audit.runs.folder import SPEC
 
@@ -257,7 +259,7 @@ def _join(path: Path, options: Options) -> None:
     pipeline.work_on()
 
 
-def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *, resume: bool) -> None:
+def _work_on_phase(only: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
     """Training or evaluation alone; the latter goes on with whatever the folder holds."""
     from rich.console import Console
 
@@ -271,11 +273,11 @@ def _work_on_phase(only: str, path: Path, out: Path | None, options: Options, *,
             )
         pipeline, run = opened_run(asked, options, options.threads, resume=resume)
         pipeline.work_on("train")
-        say(Console(), f"checkpoints: {run.path / 'checkpoints'}")
+        print_line(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
     pipeline, run = opened_run(asked, options, options.threads, resume=True)
     pipeline.work_on("pilot", "evaluate")
-    say(Console(), f"records: {run.records}")
+    print_line(Console(), f"records: {run.records}")
 
 
 class AskedRun(NamedTuple):
@@ -286,7 +288,7 @@ class AskedRun(NamedTuple):
     plugins: dict[str, str]
 
 
-def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options) -> AskedRun:
+def _asked(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> AskedRun:
     """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
     if isinstance(source, Path):
         typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
@@ -305,13 +307,13 @@ def _asked(source: Path | Mapping[str, Any], out: Path | None, options: Options)
         )
     if options.limit is not None:
         spec = spec.limited(options.limit)
-    set_data(spec)
+    set_data_folder(spec)
     return AskedRun(spec, out or Path("runs") / spec.name, plugins)
 
 
 def opened_run(
     asked: AskedRun,
-    options: Options,
+    options: RunOptions,
     threads: int | None,
     *,
     resume: bool,
@@ -327,7 +329,7 @@ def opened_run(
     from rich.console import Console
 
     console = Console()
-    say(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {asked.folder}: loading the model")
+    print_line(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {asked.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
@@ -335,9 +337,9 @@ def opened_run(
     from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
-    check_report_place(asked.folder)
+    check_report_folder(asked.folder)
     begun = check_folder(asked.folder, asked.spec, resume=resume)
-    kept = None if begun else kept_gate(asked.spec, NAMES)
+    kept = None if begun else gate_provenance(asked.spec, NAMES)
     prepared = None if begun or not works else prepare_run(asked.spec, on_first_answer=on_first_answer)
     # by the gate that the run will be held to
     if not begun:
@@ -347,7 +349,7 @@ def opened_run(
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
     if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
-        say(console, line)
+        print_line(console, line)
     return (
         Pipeline(
             run,
@@ -364,7 +366,7 @@ def opened_run(
     )
 
 
-def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) -> None:
+def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOptions) -> None:
     """Raise CannotPass for a spec whose gate its items cannot pass; a line each where it is to run anyway.
 
     ``--limit`` asks for a try of fewer items, which decides nothing and is told so.
@@ -379,10 +381,10 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: Options) 
         check_possible(spec, chat.count_tokens)
         return
     for line in impossible(spec, chat.count_tokens):
-        say(Console(stderr=True), f"cannot pass: {line}")
+        print_line(Console(stderr=True), f"cannot pass: {line}")
 
 
-def kept_gate(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
+def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
     """What provenance keeps of the gate before a run begins: the gate file's text and hash, the pin, and the suites
     whose margin nobody declared.
 

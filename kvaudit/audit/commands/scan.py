@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import user_errors
+from kvaudit.audit.commands.base import user_errors
 
 OPEN = 3  # exit code: a compressor that nobody answers for
 
@@ -27,15 +27,15 @@ def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> N
     with user_errors():
         from json import dumps
 
-        from kvaudit.audit.scan.declared import declared_in
-        from kvaudit.audit.scan.files import files_below
-        from kvaudit.audit.scan.report import lines_of, scan_table
-        from kvaudit.audit.scan.scan import scan as scan_files
+        from kvaudit.audit.scan.scan import find_declarations
+        from kvaudit.audit.scan.files import find_files
+        from kvaudit.audit.scan.report import report_lines, scan_table
+        from kvaudit.audit.scan.scan import scan_files as scan_files
         from kvaudit.core.files import write_output
 
-        files, skipped = files_below(paths)
-        result = scan_files(files, declared_in(paths, declared), skipped)
-        for line in lines_of(result):
+        files, skipped = find_files(paths)
+        result = scan_files(files, find_declarations(paths, declared), skipped)
+        for line in report_lines(result):
             typer.echo(line)
         if json is not None:
             table = scan_table(result, [path.as_posix() for path in paths])

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import say, user_errors
+from kvaudit.audit.commands.base import print_line, user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command, safe_variable_name
 
@@ -39,8 +39,8 @@ def serve(
     Checkpoints are served under any policy: a client asks for NAME@POLICY.
     """
     with user_errors("kvaudit", "serve", "MODEL"):
-        paths = pairs(models)
-        aliases = alias_pairs(alias or [], paths)
+        paths = parse_models(models)
+        aliases = parse_aliases(alias or [], paths)
         try:
             import uvicorn
 
@@ -57,22 +57,22 @@ def serve(
             raise SpecError(f"--key-env: the environment variable {safe_variable_name(key_env)} is not set")
         if dtype not in ("float32", "bfloat16", "auto"):
             raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
-        listening = _bound(host, port)  # before models are loaded, which takes minutes
+        listening = _listen(host, port)  # before models are loaded, which takes minutes
         console = Console()
         loaded = {name: load_model_or_adapter(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
         engine = SamplingEngine(loaded, aliases)
         for name in engine.names:
-            say(console, f"model: {name}")
-        app = application(engine, key=key, log=lambda line: say(console, line))
+            print_line(console, f"model: {name}")
+        app = application(engine, key=key, log=lambda line: print_line(console, line))
         config = uvicorn.Config(
             app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
         )
-        say(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
+        print_line(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
 
 
-def pairs(models: list[str]) -> dict[str, str]:
+def parse_models(models: list[str]) -> dict[str, str]:
     """Name -> path; raises SpecError for two of one name, and for a name that holds what separates it from a policy."""
     found: dict[str, str] = {}
     for text in models:
@@ -83,7 +83,7 @@ def pairs(models: list[str]) -> dict[str, str]:
     return found
 
 
-def alias_pairs(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
+def parse_aliases(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
     """Alias -> NAME@POLICY; raises SpecError for one that a client would take for a checkpoint, or for a policy."""
     found: dict[str, str] = {}
     for text in aliases:
@@ -101,7 +101,7 @@ def _pair(text: str, what: str) -> tuple[str, str]:
     return name, value
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """A socket of this address, port 0 being any that is free; raises SpecError where it cannot be had."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from kvaudit.audit.commands.command_line import print_table, say, set_data, wide_console
+from kvaudit.audit.commands.base import print_table, print_line, set_data_folder, wide_console
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.provenance import INPUTS, PLUGINS, check_inputs
 
@@ -34,7 +34,7 @@ def opened(path: Path, plugins: Sequence[Path], threads: int | None = None) -> R
     run = existing_run(path)
     if run.spec.probe is not None:
         raise SpecError(f"{str(path)!r} is a probe, and an endpoint shows no distributions; give the folder of a run")
-    set_data(run.spec)
+    set_data_folder(run.spec)
     if isinstance(noted := run.provenance().get(INPUTS), dict):  # a run of an earlier version noted none
         check_inputs(PLUGINS, noted.get(PLUGINS, {}), files)
     known = run.provenance().get("threads")  # as it was begun: rounding can depend on their number
@@ -68,7 +68,7 @@ def show_found(measure: Measure[WorkUnit, ServedBatch, Total], found: Sequence[t
     console = wide_console()
     for line in measure.lines(found):
         if isinstance(line, str):
-            say(console, line)
+            print_line(console, line)
         else:
             print_table(console, line)
     differs = any(measure.differs(total) for _, total in found)

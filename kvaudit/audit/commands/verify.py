@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import Plugins, user_errors
+from kvaudit.audit.commands.base import Plugins, user_errors
 from kvaudit.audit.commands.serving_again import ready_to_read, show_found
 from kvaudit.core.errors import SpecError
 

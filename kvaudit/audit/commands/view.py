@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.command_line import Plugins, Run, say, user_errors, wide_console
+from kvaudit.audit.commands.base import Plugins, Run, print_line, user_errors, wide_console
 from kvaudit.audit.commands.serving_again import opened
 from kvaudit.core.text import inline
 
@@ -36,8 +36,8 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
         data, folder, console = load_run(run), out or run / "view", wide_console()
         pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
         pages.write(folder)
-        say(console, inline(f"view: {folder / 'index.html'}"))
-        say(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
+        print_line(console, inline(f"view: {folder / 'index.html'}"))
+        print_line(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
         if pages.is_servable and (wanted := pages.missing_shades(shade)):
             try:
                 _shade(run, wanted, plugin or ())
@@ -47,7 +47,7 @@ def view(run: Run, *, out: ViewOut = None, shade: Shade = 1000, plugin: Plugins 
         shown, lost = pages.shaded_counts()
         more = f"; the others with --shade {lost}" if shown < lost else ""
         if lost:
-            say(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
+            print_line(console, f"{shown} of the {lost} flips whose caches lost something are shaded{more}")
 
 
 def _shade(path: Path, wanted: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:

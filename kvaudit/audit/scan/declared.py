@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from kvaudit.audit.scan.files import shown_path
+from kvaudit.audit.scan.files import display_path
 from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import CORRECTION, load_rules
 from kvaudit.core.errors import SpecError, UnknownName
@@ -54,7 +54,7 @@ def declared_in(paths: Sequence[Path], asked: Path | None) -> list[Declaration]:
         return read_declared(asked)
     folders = dict.fromkeys(path for path in paths if (path / DECLARATIONS_FILE).is_file())
     return [
-        replace(entry, below=shown_path(folder))
+        replace(entry, below=display_path(folder))
         for folder in folders
         for entry in read_declared(folder / DECLARATIONS_FILE)
     ]

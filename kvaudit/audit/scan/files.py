@@ -13,7 +13,7 @@ from kvaudit.audit.scan.python import read_python
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, split_camel
 from kvaudit.audit.scan.shell import read_dockerfile, read_settings, read_shell
 from kvaudit.audit.scan.shell_words import HereDocument
-from kvaudit.audit.scan.toml_text import read_toml_text
+from kvaudit.audit.scan.trees import read_toml_text
 from kvaudit.audit.scan.trees import read_json_text, read_yaml_text, without_templates
 from kvaudit.core.errors import DataError, SpecError
 
@@ -51,14 +51,14 @@ class Contents(NamedTuple):
     text: str
 
 
-class FoundFile(NamedTuple):
+class ConfigFile(NamedTuple):
     """A file and the name it is reported under."""
 
     path: Path
     name: str
 
 
-def files_below(paths: Sequence[Path]) -> tuple[list[FoundFile], int]:
+def find_files(paths: Sequence[Path]) -> tuple[list[ConfigFile], int]:
     """The files to read, in order of their names, and how many in the folders are of no dialect.
 
     Links in folders are not followed. Raises DataError for a path that is not there.
@@ -71,16 +71,16 @@ def files_below(paths: Sequence[Path]) -> tuple[list[FoundFile], int]:
                 if dialect_of(file.name) is None and not _is_script(file):
                     skipped += 1
                 else:
-                    found[shown_path(file)] = file
+                    found[display_path(file)] = file
         elif path.exists() or path.is_symlink():
-            found[shown_path(path)] = path
+            found[display_path(path)] = path
         else:
             raise DataError(f"{str(path)!r} is missing; give files or folders of configurations")
         if len(found) > MOST_FILES:
             raise SpecError(
                 f"more than {MOST_FILES} files below {str(path)!r}; give the folders that hold configurations"
             )
-    return [FoundFile(path, name) for name, path in sorted(found.items())], skipped
+    return [ConfigFile(path, name) for name, path in sorted(found.items())], skipped
 
 
 def dialect_of(name: str) -> str | None:
@@ -199,7 +199,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def shown_path(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as it is reported: below the folder that the command runs in, where it is."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()

@@ -86,7 +86,7 @@ def markdown() -> str:
     return "\n".join([*lines, "", f"Questions {asked.sha256}", ""])
 
 
-def schema() -> dict[str, Any]:
+def json_schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of a file of answers."""
     asked = load_questionnaire()
     text = {"type": "string", "minLength": 1, "maxLength": LONGEST_TEXT}
@@ -133,7 +133,7 @@ def _schema_of(question: VendorQuestion, text: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def blank() -> dict[str, Any]:
+def blank_answers() -> dict[str, Any]:
     """A file of answers in which everything is still unknown."""
     asked = load_questionnaire()
     return {
@@ -146,7 +146,7 @@ def blank() -> dict[str, Any]:
     }
 
 
-def check_filled(path: Path) -> tuple[list[str], str]:
+def check_answers(path: Path) -> tuple[list[str], str]:
     """The faults of a file of answers, a line each, and what it says; raises DataError for no JSON object."""
     table = _read(path)
     faults = [inline(fault) for fault in _faults(table)]

@@ -15,7 +15,7 @@ SCAN_FORMAT, SCAN_VERSION = "kvaudit.scan", 1
 _LISTED = 20  # clean files that are named
 
 
-def lines_of(scan: Scan) -> Iterator[str]:
+def report_lines(scan: Scan) -> Iterator[str]:
     """One line per finding, per unread value, per correction; then what was clean and what is open."""
     for one in scan.found:
         mechanism = f"{one.rule.mechanism}  {_setting(one)}  policy {one.policy}"

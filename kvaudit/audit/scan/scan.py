@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvaudit.audit.scan.declared import Declaration
-from kvaudit.audit.scan.files import FoundFile, read_file
+from kvaudit.audit.scan.scan import Declaration
+from kvaudit.audit.scan.files import ConfigFile, read_file
 from kvaudit.audit.scan.interpret import Finding, Interpreter, NotReadable
 from kvaudit.audit.scan.rules import CORRECTION, NATIVE, load_rules
 from kvaudit.core.text import one_line
@@ -34,7 +34,7 @@ class Scan:
         return [finding for finding in self.found if finding.state == "open"]
 
 
-def scan(files: Sequence[FoundFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
+def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
     """Read every file against the rules; a file that cannot be read stops none of the others."""
     rules = load_rules()
     found: list[Finding] = []
