@@ -22,7 +22,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.scan.questionnaire import blank
+from kvaudit.audit.scan.questionnaire import blank_answers
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.disclosure import disclosure_of
@@ -175,7 +175,7 @@ def test_a_scan_and_a_vendors_answers_in_the_folder_are_disclosed_as_declared(ru
     shutil.copytree(run, copy)
     (tmp_path / "serve.sh").write_text("vllm serve some/model --kv-cache-dtype fp8\n")
     assert invoke("scan", tmp_path / "serve.sh", "--json", copy / "scan.json")[0] == 3
-    (copy / "answers.json").write_text(json.dumps(blank() | {"vendor": "Ada <b>"}))
+    (copy / "answers.json").write_text(json.dumps(blank_answers() | {"vendor": "Ada <b>"}))
     code, card = invoke("card", copy)
     assert code == 0
     assert "fp8" in card
@@ -300,8 +300,8 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--arm", "naive"), "--hub wants --benchmark"),
-        (("--benchmark", "us/x"), "of several arms, --arm"),
+        (("--arm", "naive"), "--hub needs --benchmark"),
+        (("--benchmark", "us/x"), "if there are several arms, --arm"),
         (("--benchmark", "../x", "--arm", "naive"), "no dataset of the hub"),
         (("--benchmark", "us/x", "--arm", "dense"), "nothing of arm 'dense' is gated"),
     ],
@@ -449,7 +449,7 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     reference = invoke("card", run, "--arm", "dense")[1]
     assert "**REFERENCE**" in reference
     assert "This arm is what others are compared with" in reference
-    assert "the run has no arm 'x'; known: dense, " in invoke("card", run, "--arm", "x")[1]
+    assert "--arm is 'x', but the run has no such arm; known: dense, " in invoke("card", run, "--arm", "x")[1]
 
 
 def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(run: Path) -> None:
@@ -491,7 +491,7 @@ def test_a_card_of_which_nothing_can_be_made_stops_no_report(run: Path, tmp_path
 def test_a_vendor_without_a_name_is_unknown(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "answers.json").write_text(json.dumps({**blank(), "vendor": None}))
+    (copy / "answers.json").write_text(json.dumps({**blank_answers(), "vendor": None}))
     write_report(copy)
     told = json.loads((copy / "report" / "disclosure.json").read_text())
     assert told["stack"]["vendor"] == {"state": "unknown"}
@@ -511,6 +511,6 @@ def test_a_card_with_the_line_ends_of_windows_keeps_them(run: Path, tmp_path: Pa
 def test_answers_of_every_size_that_is_accepted_are_cited(run: Path, tmp_path: Path) -> None:
     copy, card = tmp_path / "run", tmp_path / "README.md"
     shutil.copytree(run, copy)
-    (copy / "answers.json").write_text(json.dumps({**blank(), "vendor": "Ada"}) + " " * 300_000)
+    (copy / "answers.json").write_text(json.dumps({**blank_answers(), "vendor": "Ada"}) + " " * 300_000)
     card.write_text("word " * 60_000)
     assert invoke("card", copy, "--into", card, "--check", card)[0] == 0

@@ -10,7 +10,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.scan.questionnaire import ANSWERS, blank, check_filled, load_questionnaire, markdown, schema
+from kvaudit.audit.scan.questionnaire import (
+    ANSWERS,
+    blank_answers,
+    check_answers,
+    json_schema,
+    load_questionnaire,
+    markdown,
+)
 
 
 def kvaudit(*words: str) -> Result:
@@ -20,11 +27,11 @@ def kvaudit(*words: str) -> Result:
 def faults(table: dict[str, Any], tmp_path: Path) -> list[str]:
     path = tmp_path / "answers.json"
     path.write_text(json.dumps(table))
-    return check_filled(path)[0]
+    return check_answers(path)[0]
 
 
 def answered(name: str, row: Any) -> dict[str, Any]:
-    table = blank()
+    table = blank_answers()
     table["answers"][name] = row
     return table
 
@@ -45,8 +52,8 @@ def test_the_page_has_every_question_with_four_boxes_and_a_place_for_evidence() 
 
 
 def test_a_blank_file_has_no_fault_and_knows_nothing(tmp_path: Path) -> None:
-    assert faults(blank(), tmp_path) == []
-    summary = check_filled(tmp_path / "answers.json")[1]
+    assert faults(blank_answers(), tmp_path) == []
+    summary = check_answers(tmp_path / "answers.json")[1]
     assert summary.startswith(f"0 yes, 0 no, {len(load_questionnaire().questions)} unknown, 0 declined; 0 yes without")
     assert summary.endswith("declared, not verified")
 
@@ -63,8 +70,8 @@ def test_a_yes_says_its_details(tmp_path: Path) -> None:
     ]
     row["details"] = {"name": "dense-7", "hash of its weights": "ab"}
     assert faults(answered("reference.exists", row), tmp_path) == []
-    assert "1 yes, 0 no" in check_filled(tmp_path / "answers.json")[1]
-    assert "1 yes without evidence" in check_filled(tmp_path / "answers.json")[1]
+    assert "1 yes, 0 no" in check_answers(tmp_path / "answers.json")[1]
+    assert "1 yes without evidence" in check_answers(tmp_path / "answers.json")[1]
 
 
 @pytest.mark.parametrize(
@@ -100,19 +107,19 @@ def test_a_faulty_answer_is_one_line(row: Any, fault: str, tmp_path: Path) -> No
     ],
 )
 def test_a_faulty_head_is_one_line(key: str, value: Any, fault: str, tmp_path: Path) -> None:
-    assert faults({**blank(), key: value}, tmp_path) == [fault]
+    assert faults({**blank_answers(), key: value}, tmp_path) == [fault]
 
 
 def test_answers_to_other_questions_are_named(tmp_path: Path) -> None:
-    table = {**blank(), "questions_sha256": "0" * 64}
+    table = {**blank_answers(), "questions_sha256": "0" * 64}
     table["answers"]["serving.magic"] = {"answer": "no"}
     first, second = faults(table, tmp_path)
-    assert first.endswith("the questions are of another version")
+    assert first.endswith("it answers another version of the questions")
     assert second == "answers.serving.magic: no such question"
 
 
 def test_every_fault_is_a_line_and_the_exit_code_is_2(tmp_path: Path) -> None:
-    table = blank()
+    table = blank_answers()
     del table["answers"]["serving.told"]
     table["answers"]["serving.dense"] = {"answer": "per\x1b[2J\nhaps"}
     path = tmp_path / "answers.json"
@@ -143,15 +150,15 @@ def test_questions_schema_and_blank_are_written(tmp_path: Path) -> None:
     assert kvaudit("--out", str(page)).exit_code == 0
     assert kvaudit("--out", str(form), "--blank", str(answers)).exit_code == 0
     assert page.read_text() == markdown() == kvaudit().stdout
-    assert json.loads(form.read_text()) == schema()
+    assert json.loads(form.read_text()) == json_schema()
     assert kvaudit("--check", str(answers)).exit_code == 0
 
 
 def test_the_schema_asks_what_the_check_asks() -> None:
-    form, asked = schema(), load_questionnaire()
+    form, asked = json_schema(), load_questionnaire()
     names = [question.id for question in asked.questions]
     assert form["properties"]["answers"]["required"] == names == list(form["properties"]["answers"]["properties"])
-    assert set(form["required"]) == set(blank())
+    assert set(form["required"]) == set(blank_answers())
     told = form["properties"]["answers"]["properties"]["serving.told"]
     assert told["properties"]["answer"] == {"enum": list(ANSWERS)}
     assert told["then"]["properties"]["details"]["required"] == ["where"]
@@ -170,12 +177,12 @@ def test_the_schema_and_the_check_agree(row: Any, valid: bool, tmp_path: Path) -
     jsonschema = pytest.importorskip("jsonschema", reason="the validator is not installed")
     table = answered("serving.told", row)
     assert (faults(table, tmp_path) == []) is valid
-    assert jsonschema.Draft202012Validator(schema()).is_valid(table) is valid
+    assert jsonschema.Draft202012Validator(json_schema()).is_valid(table) is valid
 
 
 def test_a_check_that_would_write_something_is_refused(tmp_path: Path) -> None:
     answers = tmp_path / "answers.json"
-    answers.write_text(json.dumps(blank()))
+    answers.write_text(json.dumps(blank_answers()))
     done = CliRunner().invoke(app, ["questionnaire", "--check", str(answers), "--out", str(tmp_path / "q.md")])
     assert done.exit_code == 2
     assert "leave out --out and --blank" in done.stderr

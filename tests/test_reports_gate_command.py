@@ -12,7 +12,7 @@ from reports_synthetic import Design, build, policy
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.run import kept_gate
+from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
@@ -156,7 +156,7 @@ def test_pin_names_weights_and_refuses_to_move(tmp_path):
     sha = hashlib.sha256(b"dense1").hexdigest()
     assert pin.weights("dense") == {1: sha}
     assert (pin.checkpoints[0].base_sha256, pin.checkpoints[0].policy) == ("b" * 64, SNAP)
-    one_line(call("gate", "--pin", folder, "--out", out), "exists, and a pin that moves is none")
+    one_line(call("gate", "--pin", folder, "--out", out), "exists, and a pin must not change")
     one_line(call("gate", "--pin", folder, folder, "--out", tmp_path / "other.json"), "dense seed 1 is given twice")
     one_line(
         call("gate", "--pin", tmp_path, "--out", tmp_path / "other.json"), "holds neither a finished checkpoint nor"
@@ -180,7 +180,7 @@ def test_pin_holds_provenance_to_the_weights(tmp_path):
     (folder / "provenance.json").write_text(json.dumps({**story, "sha256": "a" * 64}))
     one_line(
         call("gate", "--pin", folder, "--out", tmp_path / "pin.json"),
-        "does not tell arm, seed, base, policy and the weights",
+        "lacks arm, seed, base, policy or the hash",
     )
 
 
@@ -189,7 +189,7 @@ def test_pin_takes_no_base_that_is_no_sha256(base, tmp_path):
     folder = checkpoint(tmp_path / "seed-1")
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "base_sha256": base}))
-    one_line(call("gate", "--pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base")
+    one_line(call("gate", "--pin", folder, "--out", tmp_path / "pin.json"), "lacks arm, seed, base")
 
 
 def test_pin_shows_control_characters_of_a_checkpoint(tmp_path):
@@ -259,7 +259,7 @@ def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
 def test_the_same_foreign_weights_are_pinned_once(tmp_path):
     foreign_pin(tmp_path, b"one")
     words = ("gate", "--pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
-    one_line(call(*words), "is given twice; give every checkpoint once")
+    one_line(call(*words), "is given twice; give each checkpoint once")
 
 
 def test_seeds_hold_where_run_and_pin_name_the_same_arm():
@@ -310,7 +310,7 @@ def spec_with(gate):
 def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
     gate = pinned_gate(tmp_path)
     spec = spec_with({"gate_file": str(gate)})
-    kept = kept_gate(spec, NAMES)
+    kept = gate_provenance(spec, NAMES)
     assert kept["gate_file"] == {
         "name": "gate.yaml",
         "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
@@ -325,12 +325,12 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
 def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     """The complete spec names all of them; its hash is that of one that declares the same."""
     spec = spec_with({"margins": {"refusal": 5}})
-    assert kept_gate(spec, NAMES) == {"default_margins": {"math": "capability"}}
-    assert kept_gate(spec_with({"margins": {"refusal": 5, "math": 5}}), NAMES) == {"default_margins": {}}
+    assert gate_provenance(spec, NAMES) == {"default_margins": {"math": "capability"}}
+    assert gate_provenance(spec_with({"margins": {"refusal": 5, "math": 5}}), NAMES) == {"default_margins": {}}
     assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 5}}).sha256
     assert spec == spec_with({"margins": {"refusal": 5, "math": 5}})
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
-    kept = kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+    kept = gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert kept["default_margins"] == {"refusal": "safety"}
 
 
@@ -363,7 +363,7 @@ def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
 def test_a_gate_file_that_does_not_fit_its_spec_stops_the_run_before_it_begins(tmp_path, text, message):
     (tmp_path / "gate.yaml").write_text(text)
     with pytest.raises(SpecError) as caught:
-        kept_gate(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+        gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.cli import app
-from kvaudit.audit.commands.serve import _bound, alias_pairs, pairs
+from kvaudit.audit.commands.serve import _listen, parse_aliases, parse_models
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.model import load_model
@@ -344,8 +344,8 @@ def test_unknown_paths_and_methods_are_errors_in_json(server: Server, path: str,
 
 
 def test_the_port_is_bound_before_models_are_loaded() -> None:
-    with _bound("127.0.0.1", 0) as first, pytest.raises(SpecError, match="cannot be listened on"):
-        _bound("127.0.0.1", first.getsockname()[1])
+    with _listen("127.0.0.1", 0) as first, pytest.raises(SpecError, match="cannot listen on"):
+        _listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_sigterm_ends_a_server_with_incomplete_and_running_requests() -> None:
@@ -638,7 +638,7 @@ def test_an_occupied_port_is_an_error_before_a_model_is_loaded(monkeypatch: pyte
         other.listen()
         said = CliRunner().invoke(app, ["serve", "embedded", "--port", str(other.getsockname()[1])])
     assert said.exit_code == 2
-    assert "cannot be listened on" in said.stderr
+    assert "cannot listen on" in said.stderr
     assert "give another --port" in said.stderr
 
 
@@ -651,15 +651,15 @@ def test_an_alias_of_an_unknown_model_is_an_error_at_the_start() -> None:
     "alias", [["small=small@int8"], ["a=small@int8", "a=small"], ["small@none=small@int8"]], ids=lambda one: one[0]
 )
 def test_an_alias_cannot_replace_another_name(alias: list[str]) -> None:
-    with pytest.raises(SpecError, match="give it another name"):
-        alias_pairs(alias, {"small": "embedded"})
+    with pytest.raises(SpecError, match="give another alias"):
+        parse_aliases(alias, {"small": "embedded"})
 
 
 def test_models_are_named_by_their_folder_or_by_the_user() -> None:
-    assert pairs(["embedded", "fast=/models/a", "/models/b/"]) == {
+    assert parse_models(["embedded", "fast=/models/a", "/models/b/"]) == {
         "embedded": "embedded",
         "fast": "/models/a",
         "b": "/models/b/",
     }
     with pytest.raises(SpecError, match="given twice"):
-        pairs(["/a/m", "/b/m"])
+        parse_models(["/a/m", "/b/m"])

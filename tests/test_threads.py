@@ -22,7 +22,7 @@ HANGING = {
 def test_a_process_whose_server_hangs_ends_when_it_is_told_to(whose: str, sign: signal.Signals) -> None:
     """The threads sleep for ten minutes, which an exit that joins them would wait for."""
     code = (
-        f"import os, time; from kvaudit.audit.commands.command_line import end_on_sigterm; {HANGING[whose]}\n"
+        f"import os, time; from kvaudit.audit.commands.base import end_on_sigterm; {HANGING[whose]}\n"
         "end_on_sigterm()\n"
         "def work(one):\n    os.write(1, b'asked\\n'); time.sleep(600)\n"
         "ask(work, [1, 2, 3], 2, *more)"

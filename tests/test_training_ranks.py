@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sampled, sharp, short, silent
 
-from kvaudit.audit.commands.run import Options, share
+from kvaudit.audit.commands.run import RunOptions, plan_workers
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.arms import ARMS
@@ -217,9 +217,9 @@ def test_ranks_that_were_launched_are_one_worker(monkeypatch: pytest.MonkeyPatch
     spec: Any = SimpleNamespace(train=unit("dense", "grpo"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert share(Options(), spec, None) == (1, None)
+    assert plan_workers(RunOptions(), spec, None) == (1, None)
     with pytest.raises(SpecError, match="leave out --workers"):
-        share(Options(workers=2), spec, None)
+        plan_workers(RunOptions(workers=2), spec, None)
 
 
 def test_one_rank_leaves_the_hash_of_a_run_alone() -> None:

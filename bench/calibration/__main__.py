@@ -18,7 +18,7 @@ from bench.calibration.case import FAST, FULL, LEADERS, NOT_ASKED, Figure
 from bench.calibration.design import RunDesign
 from bench.calibration.table import CHECKS, TIMES, Calibration, all_cases, as_json, of_run
 from bench.calibration.table import calibrate as simulated
-from kvaudit.audit.commands.command_line import check_seed, say, user_errors, wide_console
+from kvaudit.audit.commands.base import check_seed, print_line, user_errors, wide_console
 from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import SpecError
@@ -61,7 +61,7 @@ def _calibrate(*, fast: bool, seed: int, out: Path, workers: int | None, design:
         meter.at(total, "all cases")
     out.write_text(json.dumps(as_json(done, checks), indent=1) + "\n", encoding="utf-8")
     _print(done)
-    say(wide_console(), f"written: {out}")
+    print_line(wide_console(), f"written: {out}")
     return 0 if done.ok else FAILED
 
 
@@ -117,12 +117,12 @@ def _print(done: Calibration) -> None:
     console.print(table, markup=False)
     short = [figure for figure in done.figures if not figure.ok]
     drawn = f"{done.simulations:,} simulations, seed {done.seed}, {done.seconds:.0f} s in {done.workers} processes"
-    say(console, f"{drawn}; rows share simulations.")
+    print_line(console, f"{drawn}; rows share simulations.")
     if done.repeated:
         repeated = f"the {LEADERS} most extreme cases drawn again, {TIMES} times as often"
-        say(console, f"what is asked of any case is reached by {repeated}.")
+        print_line(console, f"what is asked of any case is reached by {repeated}.")
     verdict = "every figure keeps to what was asked" if not short else f"{len(short)} figures miss what was asked"
-    say(console, verdict)
+    print_line(console, verdict)
 
 
 def _cells(figure: Figure) -> list[str]:

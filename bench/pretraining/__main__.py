@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.pretraining.pretrain import UNFINISHED, begin, complete
 from bench.pretraining.recipes import SIZES
-from kvaudit.audit.commands.command_line import Resume, check_seed, say, user_errors
+from kvaudit.audit.commands.base import Resume, check_seed, print_line, user_errors
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import RunError, UnknownName
@@ -57,7 +57,7 @@ def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) 
             steps=steps,
             progress=lambda done, _, measures: meter.at(done, f"loss {measures['loss']:.3f}"),
         )
-    say(console, f"model: {out}")
+    print_line(console, f"model: {out}")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.command_line import (
+from kvaudit.audit.commands.base import (
+    Command,
     Limit,
     Plugins,
     Resume,
     RunOut,
+    argument,
+    option,
+    print_line,
     print_table,
-    say,
-    set_data,
+    set_data_folder,
     user_errors,
     wide_console,
 )
@@ -74,7 +76,7 @@ def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
 
     load_plugins(plugins)
     spec = load_spec(path, NAMES)
-    set_data(spec)
+    set_data_folder(spec)
     return make_plan(spec if limit is None else spec.limited(limit))
 
 
@@ -97,7 +99,7 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     console, part = Console(), plan.spec.probe
     assert part is not None
     for line in plan.lines():
-        say(console, inline(line))
+        print_line(console, inline(line))
     if dry_run:
         return False
     if base_url is None:
@@ -107,10 +109,10 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     client = endpoint.client("probe")
     check_folder(folder, plan.spec, resume=resume)
     run = open_run(folder, plan.spec, resume=resume)
-    say(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
+    print_line(console, f"probe {plan.spec.name} ({plan.spec.sha256[:12]}) in {run.path}")
     failed = Probe(run, plan, base_url, client, Console(stderr=True)).work()
     for failure in failed:
-        say(console, inline(failure.line))
+        print_line(console, inline(failure.line))
     return True
 
 
@@ -122,18 +124,18 @@ def _show(folder: Path, baseline: Path | None) -> None:
     found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
     console: Console = wide_console()
     for line in first_lines(found):
-        say(console, inline(line))
+        print_line(console, inline(line))
     for table in (noise_table(found), length_table(found)):
         if table:
             print_table(console, table)
     for line in lines(found):
-        say(console, inline(line))
+        print_line(console, inline(line))
     for name, text in probe_files(found).items():
         write_output(folder / "report" / name, text)
-    say(console, f"report: {folder / 'report' / 'probe.md'}")
+    print_line(console, f"report: {folder / 'report' / 'probe.md'}")
     # with a baseline, too: a loss at every length is none with length
     earlier = "EARLIER" if baseline is None else baseline
-    say(console, f"whether answers changed at any length: kvaudit compare {earlier} {folder}")
+    print_line(console, f"whether answers changed at any length: kvaudit compare {earlier} {folder}")
 
 
 COMMAND = Command("probe", group="Serve and ask", order=3, call=probe)
